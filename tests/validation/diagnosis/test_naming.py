@@ -225,24 +225,60 @@ class Ends(nn.Module):
         return made
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "kind"), [(0.0, 1.0, "tied-not-summed"), (1.0, 2.0, "tied-doubled")], ids=["lost", "twice"]
-)
-def test_shares_of_a_layer_at_both_ends_are_told_apart(
-    whitebox: WhiteBox, first: float, last: float, kind: str
-) -> None:
+def shared_at_both_ends(whitebox: WhiteBox, first: float, last: float, *, other: float = 1.0) -> Verdict:
+    """A step whose copies have each stage's share so often; the last stage's copy has the first's ``other`` times."""
+
     def step(model: Any, microbatches: list[Any]) -> Any:
         begin, middle, end = map(watch, (Ends(model), model.middle, Ends(model)))
         losses = []
         for x, target in microbatches:
             losses.append(loss_fn(end(torch.tanh(middle(torch.tanh(begin(x))))), target))
             (losses[-1] / len(microbatches)).backward()
-        for one, other in zip(begin.parameters(), end.parameters(), strict=True):
-            one.grad = first * one.grad + last * other.grad  # type: ignore[operator]  # both have one
-            other.grad = one.grad.clone()
+        for one, its in zip(begin.parameters(), end.parameters(), strict=True):
+            shares = one.grad, its.grad
+            one.grad = first * shares[0] + last * shares[1]  # type: ignore[operator]  # both have one
+            its.grad = other * first * shares[0] + last * shares[1]  # type: ignore[operator]
         return [begin, middle, end], [loss.detach() for loss in losses]
 
-    verdict = whitebox.validate(step, reference=build_loop, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    return whitebox.validate(step, reference=build_loop, microbatches=data(), ranks=1, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "kind"), [(0.0, 1.0, "tied-not-summed"), (1.0, 2.0, "tied-doubled")], ids=["lost", "twice"]
+)
+def test_shares_of_a_layer_at_both_ends_are_told_apart(
+    whitebox: WhiteBox, first: float, last: float, kind: str
+) -> None:
+    verdict = shared_at_both_ends(whitebox, first, last)
     assert {cause.kind for cause in verdict.cause} == {kind}, str(verdict)
     shares = f"the share of stage 0 {first:g} times, the share of stage 2 {last:g} times"
     assert all(shares in cause.detail for cause in verdict.cause), str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "kind", "stage"),
+    [(-1.0, 1.0, "sign", 0), (1.0, 0.5, "scale", 2), (1.0, -1.0, "sign", 2), (-1.0, -1.0, None, 0)],
+)
+def test_a_share_that_was_multiplied_is_not_called_unsummed(
+    whitebox: WhiteBox, first: float, last: float, kind: str | None, stage: int
+) -> None:
+    verdict = shared_at_both_ends(whitebox, first, last)
+    if kind is None:
+        assert "others once" not in str(verdict), str(verdict)
+        return
+    assert {(cause.kind, cause.stage) for cause in verdict.cause} == {(kind, stage)}, str(verdict)
+    wrong = f"its share is there {first if stage == 0 else last:g} times, the others once, in every copy"
+    assert all(cause.detail.startswith(wrong) for cause in verdict.cause), str(verdict)
+
+
+def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox) -> None:
+    verdict = shared_at_both_ends(whitebox, 1.0, 1.0, other=-1.0)
+    assert {(cause.kind, cause.stage) for cause in verdict.cause} == {("sign", 0)}, str(verdict)
+    assert all("-1 times, the others once, in ends." in cause.detail for cause in verdict.cause), str(verdict)
+    assert all(" of stage 2" in cause.detail for cause in verdict.cause), str(verdict)
+
+
+def test_a_share_that_is_there_twice_may_have_been_multiplied(whitebox: WhiteBox) -> None:
+    verdict = shared_at_both_ends(whitebox, 1.0, 2.0)
+    found = {(cause.kind, cause.stage, cause.factor) for one in verdict.alternatives for cause in one}
+    assert ("scale", 2, 2.0) in found, str(verdict)

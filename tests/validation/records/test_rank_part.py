@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.judging.verdict import Verdict
-from pipeproof.records.rank_part import Arrival, Run, disagreement, places_of, run_of, told
+from pipeproof.records.rank_part import Arrival, Kept, Run, disagreement, places_of, run_of, told
 from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
@@ -201,3 +201,13 @@ def test_a_gradient_that_no_rank_shows_makes_the_law_unknown(
     against = SingleDevice(build, loss_fn) if beside else record
     law = checked(monkeypatch, against, hidden=("1.linear.bias",)).law("gradient")
     assert (law.outcome, law.checked, law.left_out) == ("unknown", 7, ("1.linear.bias",))
+
+
+def test_what_was_there_before_and_was_not_kept_is_noted() -> None:
+    kept, large = Kept(0, room=64), torch.ones(32)
+    kept.begin({"none": None, "zero": torch.zeros(32), "small": torch.ones(4), "large": large})
+    assert (set(kept.notes.begun), kept.notes.untold) == ({"small"}, {"large"})
+    kept.begin({"large": None})
+    assert not kept.notes.untold
+    kept.end("small", torch.ones(4), wrong=True)  # nothing was added since
+    assert (set(kept.notes.begun), kept.notes.untold) == (set(), {"small"})

@@ -114,3 +114,36 @@ def test_the_mean_of_a_replica_is_told_from_that_of_all(whitebox: WhiteBox) -> N
     (cause,) = verdict.cause
     told = "each replica reports the mean of its own microbatches; as one number the whole step's is due"
     assert (cause.kind, told in cause.detail) == ("report", True)
+
+
+@pytest.mark.parametrize("lost", [(), (2,)], ids=["right", "lost"])
+@pytest.mark.parametrize("said", [(0, 0), (0, 1, 2)], ids=["one twice", "one missing"])
+def test_an_order_that_lacks_what_gradients_have_is_a_wrong_report(
+    whitebox: WhiteBox, said: tuple[int, ...], lost: tuple[int, ...]
+) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        (torch.stack([loss for m, loss in enumerate(losses) if m not in lost]).sum() / COUNT).backward()
+        return model, [loss.item() for loss in losses], None, [f"0{kind}{m}" for kind in "FB" for m in said]
+
+    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    assert "microbatches" in {m.law for m in verdict.mismatches}
+    if lost:  # then nothing says that it ran
+        assert "report" not in {cause.kind for cause in verdict.cause}, str(verdict)
+        return
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.place) == ("report", "stage 0"), str(verdict)
+    told = f"the order that was handed back has forward of {list(said)}, and all microbatches are in the gradients"
+    assert cause.detail == told
+
+
+def test_an_order_with_a_microbatch_twice_is_no_matter_of_gradients(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in (*microbatches, microbatches[3])][:COUNT]
+        (torch.stack(losses).sum() / COUNT).backward()
+        order = [f"0F{m}" for m in (0, 1, 2, 3, 3)] + [f"0B{m}" for m in range(COUNT)]
+        return model, [loss.item() for loss in losses], None, order
+
+    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    assert {m.seen for m in verdict.mismatches} == {"forward of [0, 1, 2, 3, 3]"}, str(verdict)
+    assert "report" not in {cause.kind for cause in verdict.cause}, str(verdict)

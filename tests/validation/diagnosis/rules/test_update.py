@@ -1,10 +1,17 @@
 """An optimizer that takes little notice of the size of gradients: what it moved does not tell how they were clipped."""
 
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from tests.support.steps import blocks, pairs
+from tests.support.steps import loss_fn as square
 
 loss_fn = nn.functional.cross_entropy
 
@@ -47,3 +54,33 @@ def test_a_factor_that_is_the_right_one_is_no_clipping() -> None:
     assert "multiplied by 0.6341, expected 0.6341" not in str(check.verdict)
     assert [cause.kind for cause in check.verdict.cause] == ["update"]
     assert [[cause.kind for cause in one] for one in check.verdict.alternatives] == [["clip"]]
+
+
+def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [((1, 3), "ranks 1, 3"), ((3,), "rank 3, stage 1"), ((0, 1, 2, 3), "everywhere"), ((0, 2), "everywhere")],
+    ids=["one replica", "one rank", "all", "the first replica"],
+)
+def test_an_optimizer_that_is_another_on_some_ranks_is_told_of_these(
+    whitebox: WhiteBox, wrong: tuple[int, ...], place: str
+) -> None:
+    """Every rank runs the whole model, and hands back its own half; its second rank is held against the first."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [square(model(x), target) for x, target in microbatches]
+        (torch.stack(losses).sum() / len(losses)).backward()
+        rank = dist.get_rank()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 4
+        own = model[:2] if rank < 2 else model[2:]
+        sgd(own, 0.2 if rank in wrong else 0.1).step()
+        return own, [loss.item() for loss in losses]
+
+    options: dict[str, Any] = {"microbatches": pairs(), "ranks": [0, 1, 0, 1], "loss_fn": square, "optimizer": sgd}
+    (cause,) = whitebox.validate(step, reference=blocks, **options).cause
+    assert (cause.kind, cause.place) == ("update", place), str(cause)
