@@ -62,7 +62,7 @@ def attribute(update: Update) -> Attribution:
     tied = explain_tied(update, stages)
     causes, unknown, ruled_out = name_causes(update, stages, tied)
     apart = update.now.microbatches == len(update.now.batches)
-    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages))
+    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages), tuple(map(_apart, stages)))
     return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.told else None)
 
 
@@ -78,6 +78,11 @@ def _row(stage: Explanation, microbatches: int) -> tuple[Cell, ...]:
         return (Cell(None),) * microbatches
     unclear = {term.activation for term in stage.undecided}
     return tuple(Cell(None) if m in unclear else _cell(stage.coefficients, m) for m in range(microbatches))
+
+
+def _apart(stage: Explanation) -> tuple[str, ...]:
+    """The parameters that the row of a stage does not hold for."""
+    return tuple(one.parameter for one in stage.odd if one.kind != "right" and stage.explained)
 
 
 def _cell(found: Mapping[Term, float], m: int) -> Cell:

@@ -15,7 +15,7 @@ from pipeproof.diagnosis.own_lines import with_lines
 from pipeproof.diagnosis.played import Setup
 from pipeproof.diagnosis.rule import Rule, clears, followed
 from pipeproof.diagnosis.rules.attributed import attributed, in_part, unexplained
-from pipeproof.diagnosis.rules.besides import besides
+from pipeproof.diagnosis.rules.besides import besides, besides_backwards
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
 from pipeproof.diagnosis.rules.norms import norm, of_no_known_norm
@@ -182,7 +182,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(weights, _began, _begun, left=other_weights),
     Rule(together, needs=_passed),
     Rule(order_told, needs=lambda evidence: bool(evidence.told)),
-    Rule(calls, _ran, _watched, otherwise=otherwise),
+    Rule(calls, _ran, _watched, otherwise=otherwise, besides=besides_backwards),
     Rule(boundaries, _crossed, _recorded, besides=besides),
     Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),
     Rule(sums, _added, _recorded),

@@ -68,6 +68,8 @@ class _About:
             yield "cleared", self._passed(action).cleared.get(action.microbatch, ())
         if kind in _LOST:
             action = None if self.cause.parameter else action._replace(kind=Kind.FORWARD)
+        elif self.cause.cut:
+            action = action._replace(kind=Kind.FORWARD)
         elif kind == "overwritten" or self._message_may_be_wrong:
             yield from self._message(action)
         elif kind == "dropped" and not self._stack(action):

@@ -115,6 +115,7 @@ def _joined(calls: Sequence[Call]) -> Call:
         outputs=last.outputs,
         output_gradients=last.output_gradients,
         backwards=first.backwards or last.backwards,
+        flowed=last.flowed,
     )
 
 
@@ -124,7 +125,7 @@ def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Seq
     By that a runtime learns shapes: its microbatch comes again, or none. Were such a call more than a trial, the
     gradients would show it.
     """
-    trained = [call for call in calls if call.backwards]
+    trained = [call for call in calls if call.ran]
     if len(trained) == microbatches:
         return trained
     if len(calls) != microbatches + 1:
@@ -135,7 +136,7 @@ def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Seq
 
 def last_pass(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
     """The last calls, one for each of the microbatches: of those that a backward came to, if it came to any."""
-    return ([call for call in calls if call.backwards] or calls)[-microbatches:]
+    return ([call for call in calls if call.ran] or calls)[-microbatches:]
 
 
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:

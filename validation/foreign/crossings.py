@@ -151,7 +151,7 @@ def _sent(stages: Stages, orders: Mapping[int, Order]) -> Sent:
 
 def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: "_Context") -> Passed:
     order = context.order
-    backs = sorted((end, order.numbers[k]) for k, call in enumerate(calls) for end in call.backwards)
+    backs = sorted((end, order.numbers[k]) for k, call in enumerate(calls) for end in call.ran)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in order.numbers]
     backwards = [Action(stage, Kind.BACKWARD, microbatch) for _, microbatch in backs]
     called = tuple((action, call.training) for action, call in zip(forwards, calls, strict=True))
@@ -180,8 +180,11 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
         for (kind, tensor), one in call.came.items():
             came.setdefault(Action(stage, kind, number), {})[tensor] = one
     cleared = {number: call.cleared for number, call in zip(order.numbers, calls, strict=True) if call.cleared}
+    cut = {number for number, call in zip(order.numbers, calls, strict=True) if call.flowed and not call.backwards} - {
+        UNKNOWN_MICROBATCH
+    }
     found = Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed)
-    return replace(found, stacks=stacks, came=came, cleared=cleared, times=times)
+    return replace(found, stacks=stacks, came=came, cleared=cleared, cut=frozenset(cut), times=times)
 
 
 def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:

@@ -66,6 +66,9 @@ KINDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_LISTED = 4  # names in a sentence
+
+
 @dataclass(frozen=True)
 class OwnLine:
     """A line of the user's own code: an action, as ``2B0``, that ran there, or what did, in words.
@@ -86,7 +89,8 @@ class Cause:
 
     microbatches: those concerned. stages, ranks: those of a fault that is in several, but not in all. detail: for
     people, such as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same.
-    lines: of the user's own code, if they are known, the most useful first.
+    cut: a graph was, so that a backward ran and gave its input nothing. lines: of the user's own code, if they are
+    known, the most useful first.
     """
 
     kind: str
@@ -100,6 +104,7 @@ class Cause:
     stages: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     instead: tuple["Cause", ...] = ()
+    cut: bool = False
     lines: tuple[OwnLine, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -188,9 +193,13 @@ def _short(c: float) -> str:
 
 @dataclass(frozen=True)
 class Cells:
-    """The coefficients that were found: a row of microbatches for each stage."""
+    """The coefficients that were found: a row of microbatches for each stage.
+
+    ``apart``: by stage, its parameters that its row does not hold for.
+    """
 
     rows: tuple[tuple[Cell, ...], ...]
+    apart: tuple[tuple[str, ...], ...] = ()
 
     @property
     def right(self) -> bool:
@@ -201,6 +210,13 @@ class Cells:
     def told(self) -> bool:
         """Whether any is known."""
         return any(cell.own is not None for row in self.rows for cell in row)
+
+    @property
+    def but_for(self) -> list[str]:
+        """Of each stage with parameters that its row does not hold for, which these are."""
+        told = zip(self.rows, self.apart, strict=False)
+        some = {k: names for k, (row, names) in enumerate(told) if any(cell.own is not None for cell in row)}
+        return [f"stage {stage} but for {few(names)}" for stage, names in some.items() if names]
 
     def lines(self, most: int = 16) -> list[str]:
         """A table: stages down, microbatches across. Of more than ``most``, those that are not as they should be."""
@@ -214,6 +230,7 @@ class Cells:
         left = len(columns) - len(shown)
         all_right = " that are 1 everywhere" if len(shown) == len(wrong) else ""
         lines += [f"and {left} more microbatches{all_right}"] if left else []
+        lines += self.but_for
         behind = any(row[m].behind for row in self.rows for m in shown)
         return [*lines, "* with what the next stage handed on wrongly"] if behind else lines
 
@@ -227,3 +244,8 @@ def alternatives(causes: Sequence[Cause]) -> tuple[tuple[Cause, ...], ...]:
 def listed(numbers: Iterable[int]) -> str:
     """``1, 2, 5``."""
     return ", ".join(map(str, numbers))
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of ``names``, and how many more there are."""
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

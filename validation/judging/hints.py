@@ -71,13 +71,22 @@ HINTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_CUT = (
+    "Look in this stage's forward for what cuts the graph: detach, .data, no_grad, or a function of its own whose "
+    "backward gives nothing back."
+)
+
 
 def hints(causes: Sequence[Cause], measured: Measured) -> list[str]:
     """What to do next about ``causes``, once for each kind; of a factor, first what it may be."""
     first: dict[str, Cause] = {}
     for cause in causes:
-        first.setdefault(cause.kind, cause)
-    return [text for cause in first.values() for text in (*_factors(cause, measured), HINTS[cause.kind])]
+        first.setdefault(_hint(cause), cause)
+    return [text for hint, cause in first.items() for text in (*_factors(cause, measured), hint)]
+
+
+def _hint(cause: Cause) -> str:
+    return _CUT if cause.cut else HINTS[cause.kind]
 
 
 def _factors(cause: Cause, measured: Measured) -> Iterator[str]:

@@ -72,6 +72,7 @@ class Passed:
     microbatch. ``mixed``: parts of its module alone trained. ``stacks`` are where the user's code called for an action,
     ``came`` the messages that it was given, by its tensors' numbers, ``cleared`` where what a microbatch's backward had
     added to the gradients was cleared.
+    ``cut`` are the microbatches whose backward ran through the end of the stage, and came to none of its inputs.
     ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
     do. ``times`` of actions, by their rank's count; empty where nobody knows.
     """
@@ -92,6 +93,7 @@ class Passed:
     came: Mapping[Action, Mapping[int, Came]] = field(default_factory=dict)
     cleared: Mapping[int, Stack] = field(default_factory=dict)
     detached: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    cut: frozenset[int] = frozenset()
     times: tuple[int, ...] = ()
 
     @property

@@ -89,6 +89,7 @@ class Call:
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
+    ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
     """
 
     training: bool
@@ -108,11 +109,18 @@ class Call:
     giving: frozenset[int] = frozenset()
     unread: bool = False
     began: int | None = None
+    flowed: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def ran(self) -> list[int]:
+        """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
+        return self.backwards or [*self.flowed.values()][:1]
 
     def later(self, time: int, *, rank: int) -> "Call":
         """The same on ``rank``, by so much later."""
         began = None if self.began is None else self.began + time
-        return replace(self, backwards=[time + end for end in self.backwards], began=began, rank=rank)
+        flowed = {backward: time + end for backward, end in self.flowed.items()}
+        return replace(self, backwards=[time + end for end in self.backwards], flowed=flowed, began=began, rank=rank)
 
 
 @dataclass
@@ -127,7 +135,7 @@ class _Watched:
     def cleared(self, stack: Stack) -> None:
         """What its calls had added to its gradients so far was cleared there."""
         for call in self.calls:
-            call.cleared = call.cleared or (stack if call.backwards else ())
+            call.cleared = call.cleared or (stack if call.ran else ())
 
     def original(self, again: Call) -> Call | None:
         """The call that is run ``again``, which now has its gradients: the first with its inputs, else the first that
@@ -141,7 +149,9 @@ class _Watched:
             again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
         self.waiting = [call for call in self.waiting if call is not found]
         found.kept.update(enumerate(again.inputs))
-        again.backwards, again.stacks, again.came = found.backwards, found.stacks, found.came
+        again.backwards, again.flowed, again.stacks, again.came = (
+            found.backwards, found.flowed, found.stacks, found.came
+        )  # fmt: skip
         found.needing, found.giving = again.needing, again.giving
         return found
 
@@ -185,7 +195,7 @@ class Watcher:
         own = {id(part) for part in module.modules()}
         for one in self._watched.values():
             if id(one.module) in own or module in one.module.modules():
-                again = any(call.silent and call.backwards for call in one.calls)
+                again = any(call.silent and call.ran for call in one.calls)
                 return [call for call in one.calls if again or not call.silent]
         return None
 
@@ -283,6 +293,9 @@ class Watcher:
         given = {id(tensor) for tensor in inputs.values()}
         own = {k for k, tensor in outputs.items() if id(tensor) not in given} or set(outputs)
         last = min(inputs) if inputs else min(outputs, default=None)
+        ends = {outputs[k].grad_fn for k in own if id(outputs[k]) not in given}
+        for node in filter(None, ends):
+            node.register_prehook(lambda _: self._flowed(call))
         for number, tensor in outputs.items():
             note = self._noting(call, call.output_gradients, number, counts=not inputs and number == last)
             if number in own:
@@ -293,6 +306,10 @@ class Watcher:
         for number, tensor in inputs.items():
             note = self._noting(call, call.input_gradients, number, counts=number == last)
             flows.borrowed(tensor, note, handed_on=id(tensor) in handed_on)
+
+    def _flowed(self, call: Call) -> None:
+        """A backward runs through the end of ``call``: one that is only asked for the gradient there runs nothing."""
+        call.flowed.setdefault(torch._C._current_graph_task_id(), next(self._times))
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
         def note(gradient: Tensor) -> Callable[[], None]:

@@ -207,8 +207,35 @@ def test_a_leaf_that_is_handed_on_as_it_is_has_each_calls_own_gradients() -> Non
     found: list[Call] | None = watcher.calls(stage)
     assert found is not None
     assert [call.output_gradients[0] for call in found] == [first for first, _ in due]
-    assert [(call.began, call.backwards) for call in found] == [(0, [1]), (2, [3]), (4, [5]), (6, [7])]
+    assert [(call.began, call.backwards) for call in found] == [(0, [2]), (3, [5]), (6, [8]), (9, [11])]
     assert len({call.input_gradients[0].digest for call in found}) == COUNT
+
+
+class Cut(nn.Module):
+    """Its second layer's gradients are whole, and nothing comes to its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.first(x).detach())
+        return made
+
+
+@pytest.mark.parametrize("stage", [Cut(), nn.Linear(WIDTH, WIDTH)], ids=["cut", "whole"])
+def test_a_backward_that_comes_to_no_input_ran_and_one_that_stops_at_the_output_did_not(stage: nn.Module) -> None:
+    watcher, inputs = Watcher(), [x.requires_grad_() for x, _ in data()[:3]]
+    watcher.watch(stage)
+    made = [stage(x) for x in inputs]
+    torch.autograd.grad(made[0].sum(), made[0])
+    made[1].sum().backward()
+    for parameter in list(stage.parameters())[-2:]:  # in two halves, as where weights have backwards of their own
+        torch.autograd.grad(made[2].sum(), parameter, retain_graph=True)
+    asked, ran, halves = watcher.calls(stage) or []
+    assert (asked.ran, len(ran.ran), len(halves.ran)) == ([], 1, 1)
+    assert bool(asked.output_gradients)
+    assert (bool(ran.backwards), bool(ran.flowed)) == (not isinstance(stage, Cut), True)
 
 
 class Fed(nn.Module):

@@ -53,6 +53,12 @@ def attributed(evidence: Evidence) -> list[Cause]:
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
 
 
+def of_gradients(evidence: Evidence) -> list[Cause]:
+    """The causes that attribution names for a step that is not ours, as whatever else was seen of it tells them."""
+    found = evidence.attribution
+    return [] if found is None else [_seen_more(told_apart(cause, evidence), evidence) for cause in found.causes]
+
+
 def _backwards_each(evidence: Evidence, stages: Iterable[int]) -> float | None:
     """How often every microbatch went backwards through watched stages; None where that is not one number."""
     times = set()
@@ -97,10 +103,10 @@ def in_part(evidence: Evidence, causes: Sequence[Cause]) -> tuple[tuple[()], Seq
     own = set() if found is None else {(one.stage, one.microbatches, one.parameter) for one in found.causes}
     told = any((one.stage, one.microbatches, one.parameter) in own for one in causes)
     left = found.unknown if found is not None and told else ()
-    return (), (*left, *_losses_left(evidence, causes))
+    return (), (*left, *losses_left(evidence, causes))
 
 
-def _losses_left(evidence: Evidence, causes: Sequence[Cause]) -> Iterator[str]:
+def losses_left(evidence: Evidence, causes: Sequence[Cause]) -> Iterator[str]:
     """That losses are wrong, too, where ``causes`` are of sums, which come after them."""
     wrong = sorted({m.microbatch for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None})
     kinds = {one.kind for one in causes}

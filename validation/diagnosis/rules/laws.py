@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeproof.diagnosis.evidence import Due, Evidence
 from pipeproof.diagnosis.interference import became, common_change
 from pipeproof.diagnosis.moved import moved_along
+from pipeproof.diagnosis.rules.cut import cut
 from pipeproof.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from pipeproof.diagnosis.rules.update import clip_factor, learning_rate
 from pipeproof.judging.cause import Cause, listed
@@ -232,8 +233,9 @@ def modes(evidence: Evidence) -> list[Cause]:
 def counts(evidence: Evidence) -> list[Cause]:
     """Microbatches that ran never or twice."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches"]
-    ran = _ran(evidence)
-    causes = [
+    lost = cut(evidence)
+    ran = [one for one in _ran(evidence) if not any(_behind(one, cause) for cause in lost)]
+    causes = lost + [
         _ran_otherwise(evidence, kind, wrong)
         for kind, wrong in (("dropped", [c for c in ran if c[3] == 0]), ("doubled", [c for c in ran if c[3] > 1]))
         if wrong
@@ -241,6 +243,13 @@ def counts(evidence: Evidence) -> list[Cause]:
     if not causes and found:
         causes.append(_at(evidence, found, "order", f"{found[0].seen}, expected {found[0].expected}"))
     return causes
+
+
+def _behind(ran: tuple[int, str, int, int], cut_off: Cause) -> bool:
+    """Whether a backward did not run to which ``cut_off`` left nothing."""
+    stage, name, microbatch, times = ran
+    before = cut_off.stage is not None and stage < cut_off.stage
+    return (name, times) == ("backward", 0) and before and microbatch in cut_off.microbatches
 
 
 def _ran_otherwise(evidence: Evidence, kind: str, wrong: Sequence[tuple[int, str, int, int]]) -> Cause:

@@ -114,6 +114,7 @@ def coefficients(verdict: Verdict) -> Html | None:
         title = f"Parameters of stage {measured.stage} × microbatch"
         parts.append(table(head, _by_parameter(measured.weights, columns), caption=title, numbers=numbers))
     left = len(rows[0]) - len(columns)
+    parts += [tag("p", f"{', '.join(verdict.cells.but_for)}.")] if verdict.cells.but_for else []
     rest = tag("p", f"{left} more microbatches are not shown.", class_="quiet") if left else None
     return section("Microbatches in the gradients", *parts, rest, tag("p", said, class_="quiet"), wide=True)
 

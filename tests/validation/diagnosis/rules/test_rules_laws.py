@@ -25,6 +25,7 @@ def facts(mismatches: list[Mismatch], *ran: Action) -> Any:
         stages=STAGES,
         microbatches=COUNT,
         unseen=(),
+        passed={},
     )
 
 
