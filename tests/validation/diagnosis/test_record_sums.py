@@ -72,7 +72,7 @@ def step(context: RankContext, before: Change, after: Change, alone: int | None)
         after(rank, part)
         check.gradients()
         reported = mine if rank == alone else square / 2
-        check.report(losses=[float(one) for one in losses] if stage else None, norm=float(reported.sqrt()))
+        check.report(losses=[one.item() for one in losses] if stage else None, norm=reported.sqrt().item())
     return check.verdict
 
 
