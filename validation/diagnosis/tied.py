@@ -37,6 +37,12 @@ class Shares:
     apart: tuple[tuple[Stage, ...], ...] = ()
 
     @property
+    def alone(self) -> bool:
+        """Whether it has the share of its own stage once, and nothing else."""
+        plain = self.explained and not self.absent and self.turned is None and not self.lacking and not self.joint
+        return plain and all(count == (stage == self.stage) for stage, count in self.counts.items())
+
+    @property
     def right(self) -> bool:
         """Whether every share is in it once."""
         whole = not self.absent and self.turned is None and not self.lacking and not self.apart
@@ -185,6 +191,10 @@ def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
         if wrong and wrong[0].apart:
             groups = "; ".join(", ".join(map(str, stages)) for stages in wrong[0].apart)
             detail = f"copies of stages {groups} each have a gradient of their own; all copies together make the sum"
+            yield Cause("tied-not-summed", parameter=wrong[0].parameter, detail=detail)
+            continue
+        if wrong and len(wrong) == len(copies) and all(copy.alone for copy in wrong):
+            detail = "each copy has its own stage's share alone; all copies together make the sum"
             yield Cause("tied-not-summed", parameter=wrong[0].parameter, detail=detail)
             continue
         causes = [cause_of(copy, copies) for copy in wrong if copy.explained]

@@ -131,7 +131,8 @@ def test_the_coefficients_are_a_table_of_stages_and_microbatches() -> None:
     assert named.as_dict()["cells"] == {
         "rows": tuple(
             tuple({"own": cell.own, "others": cell.others, "behind": cell.behind} for cell in row) for row in rows
-        )
+        ),
+        "apart": (),
     }
 
 
