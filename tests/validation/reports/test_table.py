@@ -136,6 +136,15 @@ def test_the_coefficients_are_a_table_of_stages_and_microbatches() -> None:
     }
 
 
+def test_the_table_names_parameters_that_have_another_number_than_their_stage() -> None:
+    rows = ((Cell(1.0), Cell(0.0)), (Cell(1.0), Cell(1.0)), (Cell(None), Cell(None)))
+    names = ("2.a", "2.b", "2.c", "2.d", "2.e")
+    assert Cells(rows, ((), names, ("4.a",))).lines()[-2:] == [
+        "stage 2     ?  ?",
+        "stage 1 but for 2.a, 2.b, 2.c, 2.d and 1 more",
+    ]
+
+
 def test_of_many_microbatches_the_table_shows_the_wrong_ones_and_counts_the_rest() -> None:
     row = tuple(Cell(0.0 if m in (7, 40) else 1.0) for m in range(64))
     assert Cells((row,)).lines() == [

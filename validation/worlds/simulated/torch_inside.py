@@ -1,6 +1,6 @@
 """The private names of torch on which the simulated world rests, all of them, and nothing else.
 
-Tested with torch 2.13. Each is said once what it is for, so that another torch can be told what is missing.
+Tested with torch 2.13 and 2.15. Each is said once what it is for, so that another torch can be told what is missing.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +28,7 @@ _NAMES = {  # of torch.distributed's own record of groups
 _HOOKS = [name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)]
 _BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
 _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
+_RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _BACKENDS = ("ProcessGroupGloo", "ProcessGroupNCCL")
 MESSAGES = ("send", "recv", "recv_anysource")
 
@@ -58,12 +59,15 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
     process group's own, by name. ``batch`` is told how many messages come in one call, before they come. Groups are
     registered for each thread apart.
     """
-    changed = (*_BACKENDS, "is_nccl_available", "_get_default_timeout", _BATCH)
+    changed = (*_BACKENDS, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
     kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
     kept += [(dist, _BACKENDS[0], getattr(dist, _BACKENDS[0])), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
     kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
     for name in _BACKENDS:
         setattr(c10d, name, group)
+    plugins: dict[str, Any] = c10d.Backend._plugins
+    known = dict(plugins)
+    plugins |= _making(group, known)
     checked = getattr(c10d, _BATCH)
 
     def noted(operations: list[Any]) -> None:
@@ -72,6 +76,7 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
 
     setattr(c10d, _BATCH, noted)
     c10d.is_nccl_available = lambda: True
+    setattr(c10d, _RECORDS, lambda *_, **__: None)
     c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
     setattr(dist, _BACKENDS[0], bare)
     setattr(c10d_logger, _LOGGED, lambda name, *_, **__: {"func_name": name})
@@ -83,11 +88,23 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
         yield
     finally:
         isolated._set_thread_isolation_mode(False)
+        plugins.clear()
+        plugins |= known
         for holder, name, value in kept:
             if value is None:
                 delattr(holder, name)
             else:
                 setattr(holder, name, value)
+
+
+def _making(group: type, known: dict[str, Any]) -> dict[str, Any]:
+    """What makes a ``group`` of each backend since torch 2.15, where a plugin does that of torch's own as well."""
+    if "GLOO" not in known:
+        return {}
+    plugin = known["GLOO"]._replace(
+        creator_fn=lambda store, rank, size, _: group(store, rank, size), extended_api=False
+    )
+    return {"GLOO": plugin, "NCCL": plugin}
 
 
 def joined(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup:
