@@ -124,6 +124,8 @@ def _unexplained(said: Cause, causes: Sequence[Cause], evidence: Evidence) -> It
     """What gradients say in ``said`` but for what follows from ``causes``: one flows back through all stages before."""
     every = range(evidence.microbatches)
     left = [*(said.microbatches or every)]
+    if said.kind in ALIKE[0] and {cause.kind for cause in causes} == _OF_BACKWARDS:
+        return  # one ran in the place of another, which may have put others in the place of theirs
     for cause in causes:
         alike = cause.kind == said.kind or any({cause.kind, said.kind} <= group for group in ALIKE)
         reached = max(_stages(cause, evidence)) >= max(_stages(said, evidence))
