@@ -256,7 +256,7 @@ FAULTS = {
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
     "other-shard": Fault(other_shard, Layout(dp=2, distributed=True), "not-reduced", EACH_STAGE),
     "tokens-of-one-replica": Fault(  # one cause for each replica: each divides by another number
-        tokens_of_one_replica, Layout(dp=2, three=True, per_token=True), "scale", ("everywhere", "everywhere")
+        tokens_of_one_replica, Layout(dp=2, three=True, per_token=True), "scale", ("ranks 0, 2", "ranks 1, 3")
     ),
     "crossed-messages": Fault(
         as_it_is,

@@ -33,7 +33,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "tied-not-reduced": ("tied-not-summed", "parameter model.embedding.word_embeddings.weight"),
     "not-finalized": ("not-reduced", "stage 0"),
     "norm-counts-copies": ("norm", "everywhere"),
-    "norm-of-one-stage": ("norm", "everywhere"),
+    "norm-of-one-stage": ("norm", "rank 0"),
     "summed-over-replicas": ("scale", "everywhere"),
     "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
 }
