@@ -10,7 +10,7 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.attributed import losses_left, of_gradients, played_through
 from pipeproof.diagnosis.rules.passages import ALIKE, agree, complete
 from pipeproof.diagnosis.rules.replayed import besides_change
-from pipeproof.diagnosis.rules.shared import apart, shared
+from pipeproof.diagnosis.rules.shared import apart, shared, stages_of
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error
 
@@ -34,7 +34,7 @@ def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
     others = [one for one in said if one not in same and not any(one.kind in group for group in alike)]
     others = [one for one in others if one.stage is not None or one.parameter is not None]
     unlike = {m.stage for m in evidence.verdict.mismatches if m.law == "replicas"}  # of these, it is no one sum
-    others = [one for one in others if not unlike & _stages(one, evidence)]
+    others = [one for one in others if unlike.isdisjoint(stages_of(one, evidence))]
     if not forward:
         told = same and all("B" in (cause.action or "") and cause.kind not in ALIKE[0] for cause in causes)
         left = evidence.playable is None and evidence.attribution is not None and evidence.attribution.unknown
@@ -65,7 +65,9 @@ def besides_backwards(evidence: Evidence, causes: Sequence[Cause]) -> Found:
     # Which microbatches a rank has may be what it did not reduce as well: beside those that did not run, nobody knows.
     sure = more if _OF_BACKWARDS.isdisjoint(one.kind for one in more) else []
     found = None if _give_all(causes, evidence) else evidence.attribution
-    sums = [] if found is None else [one for one in of_gradients(evidence) if not unlike & _stages(one, evidence)]
+    sums = (
+        [] if found is None else [one for one in of_gradients(evidence) if unlike.isdisjoint(stages_of(one, evidence))]
+    )
     rest = [*sure, *(one for said in sums for one in _unexplained(said, causes, evidence))]
     left = apart(evidence) if unlike and (not between or len(sure) < len(more)) else ()
     unknown = () if found is None else found.unknown
@@ -110,7 +112,7 @@ def _give_all(causes: Sequence[Cause], evidence: Evidence) -> bool:
         lost = [
             part
             for stage, m, part in parts
-            if any(m in one.microbatches and stage <= max(_stages(one, evidence)) for one in causes)
+            if any(m in one.microbatches and stage <= max(stages_of(one, evidence)) for one in causes)
         ]
         if seen is None or whole is None or not lost:
             return False
@@ -128,14 +130,7 @@ def _unexplained(said: Cause, causes: Sequence[Cause], evidence: Evidence) -> It
         return  # one ran in the place of another, which may have put others in the place of theirs
     for cause in causes:
         alike = cause.kind == said.kind or any({cause.kind, said.kind} <= group for group in ALIKE)
-        reached = max(_stages(cause, evidence)) >= max(_stages(said, evidence))
+        reached = max(stages_of(cause, evidence)) >= max(stages_of(said, evidence))
         left = [m for m in left if m not in (cause.microbatches or every)] if alike and reached else left
     if left:
         yield replace(said, microbatches=tuple(left)) if said.microbatches else said
-
-
-def _stages(cause: Cause, evidence: Evidence) -> set[int]:
-    """Where ``cause`` may be."""
-    if cause.stages or cause.stage is None:
-        return {*(cause.stages or range(evidence.stages))}
-    return {cause.stage}

@@ -103,7 +103,7 @@ def _each_by_itself(evidence: Evidence, turns: Iterable[Turn]) -> Mapping[Cause,
             return {}
         for cause in made.causes:
             instead = tuple(replace(one, rank=None) for one in cause.instead)
-            at = (ranks[stage] for stage in _stages(cause, evidence))
+            at = (ranks[stage] for stage in stages_of(cause, evidence))
             found.setdefault(replace(cause, rank=None, instead=instead), set()).update(at)
     return found
 
@@ -160,10 +160,11 @@ def _on(ranks: Collection[int], cause: Cause, evidence: Evidence) -> Cause:
 
 def _holders(cause: Cause, evidence: Evidence) -> set[int]:
     """All ranks with a stage that ``cause`` is in."""
-    return {rank for stage in _stages(cause, evidence) for rank in evidence.holders(stage)}
+    return {rank for stage in stages_of(cause, evidence) for rank in evidence.holders(stage)}
 
 
-def _stages(cause: Cause, evidence: Evidence) -> Sequence[int]:
+def stages_of(cause: Cause, evidence: Evidence) -> Sequence[int]:
+    """Where ``cause`` may be."""
     return cause.stages or (range(evidence.stages) if cause.stage is None else (cause.stage,))
 
 
@@ -207,7 +208,7 @@ def _left_before(cause: Cause, evidence: Evidence) -> Cause | None:
     """``cause`` of what was there before the step, on the ranks that had something there; None if all of them had."""
     if cause.kind != "stale-gradient" or cause.microbatches:
         return None
-    had = {rank for stage in _stages(cause, evidence) for rank in evidence.begun(stage)}
+    had = {rank for stage in stages_of(cause, evidence) for rank in evidence.begun(stage)}
     if not had or had >= _holders(cause, evidence):
         return None
     return _on(had, cause, evidence)
