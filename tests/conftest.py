@@ -70,6 +70,7 @@ def simulated(kept_simulated: "World") -> "World":
     from pipeproof.pipeline.transports import Transport
 
     kept_simulated.seed, kept_simulated.transport = 0, Transport.UNLIMITED
+    kept_simulated.most, kept_simulated.explorations = None, []
     return kept_simulated
 
 
@@ -91,7 +92,7 @@ def kept_ranks(silent_ranks: "World", monkeypatch: pytest.MonkeyPatch) -> None:
 
     def world(setting: Setting) -> AbstractContextManager["World"]:
         made = new(setting)
-        if (made.device, made._silent) != (silent_ranks.device, True):
+        if (made.kind, made.device, made._silent) != (silent_ranks.kind, silent_ranks.device, True):
             return made
         silent_ranks.timeout_s = made.timeout_s
         return nullcontext(silent_ranks)

@@ -21,6 +21,7 @@ from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
 from pipeproof.cases.frameworks.framework_draws import framework_cases
 from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
 from pipeproof.cases.fuzz import Found, Tally, cases, fuzz
+from pipeproof.cases.interleavings import narrow
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
 from pipeproof.cases.runtimes import OWN
@@ -42,6 +43,7 @@ from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
+from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
 
@@ -74,9 +76,9 @@ class Setting:
         """The ranks. What they print is for who asks for more, or runs one case to look into it."""
         silent = not (self.explain or Terminal().manner.verbose)
         if (simulation := self.simulation) is not None:
-            seed, transport = simulation.first, simulation.transport.value
-            world = World(kind=SIMULATED, seed=seed, transport=transport, timeout_s=self.timeout_s, silent=silent)
-            world.seeds = range(seed, seed + simulation.count)
+            transport = simulation.transport.value
+            world = World(kind=SIMULATED, transport=transport, timeout_s=self.timeout_s, silent=silent)
+            world.seed, world.seeds, world.most = simulation.first, simulation.seeds, simulation.most
             return world
         return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent, most_groups=_MOST_GROUPS)
 
@@ -176,6 +178,8 @@ def run_all(
                 then()
         said = summary(verdicts, left_out=len(left_out)) + not_run(len(runs) - len(verdicts))
         terminal.say(said)
+        if searched := told(world.explorations):
+            terminal.say(searched)
         entries = [Entry(one, one.verdict) for one in verdicts]
         page = partial(campaign, entries, said=said, left_out=left_out)
         return files.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
@@ -247,6 +251,8 @@ def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], 
         found = found or tally.smallest
         left = None if found else next(iter(tally.undecided), None)
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
+        if searched := told(world.explorations):
+            terminal.say(searched)
         shown = found or left
         verdicts = [_told_of(shown, world)] if shown else []
         if found is not None:
@@ -284,6 +290,8 @@ def _explained(found: Found[SomeCase] | None, world: World) -> Found[SomeCase] |
     """
     if found is None or found.verdict is None or not found.repeated or not isinstance(found.case, Case):
         return found
+    if world.simulation is not None:
+        narrow(found.case, world)
     try:
         return replace(found, verdict=validate(found.case, world))
     except RankFailed as failure:
@@ -313,8 +321,9 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
 def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, Observed | None]:
     """The verdict on ``case``, and what its ranks gave; "unknown" and None where they failed.
 
-    Of a simulated world's interleavings it is of the first that is no pass, or of the last. ``measure``: measure
-    rounding floors even where every bit agrees. Raises ``Impossible`` for too small a world.
+    Of a simulated world's interleavings it is of the first that is no pass, with as few preemptions as it takes, or of
+    the last. ``measure``: measure rounding floors even where every bit agrees. Raises ``Impossible`` for too small a
+    world.
     """
     if (refused := refusal(case)) is not None:
         return refused, None
@@ -322,6 +331,9 @@ def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdic
     for _ in world.interleavings():
         verdict, observed = _validated(case, world, measure=measure)
         if verdict.verdict != "pass":
+            if world.searches:
+                narrow(case, world)
+                verdict, observed = _validated(case, world, measure=measure)
             break
     return replacing(verdict, world, seconds=perf_counter() - began), observed
 

@@ -2,13 +2,15 @@
 
 import argparse
 
-from pipeproof.commands.option_parser import add_count, without_effect
+from pipeproof.commands.option_parser import add_count, whole, without_effect
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, counted
 from pipeproof.pipeline.transports import RULES, transport_of
 from pipeproof.worlds.kinds import KINDS, REAL
+from pipeproof.worlds.simulated.guide import Guide, guide_of
 from pipeproof.worlds.simulation import Simulation
 
-SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings")
+SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust")
+_MOST = 10_000  # of interleavings that differ; a right pipeline has one
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
 
 
@@ -19,8 +21,11 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--world", choices=KINDS, default=REAL, help=kinds)
     rules = "what simulated messages may do: as on gloo, as on NCCL, and others"
     group.add_argument("--transport", choices=_TRANSPORTS, default="gloo", help=rules)
-    add_count(group, "--interleaving", "N", "the seed of a simulated run: who is next, and what moves", default=0)
+    one = "the seed of a simulated run: who is next, and what moves; or as a replay line has it"
+    group.add_argument("--interleaving", type=_interleaving, default=0, metavar="N", help=one)
     add_count(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", default=1)
+    every = f"run every interleaving that differs, at most N of each case (default: {_MOST})"
+    group.add_argument("--exhaust", type=whole, nargs="?", const=_MOST, metavar="N", help=every)
 
 
 def simulation_of(options: argparse.Namespace) -> Simulation | None:
@@ -28,6 +33,20 @@ def simulation_of(options: argparse.Namespace) -> Simulation | None:
     if options.world == REAL:
         without_effect(options, SIMULATED_OPTIONS[1:], "without --world simulated")
         return None
-    counted("--interleaving", options.interleaving, least=0, most=MOST_SEED)
+    if isinstance(options.interleaving, Guide):
+        without_effect(options, ["--interleavings"], "with an --interleaving that is no seed")
+    else:
+        counted("--interleaving", options.interleaving, least=0, most=MOST_SEED)
     counted("--interleavings", options.interleavings, most=MOST_ACTIONS)
-    return Simulation(transport_of(options.transport), options.interleaving, options.interleavings)
+    if options.exhaust is not None:
+        without_effect(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
+        counted("--exhaust", options.exhaust, most=MOST_ACTIONS)
+    transport = transport_of(options.transport)
+    return Simulation(transport, options.interleaving, options.interleavings, options.exhaust)
+
+
+def _interleaving(word: str) -> int | Guide:
+    try:
+        return int(word) if word.lstrip("-").isdigit() else guide_of(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,22 +1,35 @@
 """What decides a simulated run, in words that a command line takes and a replay line gives back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.simulated.adversaries import name_of
+from pipeproof.worlds.simulated.guide import Guide
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Of a case: so many interleavings, by their seeds, from the first on, over a transport."""
+    """Of a case: so many interleavings, by their seeds, from the first on, over a transport.
+
+    Or the one that a guide gives; or with ``most`` all that differ, but no more than so many.
+    """
 
     transport: Transport = Transport.UNLIMITED
-    first: int = 0
+    first: int | Guide = 0
     count: int = 1
+    most: int | None = None
 
     def __str__(self) -> str:
-        return f"{SIMULATED}, transport {self.transport.value}, seed {self.first} ({name_of(self.first)})"
+        first = self.first
+        decided = f"interleaving {first}" if isinstance(first, Guide) else f"seed {first} ({name_of(first)})"
+        return f"{SIMULATED}, transport {self.transport.value}, {decided}"
+
+    @property
+    def seeds(self) -> Sequence[int | Guide]:
+        """What decides each of them, unless they are all."""
+        return (self.first,) if isinstance(self.first, Guide) else range(self.first, self.first + self.count)
 
     @property
     def options(self) -> str:

@@ -13,6 +13,8 @@ from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import pack, unpack, unshippable
+from pipeproof.worlds.simulated.exploration import Course, Exploration
+from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.place import Simulated
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.timeout import seconds
@@ -53,7 +55,9 @@ class World:
         ``kind``: ``real``, or ``simulated``: all ranks are threads of one process, of which one runs at a time, also
         under torchrun. ``seed`` then decides who is next and when messages move, within what ``transport`` allows, a
         name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
-        for races runs each case. Modules are shared by such ranks: what code keeps there is not one rank's.
+        for races runs each case; or ``most``: it runs all interleavings that differ, but no more than so many, and adds
+        to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. Modules are shared by
+        such ranks: what code keeps there is not one rank's.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
@@ -66,9 +70,13 @@ class World:
         self._silent = silent
         self._most_groups = most_groups
         self.kind = kind
-        self.seed = seed
+        self.seed: int | Guide = seed
         self.transport = transport_of(transport)
-        self.seeds = range(seed, seed + 1)
+        self.seeds: Sequence[int | Guide] = (seed,)
+        self.most: int | None = None
+        self.explorations: list[Exploration] = []
+        self.course: Course | None = None
+        self.noted = False
         self._source: Processes | Torchrun | Simulated | None = None
 
     @property
@@ -76,11 +84,26 @@ class World:
         """What decides the next run; None where the machine does."""
         return Simulation(self.transport, self.seed) if self.kind == SIMULATED else None
 
+    @property
+    def searches(self) -> bool:
+        """Whether a case is to be run under more than one interleaving."""
+        return self.kind == SIMULATED and (self.most is not None or len(self.seeds) > 1)
+
     def interleavings(self) -> Iterator[None]:
-        """Once for each seed that a case is to be run under, which is then this world's; real ranks have no seed."""
-        for seed in self.seeds:
-            self.seed = seed
+        """Once for each seed that a case is to be run under, which is then this world's; real ranks have no seed.
+
+        Where all are to be had, what the first run is like says which are left.
+        """
+        if self.most is None:
+            for seed in self.seeds:
+                self.seed = seed
+                yield
+            return
+        self.explorations.append(exploration := Exploration(self.most))
+        for guide in exploration.guides():
+            self.seed, self.noted = guide, True
             yield
+            exploration.learn(self.course)
 
     def run(
         self,
@@ -111,9 +134,12 @@ class World:
         if self._source is None:
             self._source = self._started()
         if isinstance(self._source, Simulated):
-            self._source.choose(seed=self.seed, transport=self.transport)
+            self._source.choose(self.seed, self.transport, noted=self.noted)
         label = _label(job)
-        return _results(self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
+        answers = self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile)
+        if isinstance(self._source, Simulated) and self.noted:
+            self.course, self.noted = self._source.course, False
+        return _results(answers)
 
     def _started(self) -> Processes | Torchrun | Simulated:
         if self.kind == SIMULATED:

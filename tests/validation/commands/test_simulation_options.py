@@ -34,6 +34,24 @@ def test_a_replay_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 1 for 1RECV_F0 with rank 0" in seen[0]
 
 
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_every_interleaving_that_differs_runs(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*RIGHT, *SIMULATED, "--transport", transport, "--exhaust", "-v"]
+    words[words.index("1f1b")] = "1f1b,zb-h1"
+    assert main(["validate", *words]) == 0
+    out = capsys.readouterr().out
+    assert "interleavings that differ: 2 ran, of 2 cases; there are no more" in out
+    assert "--interleaving in-turn" in out
+
+
+def test_what_fails_is_told_with_the_fewest_preemptions(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--exhaust", "5"], ["--interleavings", "20"]):
+        assert main(["replay", LOST, *SIMULATED, *words]) == 3
+        out = capsys.readouterr().out
+        assert "--interleaving in-turn\n" in out, "a message that is lost is so in any order"
+        assert "rank 1 for 1RECV_F0 with rank 0" in out
+
+
 def test_fuzz_draws_cases_for_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fuzz", "--cases", "2", "--max-ranks", "2", "--schedule", "naive", *SIMULATED]) == 0
     assert "2 cases, 2 pass" in capsys.readouterr().out
@@ -48,6 +66,11 @@ def test_fuzz_draws_cases_for_simulated_ranks(capsys: pytest.CaptureFixture[str]
         ([*SIMULATED, "--device", "xpu"], "simulated ranks compute on cpu alone"),
         ([*SIMULATED, "--interleavings", "0"], "--interleavings"),
         ([*SIMULATED, "--interleaving", "-1"], "--interleaving"),
+        ([*SIMULATED, "--interleaving", "late"], "'late': expected a seed, or in-turn and what differs from it"),
+        ([*SIMULATED, "--interleaving", "in-turn", "--interleavings", "2"], "with an --interleaving that is no seed"),
+        ([*SIMULATED, "--exhaust", "--interleavings", "2"], "with --exhaust, which runs them all"),
+        ([*SIMULATED, "--exhaust", "0"], "--exhaust"),
+        (["--exhaust"], "--exhaust has no effect without --world simulated"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

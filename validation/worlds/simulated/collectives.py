@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -65,7 +66,7 @@ class Collectives:
         meeting.calls[rank] = call, self._network.working(work)
         if len(meeting.calls) == communicator.size:
             del self._meetings[communicator.number, number]
-            scheduler.offer(lambda: _happen(meeting))
+            scheduler.offer(min(work.name for _, work in meeting.calls.values()), partial(self._happen, meeting))
         scheduler.pause()
         return work
 
@@ -78,10 +79,11 @@ class Collectives:
                 "desynchronised", own, said, **{f"rank_{work.rank}_called": work.stack, f"rank_{own}_called": stack}
             )
 
-
-def _happen(meeting: _Meeting) -> None:
-    calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
-    first, _ = calls[0]
-    results = [copies(gets) for gets in first.meaning([call.brought for call, _ in calls])]
-    for (call, work), gets in zip(calls, results, strict=True):
-        work.end(gets if call.due else ())
+    def _happen(self, meeting: _Meeting) -> None:
+        calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
+        for _, work in calls:
+            self._network.reads(work)
+        first, _ = calls[0]
+        results = [copies(gets) for gets in first.meaning([call.brought for call, _ in calls])]
+        for (call, work), gets in zip(calls, results, strict=True):
+            work.end(gets if call.due else ())

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
+MEETING = "communicator"  # the key under which the first to come leaves its number, which nobody else sees
+
 
 @dataclass(eq=False)
 class Communicator:
@@ -30,7 +32,7 @@ class Communicators:
     def join(self, store: Store, rank: int, size: int, *, world_rank: int) -> Communicator:
         """The communicator of ``store``, in which the rank of the world that comes has the number ``rank``."""
         made = Communicator(len(self._all), size)
-        number = int(store.compare_set("communicator", "", str(made.number)).decode())
+        number = int(store.compare_set(MEETING, "", str(made.number)).decode())
         if number == made.number:
             self._all.append(made)
         found = self._all[number]

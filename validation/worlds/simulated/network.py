@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class End:
     batch: Batch
     other: "End | None" = None
     offered: bool = False
+    freed: int = -1  # the event that made it the next of its queue
 
 
 _Way = tuple[Hashable, ...]
@@ -103,6 +105,11 @@ class Network:
             found = self._receiving[rank] = [one for one in found if not one.met]
         return found
 
+    def reads(self, work: SimulatedWork) -> None:
+        """What moves now is what this work gave, once it had been posted."""
+        self.scheduler.needed(work.posted)
+        self.scheduler.touch(("buffer", work.name), changes=False)
+
     def leave(self, rank: int) -> None:
         """A rank has returned. Raises the race that its works tell of: what it never waited for, for one.
 
@@ -149,28 +156,44 @@ class Network:
     def _match(self, end: End) -> None:
         """Find the other end, where that has been posted."""
         if end.peer is None:
-            self._match_any(end)
+            self._from_any[end.communicator.number, end.rank, end.tag].append(end)
+            self._offer_to_any(end)
             return
         ends = self._ends[self._way(end)]
         theirs, own = (ends.receives, ends.sends) if end.sends else (ends.sends, ends.receives)
-        from_any = self._from_any[end.communicator.number, end.peer, end.tag] if end.sends else None
         if theirs:
             self._meet(end, theirs.popleft())
-        elif from_any:
-            self._meet(end, from_any.popleft())
         else:
             own.append(end)
+        self._offer_to_any(end)
 
-    def _match_any(self, end: End) -> None:
-        found = [
-            ends
-            for (communicator, _, receiver, *tag), ends in self._ends.items()
-            if (communicator, receiver, tag) == (end.communicator.number, end.rank, [end.tag]) and ends.sends
-        ]
-        if found:
-            self._meet(end, found[self.scheduler.pick(len(found))].sends.popleft())
-        else:
-            self._from_any[end.communicator.number, end.rank, end.tag].append(end)
+    def _offer_to_any(self, end: End) -> None:
+        """A receive from any rank gets what moves first: of each sender its first message may."""
+        receiver = end.peer if end.sends else end.rank
+        inbox = (end.communicator.number, receiver, end.tag)
+        if inbox not in self._from_any:
+            return
+        self.scheduler.touch(("inbox", inbox), changes=not end.sends and end.peer is not None)
+        for ends in self._to(inbox):
+            for send in ends.sends:
+                self.scheduler.withdraw(send.work.name)
+            if self._from_any[inbox]:
+                first = ends.sends[0]
+                self.scheduler.offer(first.work.name, partial(self._arrive, inbox, ends, first))
+
+    def _to(self, inbox: _Way) -> list[_Ends]:
+        """What senders have posted to an inbox, of each that has."""
+        return [ends for (one, _, *way), ends in self._ends.items() if (one, *way) == inbox and ends.sends]
+
+    def _arrive(self, inbox: _Way, ends: _Ends, send: End) -> None:
+        receive = self._from_any[inbox].popleft()
+        self.scheduler.touch(("inbox", inbox), changes=True)
+        if (history := self.scheduler.history) is not None:
+            for others in self._to(inbox):
+                history.rival(others.sends[0].work.name)
+        ends.sends.popleft()
+        self._carry(send, receive)
+        self._offer_to_any(send)
 
     def _way(self, end: End) -> _Way:
         sender, receiver = (end.rank, end.peer) if end.sends else (end.peer, end.rank)
@@ -187,13 +210,16 @@ class Network:
             return
         end.offered = other.offered = True
         send, receive = (end, other) if end.sends else (other, end)
-        self.scheduler.offer(lambda: self._carry(send, receive))
+        self.scheduler.offer(send.work.name, partial(self._carry, send, receive))
 
     def _next(self, end: End) -> bool:
         way = self._queue(end)
         return way is None or end in self._queues[way][0]
 
     def _carry(self, send: End, receive: End) -> None:
+        self.reads(send.work)
+        for event in (receive.work.posted, send.freed, receive.freed):
+            self.scheduler.needed(event)
         if fault := _mismatch(send, receive):
             found = race("mismatched", receive.work.rank, fault, sent=send.work.stack, received=receive.work.stack)
             send.work.error = receive.work.error = found
@@ -213,6 +239,7 @@ class Network:
         if not queue[0]:
             queue.popleft()
             for following in queue[0] if queue else ():
+                following.freed = self.scheduler.now
                 self._offer(following)
 
 

@@ -9,32 +9,42 @@ from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.simulated.exploration import Course
+from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.play import Order, Played, play
 
 _SLACK_S = 10.0  # beyond the bound of a run, for the process to say what did not end
 
 
 class Simulated:
-    """Ranks that are threads of one process. Every run begins anew, and is the same for the same seed."""
+    """Ranks that are threads of one process. Every run begins anew, and is the same for the same seed.
+
+    ``course``: what the last run was like, where that was to be noted.
+    """
 
     def __init__(self, *, silent: bool = False) -> None:
-        self._seed, self._transport = 0, Transport.UNLIMITED
+        self.course: Course | None = None
+        self._interleaving: int | Guide = 0
+        self._transport, self._noted = Transport.UNLIMITED, False
         self._process = Processes(CPU, silent=silent)
 
-    def choose(self, *, seed: int, transport: Transport) -> None:
-        """What decides the next runs, and the rules of their messages."""
-        self._seed, self._transport = seed, transport
+    def choose(self, interleaving: int | Guide, transport: Transport, *, noted: bool = False) -> None:
+        """What decides the next runs, and the rules of their messages; ``noted``: keep the course of each."""
+        self._interleaving, self._transport, self._noted = interleaving, transport, noted
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
-        what = pack((sys.path, pack((play, (Order(order, ranks, self._seed, self._transport, timeout_s),)))))
+        self.course = None
+        asked = Order(order, ranks, self._interleaving, self._transport, timeout_s, self._noted)
+        what = pack((sys.path, pack((play, (asked,)))))
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
             return [replace(answer, rank=rank) for rank in range(ranks)]
         played = unpack(answer.payload)
         assert isinstance(played, Played), f"a run gives what was played, not {type(played)}"
+        self.course = played.course
         if not played.sound:
             self._process.close()
         return played.reports

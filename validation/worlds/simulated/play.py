@@ -11,8 +11,12 @@ from pipeproof.pipeline.waiting import current
 from pipeproof.worlds.posted_messages import progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
-from pipeproof.worlds.simulated.adversaries import Fair
+from pipeproof.worlds.simulated.adversaries import Adversary, Fair
+from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.group import Bare, Net, SimulatedGroup, messages
+from pipeproof.worlds.simulated.guide import Guide
+from pipeproof.worlds.simulated.guided import Guided
+from pipeproof.worlds.simulated.history import History
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.own_state import OwnState
 from pipeproof.worlds.simulated.rank import Rank
@@ -27,24 +31,30 @@ _END_BOUND_S = 5.0  # for ranks that are told to give up
 
 @dataclass(frozen=True)
 class Order:
-    """What to run: a packed job, on so many ranks, with one seed for all that is left to chance, over a transport.
+    """What to run: a packed job, on so many ranks, over a transport, by a seed or a guide for all that is left open.
 
-    ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a loop, a lock, a sleep.
+    ``noted``: keep its course. ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a
+    loop, a lock, a sleep.
     """
 
     job: bytes
     ranks: int
-    seed: int
+    interleaving: int | Guide
     transport: Transport
     timeout_s: float
+    noted: bool = False
 
 
 @dataclass(frozen=True)
 class Played:
-    """Every rank's report. ``sound``: no rank's thread is left, so that this process can have another run."""
+    """Every rank's report. ``sound``: no rank's thread is left, so that this process can have another run.
+
+    ``course``: what happened, where that is noted.
+    """
 
     reports: tuple[RankReport, ...]
     sound: bool
+    course: Course | None = None
 
 
 def play(context: Any, order: Order) -> Played:
@@ -68,7 +78,9 @@ class _Run:
         self._order = order
         self._told: dict[int, _Place] = {}
         self._seats = [Seat(rank, OwnState.now()) for rank in range(order.ranks)]
-        self._scheduler = Scheduler(self._seats, Fair(order.seed, order.ranks), stuck=self._note_stuck)
+        self._history = History() if order.noted or isinstance(order.interleaving, Guide) else None
+        adversary = self._adversary = _adversary(order, self._history)
+        self._scheduler = Scheduler(self._seats, adversary, stuck=self._note_stuck, history=self._history)
         self._network = Network(self._scheduler, RULES[order.transport])
         Net.current = Net(self._network)
 
@@ -87,7 +99,16 @@ class _Run:
             for thread in threads:
                 thread.join(_END_BOUND_S)
         sound = not any(thread.is_alive() for thread in threads)
-        return Played(tuple(self._report(thread, rank) for rank, thread in enumerate(threads)), sound)
+        reports = tuple(self._report(thread, rank) for rank, thread in enumerate(threads))
+        return Played(reports, sound, self._course())
+
+    def _course(self) -> Course | None:
+        if self._history is None or not self._order.noted:
+            return None
+        events, by = self._history.events, self._adversary
+        if not isinstance(by, Guided):
+            return Course(events)
+        return Course(events[: by.redundant], redundant=by.redundant is not None, astray=by.astray is not None)
 
     def _note_stuck(self) -> None:
         """Where every rank is, and what it waits for: once they give up, nobody can tell. No rank is running."""
@@ -123,6 +144,13 @@ class _Run:
             stopped = (Ending.STUCK, why) if rank == running else (Ending.STOPPED, "")
             reports.append(thread.report or place.report(rank, *stopped))
         return tuple(reports)
+
+
+def _adversary(order: Order, history: History | None) -> Adversary:
+    if isinstance(order.interleaving, Guide):
+        assert history is not None, "who follows a guide counts events"
+        return Guided(order.interleaving, history)
+    return Fair(order.interleaving, order.ranks)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class Rank(Thread):
     def _part(self, order: bytes) -> object:
         __tracebackhide__ = True
         group = joined(self._network.rules.backend, self._rank, self._ranks, self._store)
+        if (history := self._network.scheduler.history) is not None:
+            history.joins(self._rank)
         with Reads(self._network, self._rank):
             result = obey(order, RankContext(self._rank, self._ranks, "cpu", group))
             self._network.leave(self._rank)

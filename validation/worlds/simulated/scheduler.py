@@ -2,12 +2,17 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
 from pipeproof.worlds.simulated.adversaries import Adversary
+from pipeproof.worlds.simulated.event import Actor, Message
+from pipeproof.worlds.simulated.history import History
 from pipeproof.worlds.simulated.own_state import OwnState
+
+_PATIENCE = 2  # how often one may ask for the same in vain before it is known to go round and round
 
 
 class Over(BaseException):
@@ -43,16 +48,22 @@ class Seat:
 class Scheduler:
     """The turns of a run. The thread that gives up its turn itself decides who is next: no other thread is needed.
 
-    ``stuck`` is called once, when nobody can go on.
+    ``stuck`` is called once, when nobody can go on. ``history`` is told all; None: nobody asks for it.
     """
 
-    def __init__(self, seats: Sequence[Seat], adversary: Adversary, *, stuck: Callable[[], None]) -> None:
+    def __init__(
+        self, seats: Sequence[Seat], adversary: Adversary, *, stuck: Callable[[], None], history: History | None = None
+    ) -> None:
         self.seats = seats
+        self.history = history
         self._adversary = adversary
         self.over = False
         self.done = threading.Event()
         self._ready = [seat.rank for seat in seats]
-        self._moves: list[Callable[[], None]] = []
+        self._moves: dict[Actor, Callable[[], None]] = {}
+        self._calls: Counter[int] = Counter()
+        self._asked: defaultdict[int, Counter[Hashable]] = defaultdict(Counter)
+        self._spinning: set[int] = set()
         self._stuck = stuck
         self._running: int | None = None
         for seat in seats:
@@ -65,17 +76,61 @@ class Scheduler:
         return self._running
 
     @property
+    def now(self) -> int:
+        """The number of the event in progress, where somebody keeps the history."""
+        return 0 if self.history is None else self.history.now
+
+    def needed(self, event: int) -> None:
+        """What happens now could not have come before that event."""
+        if self.history is not None:
+            self.history.needed(event)
+
+    def touch(self, thing: Hashable, *, changes: bool) -> None:
+        """What happens now touches this, as others may: who goes round and round until it changes goes on."""
+        if self.history is None:
+            return
+        self.history.touch(thing, changes=changes)
+        for rank in [one for one in self._spinning if changes and thing in self._asked[one]]:
+            self._spinning.remove(rank)
+            self._ready.append(rank)
+
+    def ask(self, thing: Hashable, there: Callable[[], bool]) -> bool:
+        """Whether something is there, asked by the rank that has the turn.
+
+        Where every interleaving counts, who has asked often in vain goes round and round: its next turn comes once
+        something that it asked for has changed, or where nobody else can go on.
+        """
+        if self.history is None:
+            return there()
+        asked = self._asked[self.running]
+        asked[thing] += 1
+        self.history.touch(thing, changes=False)
+        if not there() and asked[thing] > _PATIENCE:
+            self._ready.remove(self.running)
+            self._spinning.add(self.running)
+            self._hand_over(self.running)
+        for one in asked:
+            self.history.touch(one, changes=False)
+        return there()
+
+    @property
     def ended(self) -> int:
         """How many ranks have."""
         return sum(seat.ended for seat in self.seats)
 
-    def offer(self, move: Callable[[], None]) -> None:
-        """``move`` may happen from now on; it is called once, by whoever decides that it does."""
-        self._moves.append(move)
+    def call(self) -> Message:
+        """The name of what the rank that has the turn asks of the network now."""
+        self._calls[self.running] += 1
+        self._asked.pop(self.running, None)
+        return self.running, self._calls[self.running] - 1
 
-    def pick(self, count: int) -> int:
-        """Which of so many messages it is that somebody takes from anybody."""
-        return self._adversary.choose((), count)
+    def offer(self, message: Actor, move: Callable[[], None]) -> None:
+        """``message`` may move from now on; ``move`` is called once, by whoever decides that it does."""
+        self._moves[message] = move
+
+    def withdraw(self, message: Actor) -> None:
+        """It may not, or not yet."""
+        self._moves.pop(message, None)
 
     def begin(self) -> None:
         """Give somebody the first turn; to be called once all threads wait for theirs."""
@@ -142,16 +197,30 @@ class Scheduler:
     def _following(self) -> int | None:
         """Who is next; None once all have ended."""
         while not self.over:
-            count = len(self._ready) + len(self._moves)
-            if not count:
+            if self.history is not None:
+                self.history.end()
+            if not self._ready and not self._moves and self._spinning:
+                self._ready += sorted(self._spinning)
+                self._spinning.clear()
+            if not self._ready and not self._moves:
                 if all(seat.ended for seat in self.seats):
                     return None
                 self.seats[self.running].state.leave()  # so that what it waits for is told as of the others
                 self._stuck()
                 self.over = True
                 break
-            chosen = self._adversary.choose(self._ready, len(self._moves))
-            if chosen < len(self._ready):
-                return self._ready[chosen]
-            self._moves.pop(chosen - len(self._ready))()
+            if (rank := self._decide()) is not None:
+                return rank
         return next((seat.rank for seat in self.seats if not seat.ended), None)
+
+    def _decide(self) -> int | None:
+        """The rank that is next; None where it was a message, which has moved."""
+        messages = list(self._moves)
+        chosen = self._adversary.choose(self._ready, messages)
+        everybody = [*self._ready, *messages]
+        if self.history is not None:
+            self.history.begin(everybody[chosen], everybody)
+        if chosen < len(self._ready):
+            return self._ready[chosen]
+        self._moves.pop(everybody[chosen])()
+        return None

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
+from pipeproof.worlds.simulated.communicator import MEETING
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 
 _Key = bytes | str
@@ -19,6 +20,7 @@ class SharedStore(Store):
         self._scheduler = scheduler
         self._values: dict[str, bytes] = {}
         self._waiting: dict[int, Sequence[str]] = {}
+        self._made: dict[str, int] = {}  # the event that did
 
     def set(self, key: str, value: _Key) -> None:
         """Put it there, in place of what was there."""
@@ -39,6 +41,7 @@ class SharedStore(Store):
 
     def compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
         """Put ``desired`` there if that is what is expected, or if nothing is; what is there then."""
+        self._touch(key, changes=True)
         there = self._values.get(key)
         if there == _bytes(expected) or (there is None and not expected):
             self._put(key, desired)
@@ -51,7 +54,7 @@ class SharedStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all are there."""
         self._scheduler.pause()
-        return all(key in self._values for key in keys)
+        return self._scheduler.ask(("key", keys[-1]), lambda: all(key in self._values for key in keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until all are there. Time is not real: what never comes is a deadlock."""
@@ -59,9 +62,13 @@ class SharedStore(Store):
         while missing := [key for key in keys if key not in self._values]:
             self._waiting[self._scheduler.running] = missing
             self._scheduler.block(lambda: Wait(f"the store's key {missing[0]}"))
+        for key in keys:
+            self._scheduler.needed(self._made[key])
+            self._touch(key, changes=False)
 
     def delete_key(self, key: str) -> bool:
         """Whether it was there: now it is not."""
+        self._touch(key, changes=True)
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
@@ -83,9 +90,15 @@ class SharedStore(Store):
 
     def _put(self, key: str, value: _Key) -> None:
         self._values[key] = _bytes(value)
+        self._made.setdefault(key, self._scheduler.now)
+        self._touch(key, changes=True)
         for rank in [rank for rank, keys in self._waiting.items() if key in keys]:
             del self._waiting[rank]
             self._scheduler.wake(rank)
+
+    def _touch(self, key: str, *, changes: bool) -> None:
+        if not key.endswith(MEETING):
+            self._scheduler.touch(("key", key), changes=changes)
 
 
 def _bytes(value: Any) -> bytes:

@@ -35,6 +35,8 @@ class SimulatedWork(Work):
     ) -> None:
         super().__init__()
         self.rank = scheduler.running
+        self.name = scheduler.call()
+        self.posted = self._moved = scheduler.now
         self.stack = stack
         self.due = due
         self.source = -1
@@ -48,6 +50,8 @@ class SimulatedWork(Work):
         self._came: Sequence[Tensor] = ()
         self._waiting = False
         poison(due)
+        if scheduler.history is not None:
+            scheduler.history.gives(self.name, given)
 
     @property
     def text(self) -> str:
@@ -65,6 +69,8 @@ class SimulatedWork(Work):
             self.error = race("overwritten-in-flight", self.rank, said, sent=self.stack)
         self._given, self._before = (), []
         self._came, self.over = came, True
+        self._moved = self._scheduler.now
+        self._scheduler.touch(("work", self.name), changes=True)
         if self._waiting:
             self._scheduler.wake(self.rank)
 
@@ -73,6 +79,7 @@ class SimulatedWork(Work):
         if not self.over:
             self._waiting = True
             self._scheduler.block(self._wait)
+            self._scheduler.needed(self._moved)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Until it is done. Time is not real, so nothing ever times out: what never comes is a deadlock."""
@@ -87,7 +94,7 @@ class SimulatedWork(Work):
     def is_completed(self) -> bool:
         """Whether it is done; who is told so may use the buffers."""
         self._scheduler.pause()
-        if self.over:
+        if self._scheduler.ask(("work", self.name), lambda: self.over):
             self._meet()
         return self.over
 
@@ -124,6 +131,9 @@ class SimulatedWork(Work):
     def _meet(self) -> None:
         if not self.met:
             self.met = True
+            if (history := self._scheduler.history) is not None:
+                history.needed(self._moved)
+                history.takes_back(self.name)
             self.check()
             fill(self.due, self._came)
             self._came = ()
