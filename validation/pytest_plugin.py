@@ -13,6 +13,7 @@ from pipeproof.worlds.accelerator import CPU, refusal
 from pipeproof.worlds.kinds import KINDS, REAL
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
+from pipeproof.worlds.simulated.guide import MOST, parsed_interleaving
 from pipeproof.worlds.timeout import parsed_seconds
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pipeproof.worlds.world import World
 
 _GLOO = "gloo"
+_WORLD = pytest.StashKey["World"]()
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
 
 
@@ -41,8 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     rules = "what simulated ranks' messages may do: gloo, nccl, and others (default: gloo)"
     group.addoption("--pipeproof-transport", default=_GLOO, metavar="NAME", help=rules)
-    order = "the seed of simulated ranks: who is next, and what moves (default: 0)"
-    group.addoption("--pipeproof-interleaving", type=int, default=0, metavar="N", help=order)
+    order = "the seed of simulated ranks: who is next, and what moves; or as a replay line has it (default: 0)"
+    group.addoption("--pipeproof-interleaving", type=parsed_interleaving, default=0, metavar="N", help=order)
+    every = f"run every interleaving of simulated ranks that differs, at most N of each step (default: {MOST})"
+    group.addoption("--pipeproof-exhaust", type=int, nargs="?", const=MOST, metavar="N", help=every)
 
     most = "processes in which tests have left more process groups than this are replaced (default: never)"
     parser.addini("pipeproof_most_groups", most, default="")
@@ -53,6 +57,14 @@ def _most_groups(config: pytest.Config) -> int | None:
     if text and not (text.isascii() and text.isdecimal()):
         raise pytest.UsageError(f"pipeproof_most_groups is {text!r}: expected a number of process groups, as 100")
     return int(text) if text else None
+
+
+def _exhausted(config: pytest.Config) -> None:
+    most = config.getoption("--pipeproof-exhaust")
+    if most is not None and most < 1:
+        raise pytest.UsageError(f"--pipeproof-exhaust is {most}: expected the most interleavings of a step, as 100")
+    if most is not None and config.getoption("--pipeproof-world") == REAL:
+        raise pytest.UsageError("--pipeproof-exhaust has no effect without --pipeproof-world=simulated: leave it out")
 
 
 def _transport(config: pytest.Config) -> str:
@@ -77,6 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", fresh)
     config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
     _most_groups(config)  # so that a wrong one is told at once
+    _exhausted(config)
     if why := refusal(config.getoption("--pipeproof-device")):
         raise pytest.UsageError(f"--pipeproof-device: {why}")
     _transport(config)
@@ -106,7 +119,17 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     kind, seed = (request.config.getoption(f"--pipeproof-{name}") for name in ("world", "interleaving"))
     simulated = {"kind": kind, "seed": seed, "transport": _transport(request.config)}
     with World(device=device, timeout_s=bound_s, most_groups=most, **simulated) as world:
+        world.most = request.config.getoption("--pipeproof-exhaust")
+        request.config.stash[_WORLD] = world
         yield world
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many interleavings of simulated ranks there were."""
+    if (world := config.stash.get(_WORLD, None)) is not None and world.explorations:
+        from pipeproof.worlds.simulated.exploration import told
+
+        terminalreporter.write_line(f"pipeproof: {told(world.explorations)}")
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,14 @@ def drew_others(_: RankContext, layout: Layout) -> Verdict:
         return check.verdict
 
 
+def drew_in_another_order(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a right step of what the check was given, the last first."""
+    with job_of(layout) as (chunks, optimizer, microbatches):
+        with check_of(chunks, optimizer, microbatches, layout) as check:
+            train(chunks, optimizer, microbatches[::-1], layout)
+        return check.verdict
+
+
 def not_cleared(_: RankContext, layout: Layout) -> Verdict:
     """The verdict on a second step that adds to the gradients of the first."""
     with job_of(layout) as (chunks, optimizer, microbatches):

@@ -130,3 +130,10 @@ def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> N
     for verdict in world.run(gpt_job.drew_others, Layout(optimizer=True), ranks=2):
         assert verdict.verdict == "unknown", str(verdict)
         assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_the_order_in_which_a_job_draws_what_was_given_is_its_own(world: World) -> None:
+    for verdict in world.run(gpt_job.drew_in_another_order, Layout(optimizer=True), ranks=2):
+        assert verdict.verdict == "pass", str(verdict)
+        assert "loss" in passed(verdict)

@@ -141,3 +141,10 @@ def test_two_steps_in_one_block_are_no_verdict_on_the_first(layout: Layout, sent
     for verdict in world.run(titan_job.trained_twice, layout, ranks=2):
         assert verdict.verdict == "unknown", str(verdict)
         assert sentence in str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_the_order_in_which_a_job_draws_what_was_given_is_its_own(world: World) -> None:
+    for verdict in world.run(titan_job.drew_in_another_order, Layout(), ranks=2):
+        assert verdict.verdict == "pass", str(verdict)
+        assert "loss" in passed(verdict)

@@ -129,6 +129,14 @@ def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
     raise AssertionError("what the job raises is the job's")
 
 
+def drew_in_another_order(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a right step of what the check was given, the last first."""
+    with trainer_of(layout) as (trainer, microbatches):
+        with check_of(trainer, microbatches, layout) as check:
+            train(trainer, microbatches[::-1], layout)
+        return check.verdict
+
+
 def drew_others(_: RankContext, layout: Layout) -> Verdict:
     """The verdict on a right step of other words than the check was given."""
     with trainer_of(layout) as (trainer, microbatches):

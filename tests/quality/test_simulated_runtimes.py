@@ -13,6 +13,7 @@ from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.world import World
 from tests.examples.hand_written_1f1b import OneFOneB
 from tests.examples.torch_pipelining import train
@@ -92,6 +93,22 @@ def test_right_code_has_no_race_under_any_of_twenty_seeds(simulated: World) -> N
     for simulated.seed in range(20):
         verdict = judged(simulated, by_torch if simulated.seed % 4 == 0 else by_hand(OneFOneB))
         assert verdict.verdict == "pass", str(verdict)
+
+
+@pytest.mark.parametrize("step", [by_hand(OneFOneB), by_torch], ids=["by_hand", "by_torch"])
+def test_of_a_right_step_one_interleaving_is_all(step: Any, simulated: World) -> None:
+    simulated.most = 50
+    verdict = judged(simulated, step)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert told(simulated.explorations) == "interleavings that differ: 1 ran, of 1 case; there are no more"
+
+
+@pytest.mark.parametrize("runtime", RACES, ids=lambda runtime: runtime.__name__)
+def test_a_race_needs_no_luck(runtime: type[OneFOneB], simulated: World) -> None:
+    simulated.most = 50
+    verdict = judged(simulated, by_hand(runtime))
+    assert [cause.kind for cause in verdict.cause] == [RACES[runtime]], str(verdict)
+    assert "interleaving=in-turn" in verdict.replay
 
 
 def test_a_world_by_name_is_one_interleaving() -> None:

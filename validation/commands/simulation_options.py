@@ -6,11 +6,10 @@ from pipeproof.commands.option_parser import add_count, whole, without_effect
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, counted
 from pipeproof.pipeline.transports import RULES, transport_of
 from pipeproof.worlds.kinds import KINDS, REAL
-from pipeproof.worlds.simulated.guide import Guide, guide_of
+from pipeproof.worlds.simulated.guide import MOST, Guide, parsed_interleaving
 from pipeproof.worlds.simulation import Simulation
 
 SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust")
-_MOST = 10_000  # of interleavings that differ; a right pipeline has one
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
 
 
@@ -22,10 +21,10 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
     rules = "what simulated messages may do: as on gloo, as on NCCL, and others"
     group.add_argument("--transport", choices=_TRANSPORTS, default="gloo", help=rules)
     one = "the seed of a simulated run: who is next, and what moves; or as a replay line has it"
-    group.add_argument("--interleaving", type=_interleaving, default=0, metavar="N", help=one)
+    group.add_argument("--interleaving", type=parsed_interleaving, default=0, metavar="N", help=one)
     add_count(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", default=1)
-    every = f"run every interleaving that differs, at most N of each case (default: {_MOST})"
-    group.add_argument("--exhaust", type=whole, nargs="?", const=_MOST, metavar="N", help=every)
+    every = f"run every interleaving that differs, at most N of each case (default: {MOST})"
+    group.add_argument("--exhaust", type=whole, nargs="?", const=MOST, metavar="N", help=every)
 
 
 def simulation_of(options: argparse.Namespace) -> Simulation | None:
@@ -43,10 +42,3 @@ def simulation_of(options: argparse.Namespace) -> Simulation | None:
         counted("--exhaust", options.exhaust, most=MOST_ACTIONS)
     transport = transport_of(options.transport)
     return Simulation(transport, options.interleaving, options.interleavings, options.exhaust)
-
-
-def _interleaving(word: str) -> int | Guide:
-    try:
-        return int(word) if word.lstrip("-").isdigit() else guide_of(word)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

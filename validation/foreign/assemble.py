@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
+from pipeproof.foreign.call_matching import Which, every_call
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.matching import match, with_copies
 from pipeproof.foreign.rank import Part, RankMade
@@ -263,16 +264,16 @@ class Assembled:
         return bool(every) and all(one.content is None and one.identical is None for one in every)
 
     def passages(
-        self, places: Both | None, note_handed_on: Callable[[Cuts], None], *, last: bool = False
+        self, places: Both | None, note_handed_on: Callable[[Cuts], None], *, which: Which = every_call
     ) -> list[dict[int, Passed]]:
         """What is known of the boundary of every watched stage, for each line of ranks that hold them.
 
-        ``places`` are needed where there is one. ``last``: by the last call for each microbatch alone.
+        ``places`` are needed where there is one. ``which``: the calls that count.
         """
         if places is None:
             return [{} for _ in self._lines]
         calls = [self._calls(line) for line in self._lines]
-        return passed(calls, self.replicas.microbatches, places, note_handed_on, last=last)
+        return passed(calls, self.replicas.microbatches, places, note_handed_on, which=which)
 
     def observed(self, known: Sequence[Mapping[int, Passed]]) -> Observed:
         """What was produced; ``known``: what passed the boundaries of stages, by line."""

@@ -14,6 +14,8 @@ from pipeproof.observers.sketch import Sketch
 from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Kind
 
+Which = Callable[[Sequence[Call], int], Sequence[Call]]  # of a stage's calls, and how many microbatches there are
+
 
 @dataclass(frozen=True)
 class Column:
@@ -134,9 +136,19 @@ def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Seq
     return calls[1:] if first is None or first in others else calls
 
 
-def last_pass(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
-    """The last calls, one for each of the microbatches: of those that a backward came to, if it came to any."""
-    return ([call for call in calls if call.ran] or calls)[-microbatches:]
+def every_call(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
+    """All of them."""
+    return calls
+
+
+def last_trained(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
+    """The last calls that a backward came to, one for each of the microbatches; if it came to none, the last calls."""
+    return last_called([call for call in calls if call.ran] or calls, microbatches)
+
+
+def last_called(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
+    """The last calls, one for each of the microbatches."""
+    return calls[-microbatches:]
 
 
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:

@@ -9,7 +9,7 @@ from typing import Self
 
 from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
-from pipeproof.foreign.call_matching import Column, Order, at_once, columns, last_pass, orders, without_trial
+from pipeproof.foreign.call_matching import Column, Order, Which, at_once, columns, every_call, orders, without_trial
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.observed import OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed
@@ -32,14 +32,14 @@ def passed(
     places: Both,
     note_handed_on: Callable[[Cuts], None] = _no_note,
     *,
-    last: bool = False,
+    which: Which = every_call,
 ) -> list[dict[int, Passed]]:
     """What the calls of every stage were, of each line of ranks; ``places`` are those of tensors and of gradients.
 
-    ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``last``: of each stage's calls only
-    the last so many, as where others warmed it up.
+    ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``which`` of
+    a stage's calls count, where others warmed it up.
     """
-    of = partial(_Watched.of, microbatches=microbatches, places=places, last=last)
+    of = partial(_Watched.of, microbatches=microbatches, places=places, which=which)
     watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
     late = watched[0].late  # ranks with the same stages divide alike
     return [one.passed(late if _near(one.late, late) else None) for one in watched]
@@ -63,12 +63,10 @@ class _Watched:
         microbatches: int,
         places: Both,
         note: Callable[[Cuts], None],
-        last: bool,
+        which: Which,
     ) -> Self:
         own = {
-            stage: without_trial(
-                at_once(last_pass(calls, microbatches) if last else calls, microbatches, places), microbatches, places
-            )
+            stage: without_trial(at_once(which(calls, microbatches), microbatches, places), microbatches, places)
             for stage, calls in sorted(watched.items())
         }
         seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}

@@ -97,8 +97,9 @@ class Comparison:
         share: Sequence[int] | None = None,
         rank: int | None = None,
         broken: tuple[Action, int] | None = None,
+        in_order: bool = True,
     ) -> None:
-        """The losses of all microbatches, or of a share of them.
+        """The losses of all microbatches, or of a share of them; ``in_order``: they come as these do.
 
         ``broken``: the first action whose output was not finite, and its rank, where that is known.
         """
@@ -108,12 +109,32 @@ class Comparison:
         if len(seen) != len(share):
             self._ledger.hold(self._at("loss", rank=rank), False, len(seen), len(share), what="losses")
             return
+        if not in_order:
+            share = self._order_of(seen, share)
         for microbatch, one in zip(share, seen, strict=True):
             if broken is not None and math.isnan(one):
                 self._not_finite(microbatch, *broken)
-                continue
-            place, floor = self._at("loss", microbatch=microbatch, rank=rank), partial(self._allowed.loss, microbatch)
-            self._ledger.numbers(place, one, self._due.losses[microbatch], floor)
+            else:
+                self._loss_of(microbatch, one, self._ledger, rank=rank)
+
+    def _loss_of(self, microbatch: int, seen: float, ledger: Ledger, *, rank: int | None = None) -> None:
+        place = self._at("loss", microbatch=microbatch, rank=rank)
+        ledger.numbers(place, seen, self._due.losses[microbatch], partial(self._allowed.loss, microbatch))
+
+    def _order_of(self, seen: Sequence[float], share: Sequence[int]) -> Sequence[int]:
+        """The microbatches of ``share`` in the order in which all losses are right; where there is none, as they are.
+
+        Who sees losses come, and not whose they are, cannot blame their order: gradients are compared in any case.
+        """
+        by_size = iter(sorted(share, key=self._due.losses.__getitem__))
+        found = {place: next(by_size) for place in sorted(range(len(seen)), key=seen.__getitem__)}
+        for order in (share, [found[place] for place in range(len(seen))]):
+            trial = Ledger(["loss", *self._scenarios])
+            for microbatch, one in zip(order, seen, strict=True):
+                self._loss_of(microbatch, one, trial)
+            if not trial.failed:
+                return order
+        return share
 
     def _not_finite(self, microbatch: int, first: Action, rank: int) -> None:
         """A microbatch's loss is NaN since action ``first`` on ``rank`` put out something that is not finite."""

@@ -161,9 +161,17 @@ class StepCheck:
         self._kept.end(name, gradient, wrong=len(self._ledger.mismatches) > before)
 
     def report(
-        self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
+        self,
+        *,
+        losses: Sequence[float] | None = None,
+        loss: float | None = None,
+        norm: float | None = None,
+        in_order: bool = True,
     ) -> None:
-        """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm."""
+        """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm.
+
+        ``in_order``: losses come as microbatches were given to the check. Else they may be in any order.
+        """
         if self._at is None or self._expected is None:
             return
         rank, share = self._exchange.rank, self._run.shares[self._exchange.rank]
@@ -173,7 +181,7 @@ class StepCheck:
                 told = "whose losses these are nobody says: pass each replica the microbatches it runs"
                 self._ledger.doubt("loss", told)
             elif losses is not None:
-                self._at.losses([float(one) for one in losses], share=share, rank=rank)
+                self._at.losses([float(one) for one in losses], share=share, rank=rank, in_order=in_order)
             if loss is not None:
                 self._at.loss(float(loss), share=share, rank=rank)
             if norm is not None:

@@ -55,9 +55,9 @@ class World:
         ``kind``: ``real``, or ``simulated``: all ranks are threads of one process, of which one runs at a time, also
         under torchrun. ``seed`` then decides who is next and when messages move, within what ``transport`` allows, a
         name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
-        for races runs each case; or ``most``: it runs all interleavings that differ, but no more than so many, and adds
-        to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. Modules are shared by
-        such ranks: what code keeps there is not one rank's.
+        for races runs each case. With ``most`` it runs all interleavings that differ, but no more than so many, and
+        adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. Modules are
+        shared by such ranks: what code keeps there is not one rank's.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
@@ -72,7 +72,7 @@ class World:
         self.kind = kind
         self.seed: int | Guide = seed
         self.transport = transport_of(transport)
-        self.seeds: Sequence[int | Guide] = (seed,)
+        self.seeds: Sequence[int | Guide] = ()
         self.most: int | None = None
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
@@ -95,7 +95,7 @@ class World:
         Where all are to be had, what the first run is like says which are left.
         """
         if self.most is None:
-            for seed in self.seeds:
+            for seed in self.seeds or (self.seed,):
                 self.seed = seed
                 yield
             return

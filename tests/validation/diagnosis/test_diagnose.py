@@ -193,7 +193,9 @@ NORMS: dict[str, Callable[[list[torch.Tensor]], float]] = {
     ),
     "norms were added, not their squares": lambda each: sum(float(one.norm()) for one in each),
     "its square": lambda each: sum(float(one.norm()) ** 2 for one in each),
-    "1024 times the right one": lambda each: 1024 * sum(float(one.norm()) ** 2 for one in each) ** 0.5,
+    "1024 times the right one, as where a loss's scale was still in the gradients when it was formed": lambda each: (
+        1024 * sum(float(one.norm()) ** 2 for one in each) ** 0.5
+    ),
     "every square is counted 2 times": lambda each: (2 * sum(float(one.norm()) ** 2 for one in each)) ** 0.5,
     "like nothing known": lambda each: 1.2345 * sum(float(one.norm()) ** 2 for one in each) ** 0.5,
 }

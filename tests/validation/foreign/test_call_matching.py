@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
@@ -19,6 +20,7 @@ from pipeproof.reference.data import Batch
 from tests.support.two_ranks import (
     WIDTH,
     all_forward_all_backward,
+    called,
     half,
     judged,
     model_of,
@@ -230,6 +232,26 @@ def test_what_warmed_stages_up_and_was_cleared_is_no_part_of_the_step(whitebox: 
     kept = judged(whitebox, partial(twice, cleared=False), build)
     assert (kept.verdict, kept.law("microbatches").outcome, kept.law("gradient").outcome) == ("fail", "fail", "fail")
     assert "stale-gradient" not in {kind for one in kept.ruled_out for kind in one.kinds}  # that is what it is
+
+
+def skips_after_other_data(model: nn.Sequential, microbatches: list[Any]) -> Any:
+    """Other data to warm up, cleared; then a step in which the first stage leaves out a backward."""
+    stage = watch(half(model))
+    all_forward_all_backward(stage, [(x.flip(-1), target) for x, target in microbatches])
+    stage.zero_grad()
+    first = dist.get_rank() == 0
+
+    def call(module: nn.Module, microbatch: int, x: Tensor) -> Tensor:
+        result = called(module, microbatch, x)
+        return result.detach() if first and microbatch == 1 else result
+
+    return stage, all_forward_all_backward(stage, microbatches, call)
+
+
+def test_a_fault_is_named_also_where_other_data_warmed_stages_up(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, skips_after_other_data, partial(model_of, plain_block))
+    assert named(verdict) == [("dropped", 0, 0, (1,))], str(verdict)
+    assert verdict.law("boundaries").outcome == "pass"
 
 
 class Begun(nn.Module):

@@ -223,6 +223,25 @@ def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
     assert (check.verdict.verdict, law.checked, law.left_out) == ("unknown", 1, ("bias",))
 
 
+@pytest.mark.parametrize(
+    ("order", "in_order", "outcome"),
+    [([0, 1], False, "pass"), ([1, 0], False, "pass"), ([1, 0], True, "fail"), ([0, 0], False, "fail")],
+)
+def test_losses_that_nobody_says_the_order_of_may_come_in_any(order: list[int], in_order: bool, outcome: str) -> None:
+    plain = nn.Linear(2, 2)
+    record = record_step(plain, DATA, loss_fn=mse)
+    with check_step(plain, DATA, against=record) as check:
+        losses = []
+        for x, target in DATA:
+            loss = mse(plain(x), target)
+            (loss / 2).backward()
+            losses.append(loss.item())
+        check.gradients()
+        check.report(losses=[losses[place] for place in order], in_order=in_order)
+    assert check.verdict.law("loss").outcome == outcome, str(check.verdict)
+    assert check.verdict.law("gradient").outcome == "pass"
+
+
 def test_floors_that_are_no_number_excuse_nothing() -> None:
     for floor in (Floor(math.nan, 0.0, 0.0), Floor(0.0, math.nan, 0.0)):
         assert floor.outcome(1.0) == "fail"

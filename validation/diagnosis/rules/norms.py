@@ -91,7 +91,8 @@ def _scaled(value: float, right: float) -> Iterator[Likely]:
     ratio = value / right
     if ratio > 0 and math.isfinite(ratio):
         factor = 2.0 ** round(math.log2(ratio))
-        yield f"{factor:g} times the right one", None, right * factor
+        like = "a loss's scale was still in the gradients" if factor > 1 else "a loss's scale was taken out twice"
+        yield f"{factor:g} times the right one, as where {like} when it was formed", None, right * factor
 
 
 def _of_several(by_stage: Mapping[int, Mapping[Site, float]]) -> Iterator[Likely]:

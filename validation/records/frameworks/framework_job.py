@@ -46,7 +46,7 @@ class JobSight:
             if 0 < 2 * self._count <= len(losses):  # no fault of a framework's runs every microbatch once more
                 raise RecordError(_TOO_MANY.format(len(losses), self._count))
             if losses:
-                self._check.report(losses=losses)
+                self._check.report(losses=losses, in_order=False)  # the job may draw them in another
 
     def norm(self, norm: Any) -> None:
         """Compare the norm that was told."""

@@ -1,5 +1,6 @@
 """A run whose decisions are known: every rank goes on until it waits, but where a preemption says otherwise."""
 
+import argparse
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pipeproof.worlds.simulated.event import Actor, Event
 
 IN_TURN = "in-turn"
+MOST = 10_000  # of interleavings that differ; a right pipeline has one
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,14 @@ class Guide:
 
     def __str__(self) -> str:
         return ",".join((IN_TURN, *map(str, self.preemptions)))
+
+
+def parsed_interleaving(text: str) -> int | Guide:
+    """What an option says: a seed or a guide. Raises what argparse tells users of."""
+    try:
+        return int(text) if text.lstrip("-").isdigit() else guide_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def guide_of(text: str) -> Guide:
