@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term, Update
-from pipeproof.diagnosis.combination import limit_of, residual_of
+from pipeproof.diagnosis.combination import limit_of, residual_of, told_within
 from pipeproof.diagnosis.known import Terms
 from pipeproof.diagnosis.likeness import counted
 from pipeproof.diagnosis.members import Members, Part, Replicas, Stage
@@ -17,7 +17,7 @@ from pipeproof.diagnosis.microbatch_weights import faults_in_counts
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.shards import Shard
-from pipeproof.reference.step import Expected, Site
+from pipeproof.reference.step import Expected, Gradient, Site
 
 _ALIKE = 1e-3  # no verdict hangs on it
 _ROUNDING = 1e-5  # of parts, where they nearly cancel each other
@@ -97,7 +97,7 @@ def copies_of(members: Members, expected: Expected, stage: Stage) -> Iterator[Co
     for k, name in stage.names.items():
         site = (stage.index, name)
         holders = [(rank, part) for rank, part in stage.part.members if k not in part.lacks and _has_any(part, k)]
-        given = [one.gradients.get(site) for one in members.contributions]
+        given = _given(members, expected, stage, name)
         parts = [gradient.double().cpu() for gradient in given if gradient is not None]
         lying: dict[Shard | None, dict[int, Tensor]] = {}
         for rank, part in holders:
@@ -110,6 +110,24 @@ def copies_of(members: Members, expected: Expected, stage: Stage) -> Iterator[Co
         regions = [Region(seen, row) for seen, row in zip(lying.values(), rows, strict=True) if row is not None]
         if len(regions) == len(lying):
             yield Copies(name, regions, limit_of(due.cpu().flatten(), torch.stack(parts).sum(dim=0).flatten()))
+
+
+def _given(members: Members, expected: Expected, stage: Stage, name: str) -> list[Gradient]:
+    """What each microbatch gives a parameter.
+
+    Of copies under one name the first may be known to have the shares of all: then this is what it has.
+    """
+    due, own = expected.gradients.get((stage.index, name)), members.contributions
+    for index in (stage.index, *(one.index for one in members.stages if name in one.names.values())):
+        given = [one.gradients.get((index, name)) for one in own]
+        parts = [one.double().cpu() for one in given if one is not None]
+        if index == stage.index and parts:
+            return given
+        if due is None or len(parts) < len(given) or any(one.shape != due.shape for one in parts):
+            continue
+        if error(torch.stack(parts).sum(dim=0), due.double().cpu()) < max(_ALIKE, told_within(due.dtype)):
+            return given
+    return [None for _ in own]
 
 
 def _has_any(part: Part, k: int) -> bool:

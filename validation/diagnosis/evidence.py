@@ -152,12 +152,13 @@ class Evidence:
             found = self.sums.holders(stage)
         return sorted(found) or [self.placement[stage]]
 
-    def begun(self, stage: int) -> list[int]:
-        """The ranks of ``stage`` that had something in ``.grad`` before the step; none where nobody knows of each."""
+    def begun(self, name: str) -> frozenset[tuple[int, int]]:
+        """The ranks and stages with something in a parameter's ``.grad`` before the step; none where nobody knows."""
         if self.sums is not None:
-            return sorted((self.sums.begun or {}).get(stage, ()))
-        stages = [] if self.members is None else [one for one in self.members.stages if one.index == stage]
-        return sorted(rank for one in stages for rank, part in one.part.members if part.begun)
+            return frozenset((self.sums.begun or {}).get(name, ()))
+        stages = () if self.members is None else self.members.stages
+        numbers = [(one, k) for one in stages for k, own in one.names.items() if own == name]
+        return frozenset((rank, one.index) for one, k in numbers for rank, part in one.part.members if k in part.begun)
 
     def held(self, rank: int) -> frozenset[Site] | None:
         """Whose gradients ``rank`` has; None where it has parts of some, or where nobody knows."""

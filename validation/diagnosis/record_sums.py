@@ -16,8 +16,8 @@ class RecordSums:
     gradients that were not kept.
     ``max_norm`` is what gradients are clipped to, where somebody says so. ``alike``: all microbatches are the same, and
     known together alone. ``replicas``: who worked on what, where that is known. ``places``: the ranks that hold a
-    parameter, with the stage that each has it in, but for those held in parts. ``begun``: by stage the ranks that had
-    something in ``.grad`` before the step; None where that is not known of all.
+    parameter, with the stage that each has it in, but for those held in parts. ``begun``: by name the ranks and
+    stages that had something in ``.grad`` before the step; None where that is not known of all.
     """
 
     copies: Mapping[tuple[str, tuple[int, ...]], Mapping[int, Gradient]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class RecordSums:
     alike: bool = False
     replicas: Replicas | None = None
     places: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    begun: Mapping[int, Collection[int]] | None = None
+    begun: Mapping[str, Collection[tuple[int, int]]] | None = None
 
     def holders(self, stage: int) -> set[int]:
         """The ranks that hold parameters of ``stage``."""

@@ -39,7 +39,8 @@ class Step:
     ``copies``: each rank's gradient of what several hold. ``max_norm`` is what the record clips to, where it says so.
     ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
     ``shards``: where each rank's part of a gradient lay; ``replicas``: who worked on what, where that is known.
-    ``had``: by stage the ranks that began the step with something in ``.grad``; None where that is not known of all.
+    ``had``: by name the ranks and stages that began the step with something in ``.grad``; None where that is not known
+    of all.
     """
 
     due: RecordedOperation
@@ -54,7 +55,7 @@ class Step:
     model: "Callable[[Step], Update] | None" = None
     shards: Mapping[str, Mapping[int, Shard]] = field(default_factory=dict)
     replicas: Replicas | None = None
-    had: Mapping[int, Collection[int]] | None = None
+    had: Mapping[str, Collection[RankStage]] | None = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
@@ -204,16 +205,11 @@ def checked(
     )
 
 
-def _had(places: Mapping[str, Sequence[RankStage]], notes: Sequence[Notes]) -> dict[int, set[int]] | None:
-    """By stage the ranks that began with something in ``.grad``; None where that is not known of all."""
+def _had(places: Mapping[str, Sequence[RankStage]], notes: Sequence[Notes]) -> dict[str, list[RankStage]] | None:
+    """By name who began with something in ``.grad``; None where that is not known of all."""
     if any(one.untold for one in notes):
         return None
-    found: dict[int, set[int]] = {}
-    for name, at in places.items():
-        for rank, stage in at:
-            if name in notes[rank].begun:
-                found.setdefault(stage, set()).add(rank)
-    return found
+    return {name: [(rank, stage) for rank, stage in at if name in notes[rank].begun] for name, at in places.items()}
 
 
 def explained(

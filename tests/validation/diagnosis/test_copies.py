@@ -1,5 +1,6 @@
 """What ranks have of gradients that they hold in common: microbatches of their own, or parts of a sum."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,3 +91,19 @@ def test_parts_of_a_sum_and_what_was_used_before_them() -> None:
     assert cause.detail.endswith("what is wrong of parameters used before, as a, may follow from that")
     assert adding_up(found, EXPECTED, WRONG, {"a": 2, "b": 1}) == [], "a does not follow from b"
     assert adding_up(found, EXPECTED, WRONG, {}) == [], "nobody knows"
+
+
+def test_a_copy_under_one_name_whose_share_is_known_at_the_first_stage_alone() -> None:
+    """Stage 1 has a copy of each, and what microbatches give to both is known together, at stage 0."""
+    first = members(TWO, DUE | {"b": share("b", 0, 2)}, DUE | {"b": share("b", 1, 3)})
+    again = Stage(1, 0, first.stages[0].part, dict(enumerate(NAMES)), {})
+    both = replace(first, stages=[*first.stages, again])
+    gradients = {(stage, name): due for stage in range(2) for name, due in DUE.items()}
+    found = unreduced(both, replace(EXPECTED, gradients=gradients), UPDATE)
+    assert [(cause.kind, cause.stage, cause.parameter) for cause in found] == [
+        ("not-reduced", 0, "b"),
+        ("not-reduced", 1, "b"),
+    ]
+    more = gradients | {(1, "b"): 2 * DUE["b"]}
+    (cause,) = unreduced(both, replace(EXPECTED, gradients=more), UPDATE)
+    assert cause.stage == 0, "what is known at stage 0 is not all that is due at stage 1"

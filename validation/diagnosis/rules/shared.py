@@ -4,8 +4,6 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from pipeproof.diagnosis.attribution import attribute
 from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_shards, unreduced
 from pipeproof.diagnosis.evidence import Evidence
@@ -14,6 +12,7 @@ from pipeproof.diagnosis.naming import of_a_part
 from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
 from pipeproof.diagnosis.rules.repeated import ordered
+from pipeproof.diagnosis.rules.unsummed import unsummed_copies
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.mismatch import Size
 from pipeproof.judging.tolerance import error, scalar_error
@@ -27,7 +26,7 @@ _ALIKE = 1e-3  # no verdict hangs on it
 def shared(evidence: Evidence) -> list[Cause]:
     """The likeliest of what is wrong between ranks; of a record, each that its copies tell."""
     if evidence.members is None:
-        return _of_copies(evidence) or _of_single_copies(evidence)
+        return unsummed_copies(evidence) or _of_single_copies(evidence)
     told = [
         _placed(one.cause, evidence)
         for one in evidence.members.found
@@ -189,7 +188,7 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` on the rank that had what is wrong, where several hold the stage and its place alone was known."""
     single = evidence.differs("replicas") and cause.action is None and cause.kind not in ("mode", "order")
     single |= evidence.differs("initial-weights")
-    if (placed := _left_before(cause, evidence)) is not None:
+    if (placed := _left_before(cause, evidence) or _in_every_copy(cause, evidence)) is not None:
         return placed
     if cause.stage is None or single or cause.kind in ("not-reduced", "misplaced", "norm", "report"):
         return cause  # told of a rank, not of a stage
@@ -205,13 +204,67 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
 
 
 def _left_before(cause: Cause, evidence: Evidence) -> Cause | None:
-    """``cause`` of what was there before the step, on the ranks that had something there; None if all of them had."""
+    """``cause`` of what was there before the step, on the ranks and stages that had something there.
+
+    None where nobody knows of it, and if all had.
+    """
     if cause.kind != "stale-gradient" or cause.microbatches:
         return None
-    had = {rank for stage in stages_of(cause, evidence) for rank in evidence.begun(stage)}
-    if not had or had >= _holders(cause, evidence):
+    each = [evidence.begun(name) for name in _shown(cause, evidence)]
+    ranks, stages = ({one[k] for had in each for one in had} for k in range(2))
+    if cause.stage is not None and stages:
+        copied = any(len({stage for _, stage in had}) > 1 for had in each)
+        told = f"{cause.detail}{', added up over these stages' * copied}"
+        moved = cause if stages == {cause.stage} else _of_one(cause, evidence)
+        return _on(ranks, _in(stages, replace(moved, detail=told)), evidence)
+    if not ranks or ranks >= _holders(cause, evidence):
         return None
-    return _on(had, cause, evidence)
+    return _on(ranks, cause, evidence)
+
+
+def _shown(cause: Cause, evidence: Evidence) -> frozenset[str]:
+    """The parameters with wrong gradients that ``cause`` is told of."""
+    stages, wrong = stages_of(cause, evidence), evidence.wrong("gradient", "presence")
+    return frozenset(name for stage, name in wrong if stage in stages and cause.parameter in (None, name))
+
+
+def _of_one(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause`` of the one parameter that shows it, if that is one."""
+    shown = _shown(cause, evidence)
+    return replace(cause, parameter=min(shown)) if len(shown) == 1 else cause
+
+
+def _in(stages: Collection[int], cause: Cause) -> Cause:
+    """``cause`` in ``stages``, on no rank yet."""
+    if len(stages) == 1:
+        return replace(cause, rank=None, stage=min(stages), stages=())
+    return replace(cause, rank=None, stage=None, stages=tuple(sorted(stages)))
+
+
+def _in_every_copy(cause: Cause, evidence: Evidence) -> Cause | None:
+    """``cause`` in all stages with the same wrong copy, where copies alone show it: none tells which stage it is of."""
+    sums, shown = evidence.sums, _shown(cause, evidence)
+    told_elsewhere = cause.stage is None or cause.action is not None or cause.kind in ("not-reduced", "norm", "report")
+    if sums is None or told_elsewhere or not shown:
+        return None
+    found = set[tuple[int, int]]()
+    for name in shown:
+        at, each = sums.places.get(name, ()), next((one for (of, _), one in sums.copies.items() if of == name), {})
+        own = [rank for rank, stage in at if stage == cause.stage and rank in (cause.rank, *cause.ranks)]
+        own = own or [rank for rank, stage in at if stage == cause.stage]
+        if len({stage for _, stage in at}) < 2 or not own or not each:
+            return None
+        found |= {(rank, stage) for rank, stage in at if _same(each[rank], each[own[0]])}
+    stages = {stage for _, stage in found}
+    if len(stages) < 2:
+        return None
+    return _on({rank for rank, _ in found}, _in(stages, _of_one(cause, evidence)), evidence)
+
+
+def _same(one: Gradient, other: Gradient) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and error(one.double().cpu(), other.double().cpu()) < _ALIKE
 
 
 def _on_replica(cause: Cause, stage: int, evidence: Evidence) -> Cause:
@@ -295,28 +348,3 @@ def _placed(cause: Cause, evidence: Evidence) -> Cause:
         return cause
     several = len(evidence.members.stages[cause.stage].part.members) > 1
     return cause if several else replace(cause, rank=evidence.placement[cause.stage])
-
-
-def _of_copies(evidence: Evidence) -> list[Cause]:
-    """Copies of which each has a part of the gradient, and all the whole."""
-    found: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for (name, stages), by_rank in ({} if evidence.sums is None else evidence.sums.copies).items():
-        due, told = evidence.expected.gradients.get((stages[0], name)), ""
-        given = [one for one in by_rank.values() if one is not None]
-        if due is None or len(given) < len(by_rank) or any(one.shape != due.shape for one in given):
-            continue
-        parts = [one.double().cpu() for k, one in enumerate(given) if not any(torch.equal(one, o) for o in given[:k])]
-        whole = torch.stack(parts).sum(dim=0)
-        for what, one in (("sum", whole), ("mean", whole / len(parts))):
-            if len(parts) > 1 and all(one.any() for one in parts) and error(one, due.double().cpu()) < _ALIKE:
-                told = f"ranks {', '.join(map(str, by_rank))} keep gradients of their own, and their {what} is expected"
-        if told:
-            found.setdefault((tuple(sorted(set(stages))), told), []).append(name)
-    return [_apart(stages, told, names) for (stages, told), names in found.items()]
-
-
-def _apart(stages: Sequence[int], told: str, names: Sequence[str]) -> Cause:
-    kind, stage = ("not-reduced", stages[0]) if len(stages) == 1 else ("tied-not-summed", None)
-    if len(names) == 1:
-        return Cause(kind, stage=stage, parameter=names[0], detail=told)
-    return Cause(kind, stage=stage, detail=f"{', '.join(names)}: {told}")
