@@ -49,15 +49,12 @@ class Task:
         """Raise ``WhiteBoxError`` for what cannot be."""
         if not callable(self.step):
             raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
-        if isinstance(self.reference, nn.Module) or not callable(self.reference):
-            raise WhiteBoxError(f"reference is a {type(self.reference).__name__}: expected a function that builds it")
-        if self.loss_fn is not None and not callable(self.loss_fn):
-            raise WhiteBoxError(f"loss_fn is {self.loss_fn!r}: expected a function of output and target")
+        check_builds("reference", self.reference)
+        if self.loss_fn is not None:
+            check_loss_fn(self.loss_fn)
         if not self.microbatches:
             raise WhiteBoxError("microbatches is empty: expected at least one")
-        divisor = 1 if self.loss_divisor is None else self.loss_divisor
-        if not isinstance(divisor, int | float) or not divisor > 0:
-            raise WhiteBoxError(f"loss_divisor is {divisor!r}: expected a number above 0")
+        check_divisor(self.loss_divisor)
         if self.optimizer is not None and not callable(self.optimizer):
             raise WhiteBoxError(
                 f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
@@ -106,8 +103,7 @@ class Task:
             model = self.reference()
         except Exception as error:  # no one type: it is the user's code
             raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
-        if not isinstance(model, nn.Module):
-            raise WhiteBoxError(f"reference {self.name} returned a {type(model).__name__}: expected a torch.nn.Module")
+        check_module(f"reference {self.name} returned", model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
         return model.to(first_of(device)).train()
@@ -127,19 +123,46 @@ class Task:
 
     def _batch(self, number: int) -> Batch:
         given = self.microbatches[number]
-        pair = isinstance(given, tuple | list) and len(given) == 2
-        if self.loss_fn is None:
-            batch = Batch.of(given, torch.empty(0))
-        elif not pair:
-            raise WhiteBoxError(
-                f"microbatch {number} is a {type(given).__name__}: expected a pair of inputs and target"
-            )
-        else:
-            batch = Batch.of(*given)
+        batch = Batch.of(given, torch.empty(0)) if self.loss_fn is None else Batch.of(*pair_of(number, given))
         for tensor in (*batch.inputs, batch.target):
             if not isinstance(tensor, Tensor):
                 raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
         return batch
+
+
+def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
+    """Raise ``error`` where what is ``given`` as ``what`` is no function that builds a model."""
+    if isinstance(given, nn.Module) or not callable(given):
+        raise error(f"{what} is a {type(given).__name__}: expected a function that builds it")
+
+
+def check_module(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
+    """Raise ``error`` where what is ``given``, ``what`` says by whom, is no model."""
+    if not isinstance(given, nn.Module):
+        raise error(f"{what} a {type(given).__name__}: expected a torch.nn.Module")
+
+
+def check_loss_fn(given: Any) -> None:
+    """Raise ``WhiteBoxError`` where it is no function."""
+    if not callable(given):
+        raise WhiteBoxError(f"loss_fn is {given!r}: expected a function of output and target")
+
+
+def check_divisor(given: Any) -> None:
+    """Raise ``WhiteBoxError`` where losses cannot be divided by it; None: by their number."""
+    if given is not None and (not isinstance(given, int | float) or not given > 0):
+        raise WhiteBoxError(f"loss_divisor is {given!r}: expected a number above 0")
+
+
+def pair_of(number: int, given: Any) -> tuple[Any, Any]:
+    """Inputs and target of the microbatch of this number. Raises ``WhiteBoxError``."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+        raise WhiteBoxError(
+            f"microbatch {number} is a {type(given).__name__}{many}: expected a pair of inputs and target"
+        )
+    inputs, target = given
+    return inputs, target
 
 
 def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:

@@ -206,8 +206,10 @@ class HeldInCommon:
 
 def part_of(name: str, given: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Shard | None]:
     """What a rank has of a gradient, and where that lies in the whole; None if it has all. Raises ``RecordError``."""
-    if not isinstance(given, FlatShard | InShards | tuple):
+    if given is None or (isinstance(given, Tensor) and not isinstance(given, InShards)):
         return given, None
+    if not isinstance(given, FlatShard | InShards | tuple):
+        raise RecordError(f"the gradient of {name} is a {type(given).__name__}: expected a tensor, a FlatShard or None")
     try:
         (part,), shards = in_parts([(name, given)])
     except HandBackError as error:

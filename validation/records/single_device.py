@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.foreign.frameworks.framework import form
-from pipeproof.foreign.reference_run import WhiteBoxError, repeated
+from pipeproof.foreign.reference_run import (
+    WhiteBoxError,
+    check_builds,
+    check_divisor,
+    check_loss_fn,
+    check_module,
+    name_of,
+    repeated,
+)
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
 from pipeproof.observers.shards import Shard, gathered, untiled
@@ -65,6 +73,14 @@ class SingleDevice:
     loss_divisor: float | Callable[[Any, Pairs], float] | None = None
     floors: bool = True
     accumulation: Accumulation = PLAIN
+
+    def check(self) -> None:
+        """Raise ``WhiteBoxError`` for what no reference can be made of."""
+        check_builds("build", self.build)
+        if not isinstance(self.loss_fn, LossOfAll):
+            check_loss_fn(self.loss_fn)
+        if not callable(self.loss_divisor):
+            check_divisor(self.loss_divisor)
 
 
 class ReferenceBeside:
@@ -160,6 +176,7 @@ class ReferenceBeside:
             return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
         source = self.source
         try:
+            source.check()
             with drawing_apart():
                 self.model, self.microbatches = self._with_weights(held), microbatches
                 given, divisor = source.loss_fn, source.loss_divisor
@@ -179,6 +196,7 @@ class ReferenceBeside:
     def _with_weights(self, held: Held) -> nn.Module:
         """The reference with the weights of ``held``, which ranks have; these must be the model's parameters."""
         model = self.source.build()
+        check_module(f"build, {name_of(self.source.build)}, returned", model)
         named = dict(model.named_parameters(remove_duplicate=False))
         for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
             if names:

@@ -27,6 +27,17 @@ from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts
+from pipeproof.records.as_given import (
+    bound_of,
+    check_operation,
+    gradients_of,
+    losses_of,
+    named_by,
+    number,
+    pairs_of,
+    source_of,
+    stages_of,
+)
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.rank_part import (
     MOST,
@@ -59,6 +70,7 @@ from pipeproof.records.step_record import Pairs
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 
+_OTHERS_S = 300.0  # how long the others are waited for where the bound that is given is none
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
 
 
@@ -91,8 +103,9 @@ class StepCheck:
         """
         self._modules, self._rename = modules, rename
         self._given = microbatches
-        self._timeout_s = timeout_s
+        self._timeout_s, self._bound_s = timeout_s, _OTHERS_S
         self._source = against
+        self._own = RankStages({}, own_name)  # as long as nobody knows that what was given is of use
         self._number = operation
         self._ledger = Ledger(EVERY_LAW)
         self._held: HeldInCommon | None = None  # as ``_at``
@@ -113,19 +126,14 @@ class StepCheck:
     def __enter__(self) -> "StepCheck":
         self._began = perf_counter()
         self._exchange: Exchange = exchange()
-        if isinstance(self._source, SingleDevice):
-            renamable = not isinstance(self._rename, AdapterNames)
-            self._beside = ReferenceBeside(self._source, self._exchange, timeout_s=self._timeout_s, renamable=renamable)
-        modules = self._modules
-        numbered = {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
-        self._own = RankStages(numbered, self._rename)
         self._kept = Kept(self._exchange.rank, MOST // self._exchange.ranks)
-        try:
-            self._obstacle = self._begin()
-        except RanksAbsent as absent:
-            self._absent = absent
-        if self._at is not None:
-            self._kept.begin(self._own.gradients)
+        with self.noting():
+            try:
+                self._obstacle = self._begin()
+            except RanksAbsent as absent:
+                self._absent = absent
+            if self._at is not None:
+                self._kept.begin(self._own.gradients)
         return self
 
     def refuse(self, why: str) -> None:
@@ -146,9 +154,9 @@ class StepCheck:
         which it has a part, in a DTensor or a ``FlatShard``, ranks put parts together at the end of the block.
         """
         if self._at is not None and self._held is not None and self._expected is not None:
-            found = self._own.gradients if named is None else named
-            given = {name: found[name] for name in self._expected.gradients if name in found}
             with self.noting():
+                found = self._own.gradients if named is None else gradients_of(named, self._expected.gradients)
+                given = {name: found[name] for name in self._expected.gradients if name in found}
                 for name in upstream(given, self._own.places):
                     one, shard = given[name], self._own.shards.get(name)
                     whole, gradient = self._held.take(name, (None, shard) if one is None and shard else one)
@@ -175,17 +183,17 @@ class StepCheck:
         if self._at is None or self._expected is None:
             return
         rank, share = self._exchange.rank, self._run.shares[self._exchange.rank]
-        nobodys = losses is not None and share is None and len(losses) != len(self._expected.losses)
         with self.noting():
-            if nobodys:
+            known = None if losses is None else losses_of(losses)
+            if known is not None and share is None and len(known) != len(self._expected.losses):
                 told = "whose losses these are nobody says: pass each replica the microbatches it runs"
                 self._ledger.doubt("loss", told)
-            elif losses is not None:
-                self._at.losses([float(one) for one in losses], share=share, rank=rank, in_order=in_order)
+            elif known is not None:
+                self._at.losses(known, share=share, rank=rank, in_order=in_order)
             if loss is not None:
-                self._at.loss(float(loss), share=share, rank=rank)
+                self._at.loss(number("loss", loss), share=share, rank=rank)
             if norm is not None:
-                self._norm = float(norm)
+                self._norm = number("norm", norm)
                 self._at.norm(self._norm, rank=rank)
 
     def miss_norm(self, why: str) -> None:
@@ -222,9 +230,10 @@ class StepCheck:
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
         about = RankReport(self._exchange.rank, ending, message)
-        mine = StepPart(about, self._ledger, self._kept.notes, self._norm, self._problem, self._crash, self._no_norm)
+        why = self._why if self._at is None else self._problem
+        mine = StepPart(about, self._ledger, self._kept.notes, self._norm, why, self._crash, self._no_norm)
         what = "the end of the checked step"
-        bound_s = self._timeout_s if error is None else min(self._timeout_s, _LAST_WORDS_S)
+        bound_s = self._bound_s if error is None else min(self._bound_s, _LAST_WORDS_S)
         try:
             parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
         except RanksAbsent as absent:
@@ -234,6 +243,11 @@ class StepCheck:
             self._held.clear()
         if self._beside is not None:
             self._beside.clear()
+
+    @property
+    def _why(self) -> str:
+        """What stands in the way of a comparison on this rank, or nothing."""
+        return self._problem or ("" if self._crash is None else f"the check raised {self._crash.said}")
 
     def _compare_in_common(self, at: Comparison) -> None:
         """Compare the gradients of which ranks have parts, and hold against each other what several have."""
@@ -259,15 +273,17 @@ class StepCheck:
         """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
         record: Record | None = None
         digests: tuple[str, ...] | None = None
+        places: dict[str, int] = {}
         with self.noting():
+            self._bound_s = bound_of(self._timeout_s)
+            self._take_given()
             record = self._read()
             digests = None if self._given is None else microbatch_digests(self._given)
             self._own.check_names()
-            self._shards = self._own.shards
+            places, self._shards = self._own.places, self._own.shards
             if record is not None:
                 self._own.check_start(record.operations[self._number])
-        problem = self._problem or ("" if self._crash is None else f"the check raised {self._crash.said}")
-        mine = Arrival(self._own.places, digests, problem, self._shards)
+        mine = Arrival(places, digests, self._why, self._shards)
         arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
@@ -282,11 +298,21 @@ class StepCheck:
         self._record, self._expected = record, record.operations[self._number]
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
-        self._held = HeldInCommon(self._exchange, self._places, self._own.shapes, bound_s=self._timeout_s)
+        self._held = HeldInCommon(self._exchange, self._places, self._own.shapes, bound_s=self._bound_s)
         if self._exchange.rank == 0:
             with self.noting():
                 self._count(self._at, self._expected)
         return ""
+
+    def _take_given(self) -> None:
+        """Take what the user gave. Raises ``RecordError`` for what is of no use."""
+        source = source_of(self._source)
+        check_operation(self._number, source)
+        self._own = RankStages(stages_of(self._modules, self._exchange.rank), named_by(self._rename))
+        self._given = pairs_of(self._given)
+        if isinstance(source, SingleDevice):
+            renamable = not isinstance(self._rename, AdapterNames)
+            self._beside = ReferenceBeside(source, self._exchange, timeout_s=self._bound_s, renamable=renamable)
 
     def _count(self, at: Comparison, expected: RecordedOperation) -> None:
         """How many stages hold each parameter; a copy of a weight that the model uses in several may be in each."""
@@ -335,7 +361,7 @@ class StepCheck:
         """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""
         if not verdict.mismatches:
             return verdict
-        bound_s = self._timeout_s
+        bound_s = self._bound_s
         return explained(
             verdict, self._kept, self._exchange, look=lambda: self._checked(parts).evidence(verdict), bound_s=bound_s
         )
@@ -348,13 +374,13 @@ class StepCheck:
             self._places,
             notes=[part.notes for part in parts],
             norms=[part.norm for part in parts],
-            fetch=lambda name: self._exchange.take(name, bound_s=self._timeout_s),
+            fetch=lambda name: self._exchange.take(name, bound_s=self._bound_s),
             model=None if self._beside is None else self._beside.update,
         )
         return found if self._held is None else replace(found, shards=self._held.shards, replicas=self._run.members)
 
     def _gather(self, value: object, what: str) -> list[Any]:
-        return self._exchange.gather(value, what=what, bound_s=self._timeout_s)
+        return self._exchange.gather(value, what=what, bound_s=self._bound_s)
 
 
 class _Checked(AroundGradients):

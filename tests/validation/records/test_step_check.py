@@ -381,7 +381,7 @@ def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.Monkey
 def test_what_cannot_be_compared_ends_no_job(path: Path) -> None:
     verdict = step(path, report=lambda losses, norm: {"norm": object()})
     assert verdict.verdict == "unknown"
-    assert "TypeError: float() argument must be" in verdict.stopped
+    assert "rank 0: norm is a object: expected one number" in str(verdict)
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
-from pipeproof.foreign.reference_run import WhiteBoxError, name_of
+from pipeproof.foreign.reference_run import WhiteBoxError, check_builds, name_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
@@ -78,8 +78,7 @@ class Framework:
 
     def built(self, build: Any, *given: Any) -> Any:
         """What ``build``, the user's reference, gives for what it is ``given``. Raises where it is no function."""
-        if isinstance(build, nn.Module) or not callable(build):
-            raise self.error(f"reference is a {type(build).__name__}: expected a function that builds it")
+        check_builds("reference", build, self.error)
         return build(*given)
 
     def listed(self, microbatches: Any, *, what: str = "microbatches") -> Sequence[Any]:

@@ -21,7 +21,6 @@ from pipeproof.reference.accumulation import PLAIN
 
 NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
 _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
-_OTHERS_S = 300.0  # how long the others are waited for where nobody says it
 
 
 class JobSight:
@@ -88,8 +87,6 @@ class JobStep:
 def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepCheck]:
     """The check of what ``step`` gives. What that raises is the verdict's, and no other rank waits for this one."""
     made, why = _made(step)
-    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        made, why, timeout_s = None, f"timeout_s is {timeout_s!r}: expected seconds above 0", _OTHERS_S
     if made is None:
         check = StepCheck({}, None, against=SingleDevice(nn.Identity, nn.functional.mse_loss), timeout_s=timeout_s)
         check.refuse(why)
