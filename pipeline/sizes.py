@@ -42,6 +42,12 @@ def some(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith(('ch', 'ss')) else 's'}"
 
 
+def digits(value: float, many: int = 4) -> str:
+    """``1.25``, ``-0.333``: ``many`` digits, and more where a factor that is not 1 would be told as 1."""
+    told = f"{value:.{many}g}"
+    return told if told != "1" or value == 1 else f"{value:.6g}"
+
+
 def three_digits(value: float) -> str:
     """``1,234``, ``27.5``, ``0.0123``: three digits, and all those before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

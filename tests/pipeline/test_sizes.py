@@ -5,7 +5,16 @@ import math
 import pytest
 
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured, some, three_digits
+from pipeproof.pipeline.sizes import (
+    MOST_ACTIONS,
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    counted,
+    digits,
+    measured,
+    some,
+    three_digits,
+)
 
 
 def test_what_is_within_bounds_comes_back() -> None:
@@ -48,3 +57,10 @@ def test_one_is_no_plural() -> None:
 )
 def test_three_digits_are_never_a_power_of_ten(value: float, text: str) -> None:
     assert three_digits(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.5, "0.5"), (1.0, "1"), (1.00002, "1.00002"), (-1 / 3, "-0.3333"), (1e6, "1e+06")]
+)
+def test_no_factor_but_1_is_told_as_1(value: float, text: str) -> None:
+    assert digits(value) == text

@@ -1,13 +1,14 @@
 """What is wrong with how often each microbatch is in a sum: the faults that make such coefficients."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.judging.cause import listed
+from pipeproof.pipeline.sizes import digits
 
+_DIGITS = 6  # of a factor, at most
 SAME = 1e-3  # factors found at two places that differ by no more, relatively, are one
 ONE = 1e-5  # a coefficient that differs from 1 by no more is 1: where rounding leaves more, it was told to be
 
@@ -167,5 +168,6 @@ def factor_words(update: Update, factor: float, within: float = SAME) -> str:
 
 
 def _digits(factor: float, within: float) -> str:
-    """``factor`` with as many digits as rounding leaves of it."""
-    return f"{factor:.{6 if within <= SAME else math.ceil(-math.log10(within))}g}"
+    """``factor`` in the fewest digits that tell it as exactly as rounding leaves it."""
+    told = (digits(factor, many) for many in range(1, _DIGITS if within > SAME else 1))
+    return next((one for one in told if abs(float(one) - factor) <= within * abs(factor)), digits(factor, _DIGITS))

@@ -1,7 +1,8 @@
 """The lines of the user's code that set what a call worked on, as its source reads: nothing is run for that.
 
 A value is followed backwards: to the assignments that reach it in its function, into the call that the function was
-called by, and through a container to where that is filled. What a call made is followed no further.
+called by, and through a container to where that is filled. What a call made is followed no further. A line in a
+branch may not have run.
 """
 
 import ast
@@ -46,6 +47,7 @@ class _Use:
 
 
 Set = tuple[str, _Use]  # a name, and what it was set to, where
+_BRANCHES = (ast.If, ast.Match, ast.ExceptHandler)
 
 
 def set_at(stack: Stack, role: Role) -> list[tuple[str, Line]]:
@@ -123,7 +125,7 @@ def _filled(container: ast.expr, use: _Use) -> Iterator[Set]:
                     continue
             if ast.unparse(_container(to) or to) == key:
                 line = _line(use.line, statement, scope)
-                yield key.rpartition(".")[2], _Use(put, line, (), use.element)
+                yield _if_reached(key.rpartition(".")[2], statement, scope), _Use(put, line, (), use.element)
 
 
 def _assigned(name: str, use: _Use) -> Iterator[Set]:
@@ -137,7 +139,8 @@ def _assigned(name: str, use: _Use) -> Iterator[Set]:
         for statement in (*reversed(block[:k]), owner):
             for one in _statements(statement) if statement is not owner else (owner,):  # else all of its block
                 for value, element in _bound(one, name):
-                    yield name, _Use(value, _line(use.line, one, function), use.outer, element)
+                    told = name if one is owner else _if_reached(name, one, statement)
+                    yield told, _Use(value, _line(use.line, one, function), use.outer, element)
             if any(_bound(statement, name)):
                 return
     names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
@@ -146,6 +149,12 @@ def _assigned(name: str, use: _Use) -> Iterator[Set]:
             at = names.index(name) - (names[0] == "self" and isinstance(call.func, ast.Attribute))
             yield from _sources(_Use(_given(call, at, name), use.outer[0], use.outer[1:], use.element))
             return
+
+
+def _if_reached(name: str, statement: ast.stmt, around: ast.stmt) -> str:
+    """``name``, and that ``statement``, which sets it, is in a branch of what is ``around``, if it is."""
+    branches = (one for one in ast.walk(around) if isinstance(one, _BRANCHES) and one is not statement)
+    return f"{name}, if reached" if any(statement in ast.walk(one) for one in branches) else name
 
 
 def _bound(statement: ast.stmt, name: str) -> Iterator[tuple[ast.expr | None, int | None]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MappingProxyType
 
+from pipeproof.pipeline.sizes import digits
 from pipeproof.worlds.stack import Line
 
 # Each kind of fault and its sentence. One word per fault: specimens plant these, diagnosis names them.
@@ -135,7 +136,7 @@ class Cause:
     @property
     def short(self) -> str:
         """Kind and place in a few words, as ``scale x4 everywhere``."""
-        return f"{self.kind}{'' if self.factor is None else f' x{_short(self.factor)}'} {self.place}"
+        return f"{self.kind}{'' if self.factor is None else f' x{digits(self.factor)}'} {self.place}"
 
     def __str__(self) -> str:
         return f"{self.place}: {self.detail}" if self.detail else self.place
@@ -180,15 +181,10 @@ class Cell:
     def __str__(self) -> str:
         if self.own is None:
             return "?"
-        others = [f"{m}'s" if c == 1.0 else f"{_short(c)} of {m}'s" for m, c in self.others]
-        others += [f"{_short(self.behind)}*"] if self.behind else []
-        own = [_short(self.own)] if self.own or not others else []
+        others = [f"{m}'s" if c == 1.0 else f"{digits(c)} of {m}'s" for m, c in self.others]
+        others += [f"{digits(self.behind)}*"] if self.behind else []
+        own = [digits(self.own)] if self.own or not others else []
         return " + ".join([*own, *others])
-
-
-def _short(c: float) -> str:
-    """A coefficient in few digits, but never as 1 where it is not."""
-    return text if (text := f"{c:.4g}") != "1" or c == 1.0 else f"{c:.6g}"
 
 
 @dataclass(frozen=True)

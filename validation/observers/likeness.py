@@ -7,6 +7,7 @@ from typing import Self
 import torch
 
 from pipeproof.observers.recording import Point, Site
+from pipeproof.pipeline.sizes import digits
 
 # Types that a tensor may have gone through on its way, by the names that people use.
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -196,7 +197,7 @@ def _sum(found: Likeness) -> str:
     plain = abs(own - 1) <= _NO_PART
     if plain and abs(more - 1) <= _NO_PART:
         return f"the expected plus {found.whose}"
-    return f"{'the expected' if plain else f'{_digits(own)} of the expected'} plus {_digits(more)} of {found.whose}"
+    return f"{'the expected' if plain else f'{digits(own)} of the expected'} plus {digits(more)} of {found.whose}"
 
 
 def _added(found: Likeness) -> str:
@@ -205,10 +206,10 @@ def _added(found: Likeness) -> str:
     if where in (SAME_NUMBER, MEAN) and abs(own - 1) <= _NO_PART:
         return "rid of its mean" if where == MEAN else "given the same number more in every element"
     if abs(own) <= _NO_PART * abs(more):
-        return f"replaced by {_digits(more)} times {found.whose}"
+        return f"replaced by {digits(more)} times {found.whose}"
     if abs(own - 1) <= _NO_PART:
-        return f"given {_digits(more)} of {found.whose} more"
-    return f"made {_digits(own)} of its own and {_digits(more)} of {found.whose}"
+        return f"given {digits(more)} of {found.whose} more"
+    return f"made {digits(own)} of its own and {digits(more)} of {found.whose}"
 
 
 def _nothing_known(found: Likeness) -> str:
@@ -218,10 +219,6 @@ def _nothing_known(found: Likeness) -> str:
     return f"like nothing known: relative error {found.error:.1e}{cosine}"
 
 
-def _digits(value: float) -> str:
-    return f"{value:.4g}"
-
-
 _IS: Mapping[str, Callable[[Likeness], str]] = {
     "missing": lambda found: "none",
     "unexpected": lambda found: "a tensor where there should be none",
@@ -229,10 +226,10 @@ _IS: Mapping[str, Callable[[Likeness], str]] = {
     "not-finite": lambda found: "not finite",
     "zero": lambda found: "zero",
     "rounded": _rounding,
-    "multiple": lambda found: f"{found.factor:.6g} times the expected",
+    "multiple": lambda found: f"{digits(found.factor or 0.0, 6)} times the expected",
     "reordered": lambda found: f"its own {found.line}s in another order",
     "other": _expected,
-    "counted": lambda found: ", ".join(f"{_digits(c)} of microbatch {m}'s" for m, c in found.counts),
+    "counted": lambda found: ", ".join(f"{digits(c)} of microbatch {m}'s" for m, c in found.counts),
     "paired": lambda found: ", ".join(f"output gradient {j} with activation {i}" for i, j in found.pairs),
     "sum": _sum,
     "uninitialised": lambda found: "uninitialised: constant, tiny or huge numbers, as in memory that nobody wrote to",
@@ -246,7 +243,7 @@ _WAS: Mapping[str, Callable[[Likeness], str]] = {
     "unexpected": lambda found: "put there" if found.label is None else "an earlier step's were put there",
     "not-finite": lambda found: "made not finite",
     "zero": lambda found: "cleared",
-    "multiple": lambda found: f"multiplied by {_digits(found.factor or 0.0)}",
+    "multiple": lambda found: f"multiplied by {digits(found.factor or 0.0)}",
     "reordered": lambda found: "put in another order",
     "noisy": lambda found: f"given noise of {found.error:.2g} times its size",
     "other": lambda found: f"replaced by {found.whose}",

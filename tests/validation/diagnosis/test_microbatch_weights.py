@@ -56,6 +56,12 @@ def test_a_whole_number_among_other_factors_is_one_of_them() -> None:
     )
 
 
+@pytest.mark.parametrize("factor", [1.05, 1.25])
+def test_a_factor_of_coarse_gradients_is_told_as_exactly_as_rounding_leaves_it(factor: float) -> None:
+    cause = only(attributed(factors((0, 1, 2), *[factor] * COUNT), dtype=torch.bfloat16))
+    assert float(cause.detail.removesuffix(" times")) == pytest.approx(factor, rel=0.02)
+
+
 def test_a_cell_has_digits_enough_to_be_the_same_number_in_every_stage() -> None:
     assert (str(Cell(0.5625001)), str(Cell(0.5624999)), str(Cell(1.125))) == ("0.5625", "0.5625", "1.125")
 

@@ -60,15 +60,15 @@ def test_a_value_is_followed_through_calls_and_containers_to_what_made_it(tmp_pa
     assert told(stack) == [
         "y: x, y = self.live[0].pop(0)",
         "live: self.live[self.chunk].append((x, y))",
-        "y: y = self.losses[-1] / 4",
+        "y, if reached: y = self.losses[-1] / 4",
         "y: y = self.stage(x)",
-        "losses: self.losses.append(loss_fn(y, target))",
+        "losses, if reached: self.losses.append(loss_fn(y, target))",
     ]
 
 
 def test_both_branches_reach(tmp_path: Path) -> None:
     found = told((line(tmp_path, "(loss / 4)", "alone"),))
-    assert sorted(found) == ["loss: loss = loss_fn(model(x), target)", "loss: loss = model(x)"]
+    assert sorted(found) == ["loss, if reached: loss = loss_fn(model(x), target)", "loss, if reached: loss = model(x)"]
 
 
 def test_a_buffer_of_a_loop_is_set_by_the_loop(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def _norm_of_nothing(case: FrameworkCase) -> bool:
     return bool(one.tied and own_sum and one.pp > 1 and alone.get(one.partition, False))
 
 
+_SPLITTING = ("zb-h1", "zb-v", "dualpipev")  # torchtitan's schedules with backwards of weights apart
+
 FRAMEWORK_FINDINGS: Mapping[str, tuple[Finding[FrameworkCase], ...]] = MappingProxyType(
     {
         "megatron": (
@@ -58,7 +60,12 @@ FRAMEWORK_FINDINGS: Mapping[str, tuple[Finding[FrameworkCase], ...]] = MappingPr
             Finding(
                 "selective-with-split",
                 "torchtitan r2 v2 m1 dp1 layers=2 schedule=InterleavedZeroBubble ac=selective seed=0",
-                lambda case: _told(case).ac == "selective" and case.schedule in ("zb-h1", "zb-v", "dualpipev"),
+                lambda case: _told(case).ac == "selective" and case.schedule in _SPLITTING,
+            ),
+            Finding(
+                "resharded-with-split",
+                "torchtitan r2 v2 m1 dp2 layers=2 schedule=InterleavedZeroBubble reshard=always seed=0",
+                lambda case: _told(case).reshard == "always" and case.schedule in _SPLITTING,
             ),
         ),
     }
