@@ -99,10 +99,9 @@ class Network:
         return work
 
     def pending(self, rank: int) -> list[SimulatedWork]:
-        """The receives of a rank that it has not waited for."""
+        """The receives of a rank that it has not waited for: the same list each time, brought up to date."""
         found = self._receiving[rank]
-        if found and any(one.met for one in found):
-            found = self._receiving[rank] = [one for one in found if not one.met]
+        found[:] = [one for one in found if not one.met]
         return found
 
     def reads(self, work: SimulatedWork) -> None:

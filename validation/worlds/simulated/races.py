@@ -31,9 +31,14 @@ def unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     return all(torch.equal(_bits(_bare(one)), _bits(other)) for one, other in zip(tensors, before, strict=True))
 
 
+def place_of(tensor: Tensor) -> int:
+    """Where the memory begins of which a tensor is all or a part."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have memory in common."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+    if place_of(one) != place_of(other):
         return False
     here, there = _span(one), _span(other)
     if max(here.start, there.start) >= min(here.stop, there.stop):

@@ -3,7 +3,8 @@
 By functions and not by operators: a mode that sees operators changes what autograd keeps, and an observer must not.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipeproof.worlds.simulated.network import Network
-from pipeproof.worlds.simulated.races import overlap, race
-from pipeproof.worlds.simulated.work import SimulatedWork
+from pipeproof.worlds.simulated.races import overlap, place_of, race
 from pipeproof.worlds.stack import own_stack
 
 # For a shape, a type or another tensor: names begin so, or are these.
@@ -32,25 +32,31 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self._network = network
         self._rank = rank
+        self._pending = network.pending(rank)
 
     def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        pending = self._network.pending(self._rank)
         result = func(*args, **(kwargs or {}))
-        if pending and any(not work.met for work in pending):
-            self._look(func, (args, tuple((kwargs or {}).values())), result, pending)
+        if self._pending and not _only_asks(name := getattr(func, "__name__", "")):
+            self._look(name, (args, tuple((kwargs or {}).values())), result)
         return result
 
-    def _look(self, func: Callable[..., Any], taken: object, result: object, pending: Sequence[SimulatedWork]) -> None:
-        name = getattr(func, "__name__", "")
-        if name.startswith(_ONLY_ASK) or name.rstrip("_").endswith("_as"):
-            return
+    def _look(self, name: str, taken: object, result: object) -> None:
+        pending = self._network.pending(self._rank)
+        due = {place_of(one) for work in pending for one in work.due}
         for tensor in tensors_in(taken):
+            if place_of(tensor) not in due:
+                continue
             for work in pending:
-                if not work.met and any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
+                if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
                     said = f"rank {self._rank} used a buffer before {work.text} had been waited for"
                     raise race("read-before-wait", self._rank, said, used=own_stack(), received=work.stack)
+
+
+@cache
+def _only_asks(name: str) -> bool:
+    return name.startswith(_ONLY_ASK) or name.rstrip("_").endswith("_as")
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:
