@@ -1,11 +1,11 @@
 """Fuzzing: Hypothesis draws and shrinks cases in the controller; ranks only execute what they are given."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
-from typing import Generic
+from typing import Any, Generic, TypeAlias
 
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
@@ -22,7 +22,10 @@ from pipeproof.pipeline.schedules import LOOPED, build, virtuals
 from pipeproof.pipeline.sizes import some
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
+
+Deciding: TypeAlias = Callable[[SomeCase], st.SearchStrategy[Simulation]]  # of a case
 
 # From the plainest to the fullest, so that shrinking moves to the plainest that still fails.
 PLANS = (("train",), ("train", "train"), ("accumulate", "train"), ("eval", "train"), ("train", "eval", "train"))
@@ -105,8 +108,10 @@ class Tally(Generic[SomeCase]):
     verdicts: Counter[str] = field(default_factory=Counter)
     tiers: Counter[str] = field(default_factory=Counter)
     schedules: Counter[str] = field(default_factory=Counter)
-    replicas: Counter[int] = field(default_factory=Counter)
+    replicas: Counter[str] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
+    transports: Counter[str] = field(default_factory=Counter)  # of simulated ranks
+    deciders: Counter[str] = field(default_factory=Counter)  # who decides what happens next among these
     failures: list["Found[SomeCase]"] = field(default_factory=list)
     undecided: list["Found[SomeCase]"] = field(default_factory=list)  # rounding is too coarse in them
 
@@ -139,8 +144,29 @@ class Tally(Generic[SomeCase]):
     @property
     def by_replicas(self) -> str:
         """How many cases had replicas; empty if none had."""
-        several = sum(count for replicas, count in self.replicas.items() if replicas > 1)
+        several = sum(count for replicas, count in self.replicas.items() if replicas != "1")
         return f"; {some(several, 'case')} with replicas" if several else ""
+
+    @property
+    def by_decision(self) -> str:
+        """How many cases of simulated ranks each transport had, and each that decides; empty on real ones."""
+        kinds = ("transports", self.transports), ("interleavings", self.deciders)
+        told = [(what, ", ".join(f"{name} {count}" for name, count in sorted(by.items()))) for what, by in kinds if by]
+        return "; ".join(f"{what}: {counts}" for what, counts in told)
+
+    def add(self, part: "Tally[SomeCase]") -> None:
+        """Count what a part of the campaign counted."""
+        for name, counter in self.counts.items():
+            counter.update(part.counts[name])
+        self.failures += part.failures
+        self.undecided += part.undecided
+        self.each += part.each
+
+    @property
+    def counts(self) -> "Mapping[str, Counter[str]]":
+        """All that is counted, by what it is counted by."""
+        names = ("verdicts", "tiers", "schedules", "replicas", "dtypes", "transports", "deciders")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tiers.most_common() if tier != "none")
@@ -155,12 +181,14 @@ class Found(Generic[SomeCase]):
     """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure.
 
     ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
+    ``simulation``: what decided the run; None on real ranks.
     """
 
     case: SomeCase
     verdict: Verdict | None
     failure: RankFailed | None
     repeated: bool = True
+    simulation: Simulation | None = None
 
 
 def judged(case: AnyCase, world: World) -> Verdict:
@@ -181,6 +209,10 @@ def _is_undecided(verdict: Verdict) -> bool:
     return verdict.verdict == "unknown" and bool(verdict.mismatches) and not verdict.ended and not verdict.stopped
 
 
+def _decided(deciding: Deciding[SomeCase], case: SomeCase) -> st.SearchStrategy[tuple[SomeCase, Simulation]]:
+    return deciding(case).map(lambda simulation: (case, simulation))
+
+
 class _NotAPass(Exception):
     """Tells Hypothesis of a failure."""
 
@@ -193,12 +225,15 @@ def fuzz(
     strategy: st.SearchStrategy[SomeCase] | None = None,
     progress: Callable[[], None] = lambda: None,
     run: Callable[[SomeCase, World], Verdict] = judged,
+    deciding: Deciding[SomeCase] | None = None,
 ) -> Found[SomeCase] | None:
     """Run as many cases as ``tally`` has a budget for, drawn from ``seed_``, and count them there.
 
     The same seed and budget give the same cases. Stops at the first that is not a pass and shrinks it; not at one that
-    rounding leaves undecided, which the tally keeps. ``progress`` is called after every case.
+    rounding leaves undecided, which the tally keeps. ``progress`` is called after every case. ``deciding`` draws what
+    decides each case's run on simulated ranks, and is shrunk with the case; None: the world is as it is.
     """
+    every: st.SearchStrategy[Any] = cases() if strategy is None else strategy
 
     @seed(seed_)
     @settings(
@@ -210,8 +245,11 @@ def fuzz(
         report_multiple_bugs=False,
         print_blob=False,
     )
-    @given(cases() if strategy is None else strategy)
-    def campaign(case: SomeCase) -> None:
+    @given(st.tuples(every, st.none()) if deciding is None else every.flatmap(partial(_decided, deciding)))
+    def campaign(drawn: tuple[SomeCase, Simulation | None]) -> None:
+        case, simulation = drawn
+        if simulation is not None:
+            world.decide(simulation)
         try:
             verdict, failure = run(case, world), None
         except RankFailed as error:
@@ -220,14 +258,17 @@ def fuzz(
         tally.verdicts[outcome] += 1
         tally.tiers[verdict.tier if verdict else "none"] += 1
         tally.schedules[case.schedule] += 1
-        tally.replicas[case.replicas] += 1
+        tally.replicas[str(case.replicas)] += 1
         tally.dtypes[case.dtype] += 1
+        if world.simulation is not None:
+            tally.transports[world.transport.value] += 1
+            tally.deciders[world.simulation.decider] += 1
         tally.each.append(replace(verdict or crashed(case, failure), measured=Measured()))
         progress()
         if verdict is not None and _is_undecided(verdict):
-            tally.undecided.append(Found(case, verdict, None))
+            tally.undecided.append(Found(case, verdict, None, simulation=world.simulation))
         elif outcome != "pass":
-            tally.failures.append(Found(case, verdict, failure))
+            tally.failures.append(Found(case, verdict, failure, simulation=world.simulation))
             raise _NotAPass
 
     try:

@@ -7,31 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
-from typing import Generic
 
-import torch
-import torch._dynamo  # the reference's optimizer wants it: better now, while the fork server imports the same
-from hypothesis import strategies as st
+import torch._dynamo  # noqa: F401  # the reference's optimizer wants it: better now, while the fork server imports it
 
-from pipeproof.cases.any_case import SomeCase
 from pipeproof.cases.case import Case
-from pipeproof.cases.findings import FINDINGS, Finding, known
-from pipeproof.cases.frameworks.engines import installed
-from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
-from pipeproof.cases.frameworks.framework_draws import framework_cases
-from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
-from pipeproof.cases.fuzz import Found, Tally, cases, fuzz
 from pipeproof.cases.interleavings import narrow
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
-from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import specimen
-from pipeproof.cases.validator import crashed, explained, refusal, validate
+from pipeproof.cases.validator import crashed, explained, refusal
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Opened, Outputs
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
-from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, Layout
@@ -76,9 +64,8 @@ class Setting:
         """The ranks. What they print is for who asks for more, or runs one case to look into it."""
         silent = not (self.explain or Terminal().manner.verbose)
         if (simulation := self.simulation) is not None:
-            transport = simulation.transport.value
-            world = World(kind=SIMULATED, transport=transport, timeout_s=self.timeout_s, silent=silent)
-            world.seed, world.seeds, world.most = simulation.first, simulation.seeds, simulation.most
+            world = World(kind=SIMULATED, timeout_s=self.timeout_s, silent=silent)
+            world.decide(simulation)
             return world
         return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent, most_groups=_MOST_GROUPS)
 
@@ -200,118 +187,6 @@ def _tell(terminal: Terminal, run: Run, verdict: Verdict, setting: Setting) -> N
         (terminal.detail if passed else terminal.say)(str(verdict), verdict.word)
 
 
-def fuzz_all(
-    setting: Setting,
-    *,
-    budget: int,
-    seed: int,
-    schedules: Sequence[str],
-    dtypes: Sequence[str],
-    max_ranks: int,
-    runtime: str = OWN,
-) -> int:
-    """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by.
-
-    On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
-    """
-    if runtime in FRAMEWORKS:
-        on = f"{installed(runtime)}, torch {torch.__version__}"
-        of_framework = Drawn(framework_cases(runtime, max_ranks=max_ranks), FRAMEWORK_FINDINGS[runtime], on)
-        return _campaign(setting, of_framework, Tally[FrameworkCase](budget), seed)
-    device = setting.chosen_device
-    strategy = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
-    drawn = Drawn[Case](strategy, FINDINGS if runtime != OWN else (), f"torch {torch.__version__}")
-    return _campaign(setting, drawn, Tally[Case](budget), seed)
-
-
-@dataclass(frozen=True)
-class Drawn(Generic[SomeCase]):
-    """What a campaign draws, and what it leaves out where it is there. ``on``: whose versions these are found on."""
-
-    strategy: st.SearchStrategy[SomeCase]
-    findings: Sequence[Finding[SomeCase]]
-    on: str
-
-
-def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], seed: int) -> int:
-    terminal = Terminal()
-    with setting.outputs.opened("fuzz") as files, setting.world() as world:
-        there: list[Finding[SomeCase]] = []
-        found: Found[SomeCase] | None = None
-        with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
-            there += _findings(drawn, world, terminal)
-            found = fuzz(
-                world,
-                tally,
-                seed_=seed,
-                strategy=drawn.strategy.filter(lambda case: not known(case, there)),
-                progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
-            )
-            found = _explained(found, world)
-        found = found or tally.smallest
-        left = None if found else next(iter(tally.undecided), None)
-        terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
-        if searched := told(world.explorations):
-            terminal.say(searched)
-        shown = found or left
-        verdicts = [_told_of(shown, world)] if shown else []
-        if found is not None:
-            terminal.say("a case that is no pass, as small as shrinking made it:")
-            if not found.repeated:
-                terminal.say("it did not fail again when run a second time: a race, or something else without a seed")
-        if left is not None:
-            terminal.say(f"rounding is too coarse to decide {some(len(tally.undecided), 'case')}, such as:")
-        for verdict in verdicts:
-            terminal.say(str(verdict), verdict.word)
-        status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
-        page = partial(_page, tally, found, seed)
-        return files.finish(status, verdicts, page=page, seed=seed, findings=findings, tally=_data(tally))
-
-
-def _told_of(shown: Found[SomeCase], world: World) -> Verdict:
-    """The verdict on what is shown, with the line that replays it."""
-    verdict = shown.verdict or crashed(shown.case, shown.failure)
-    return replacing(verdict, world, seconds=verdict.seconds)
-
-
-def _page(tally: Tally[SomeCase], found: Found[SomeCase] | None, seed: int) -> str:
-    """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
-    entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
-    if found is not None:
-        verdict = found.verdict or crashed(found.case, found.failure)
-        entries.insert(0, Entry(verdict, verdict.verdict, "as small as shrinking made it"))
-    return campaign(entries, said=f"fuzz, seed {seed}: {tally}", left_out=NOTHING)
-
-
-def _explained(found: Found[SomeCase] | None, world: World) -> Found[SomeCase] | None:
-    """What was found, with its cause: only the smallest case is worth the second run that this takes.
-
-    A framework's case has its cause from its one run.
-    """
-    if found is None or found.verdict is None or not found.repeated or not isinstance(found.case, Case):
-        return found
-    if world.simulation is not None:
-        narrow(found.case, world)
-    try:
-        return replace(found, verdict=validate(found.case, world))
-    except RankFailed as failure:
-        return replace(found, verdict=None, failure=failure)
-
-
-def _findings(drawn: Drawn[SomeCase], world: World, terminal: Terminal) -> list[Finding[SomeCase]]:
-    """Run the smallest case of every finding; those that are there on these versions."""
-    there: list[Finding[SomeCase]] = []
-    if drawn.findings:
-        terminal.say(f"findings on {drawn.on}; what is there is left out of what is drawn:")
-    for finding in drawn.findings:
-        with terminal.progress(finding.name), enough_ranks():
-            verdict = finding.verdict(world)
-        terminal.say(f"  {finding.name:<26} {'absent' if verdict == 'pass' else verdict:<8} {finding.line}")
-        if verdict != "pass":
-            there.append(finding)
-    return there
-
-
 def exit_status(verdicts: Sequence[Verdict]) -> int:
     """1 if anything is wrong; else 3 if anything is unknown, or if there is nothing; else 0."""
     found = {verdict.exit_status for verdict in verdicts}
@@ -335,14 +210,14 @@ def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdic
                 narrow(case, world)
                 verdict, observed = _validated(case, world, measure=measure)
             break
-    return replacing(verdict, world, seconds=perf_counter() - began), observed
+    return replacing(verdict, world.simulation, seconds=perf_counter() - began), observed
 
 
-def replacing(verdict: Verdict, world: World, *, seconds: float) -> Verdict:
-    """``verdict`` with what it took, and a replay line that names the world which it is of."""
-    if world.simulation is None:
+def replacing(verdict: Verdict, simulation: Simulation | None, *, seconds: float) -> Verdict:
+    """``verdict`` with what it took, and a replay line that names what decided the run which it is of."""
+    if simulation is None:
         return replace(verdict, seconds=seconds)
-    return replace(verdict, seconds=seconds, rerun=f"{verdict.replay} {world.simulation.options}")
+    return replace(verdict, seconds=seconds, rerun=f"{verdict.replay} {simulation.options}")
 
 
 def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Observed | None]:
@@ -364,13 +239,3 @@ def enough_ranks() -> Iterator[None]:
         yield
     except NeedsMoreRanks as error:
         raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks or --max-ranks") from error
-
-
-def _data(tally: Tally[SomeCase]) -> dict[str, object]:
-    return {
-        "cases": tally.cases,
-        "outcomes": dict(tally.verdicts),
-        "tiers": dict(tally.tiers),
-        "schedules": dict(tally.schedules),
-        "dtypes": dict(tally.dtypes),
-    }

@@ -30,7 +30,7 @@ from pipeproof.commands.selection import (
     table_of,
     tell_notes,
 )
-from pipeproof.commands.simulation_options import SIMULATED_OPTIONS, add_simulation, simulation_of
+from pipeproof.commands.simulation_options import SIMULATED_OPTIONS, add_simulation, decisions_of, simulation_of
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
 from pipeproof.reports.terminal import Terminal
@@ -74,8 +74,10 @@ def _add_fuzz(commands: Commands) -> None:
     add_count(parser, "--max-ranks", "P", "the most ranks that a drawn case may have", default=4)
     runtimes = "which one runs them: torch is torch.distributed.pipelining; a framework's engine, where it is installed"
     parser.add_argument("--runtime", choices=(OWN, TORCH, *FRAMEWORKS), default=OWN, help=runtimes)
+    goes_on = "where a long campaign says how far it has come; the same call goes on from there"
+    parser.add_argument("--resume", metavar="FILE", help=goes_on)
     add_world(parser)
-    add_simulation(parser)
+    add_simulation(parser, drawn=True)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_fuzz)
 
@@ -93,6 +95,7 @@ def _add_gate(commands: Commands) -> None:
     parser.add_argument("--artifacts", metavar="DIR", help="write the records of failing cases there")
     parser.add_argument("--annotations", choices=("github",), help="print failures as annotations for GitHub Actions")
     add_world(parser)
+    add_simulation(parser)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_gate)
 
@@ -153,7 +156,8 @@ def _gate(options: argparse.Namespace) -> int:
         missing,
     )
     reports = Reports(options.junit, options.summary, options.artifacts, options.annotations == "github")
-    return gate(plan, Setting(options.device, options.timeout, Outputs.of(options)), reports)
+    setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation_of(options))
+    return gate(plan, setting, reports)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
@@ -169,18 +173,13 @@ def _fuzz(options: argparse.Namespace) -> int:
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     schedules, dtypes = schedule_names(options.schedule), dtype_names(options.dtype)
     start_fork_server()
-    from pipeproof.commands.campaign import Setting, fuzz_all
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.fuzzing import Wish, fuzz_all
 
     device = CPU if options.runtime in FRAMEWORKS else options.device
-    return fuzz_all(
-        Setting(device, options.timeout, Outputs.of(options), simulation=simulation_of(options)),
-        budget=options.cases,
-        seed=options.seed,
-        schedules=schedules,
-        dtypes=dtypes,
-        max_ranks=options.max_ranks,
-        runtime=options.runtime,
-    )
+    drawn = (options.cases, options.seed, schedules, dtypes, options.max_ranks, options.runtime)
+    setting = Setting(device, options.timeout, Outputs.of(options), simulation=simulation_of(options))
+    return fuzz_all(setting, Wish(*drawn, decisions_of(options)), resume=options.resume)
 
 
 def _replay(options: argparse.Namespace) -> int:

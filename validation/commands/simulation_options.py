@@ -1,6 +1,7 @@
 """The options that choose a simulated world, and what they say together."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from pipeproof.commands.option_parser import add_count, whole, without_effect
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, counted
@@ -9,18 +10,24 @@ from pipeproof.worlds.kinds import KINDS, REAL
 from pipeproof.worlds.simulated.guide import MOST, Guide, parsed_interleaving
 from pipeproof.worlds.simulation import Simulation
 
+if TYPE_CHECKING:
+    from pipeproof.cases.decisions import Decisions
+
 SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust")
+ANY = "any"  # transport
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
 
 
-def add_simulation(parser: argparse.ArgumentParser) -> None:
-    """Where ranks are: processes, or threads of one process that a seed interleaves."""
+def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> None:
+    """Where ranks are: processes, or threads of one process that a seed interleaves. ``drawn``: cases are."""
     group = parser.add_argument_group("simulated ranks")
     kinds = "real: ranks are processes; simulated: threads of one, run one at a time, so that a seed decides all"
     group.add_argument("--world", choices=KINDS, default=REAL, help=kinds)
     rules = "what simulated messages may do: as on gloo, as on NCCL, and others"
-    group.add_argument("--transport", choices=_TRANSPORTS, default="gloo", help=rules)
+    rules += f"; {ANY}: drawn with each case" if drawn else ""
+    group.add_argument("--transport", choices=[*_TRANSPORTS, *[ANY] * drawn], default="gloo", help=rules)
     one = "the seed of a simulated run: who is next, and what moves; or as a replay line has it"
+    one += "; drawn with each case, unless it is given" if drawn else ""
     group.add_argument("--interleaving", type=parsed_interleaving, default=0, metavar="N", help=one)
     add_count(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", default=1)
     every = f"run every interleaving that differs, at most N of each case (default: {MOST})"
@@ -40,5 +47,16 @@ def simulation_of(options: argparse.Namespace) -> Simulation | None:
     if options.exhaust is not None:
         without_effect(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
         counted("--exhaust", options.exhaust, most=MOST_ACTIONS)
-    transport = transport_of(options.transport)
+    transport = transport_of("gloo" if options.transport == ANY else options.transport)
     return Simulation(transport, options.interleaving, options.interleavings, options.exhaust)
+
+
+def decisions_of(options: argparse.Namespace) -> "Decisions | None":
+    """What is drawn with each case: a seed, where none is given, and a transport, where any will do."""
+    from pipeproof.cases.decisions import EVERY, Decisions
+
+    if (simulation := simulation_of(options)) is None:
+        return None
+    seeds = options.exhaust is None and "--interleaving" not in options.given
+    transports = EVERY if options.transport == ANY else (simulation.transport,)
+    return Decisions(simulation, seeds, transports) if seeds or len(transports) > 1 else None

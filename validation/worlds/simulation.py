@@ -22,9 +22,14 @@ class Simulation:
     most: int | None = None
 
     def __str__(self) -> str:
-        first = self.first
-        decided = f"interleaving {first}" if isinstance(first, Guide) else f"seed {first} ({name_of(first)})"
+        first, by = self.first, self.decider
+        decided = f"interleaving {first}" if isinstance(first, Guide) else f"seed {first} ({by})"
         return f"{SIMULATED}, transport {self.transport.value}, {decided}"
+
+    @property
+    def decider(self) -> str:
+        """Who decides what happens next, in words."""
+        return "as told" if isinstance(self.first, Guide) else name_of(self.first)
 
     @property
     def seeds(self) -> Sequence[int | Guide]:

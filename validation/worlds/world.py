@@ -84,6 +84,11 @@ class World:
         """What decides the next run; None where the machine does."""
         return Simulation(self.transport, self.seed) if self.kind == SIMULATED else None
 
+    def decide(self, simulation: Simulation) -> None:
+        """Let ``simulation`` say what decides the next runs."""
+        self.transport, self.seed = simulation.transport, simulation.first
+        self.seeds, self.most = simulation.seeds, simulation.most
+
     @property
     def searches(self) -> bool:
         """Whether a case is to be run under more than one interleaving."""

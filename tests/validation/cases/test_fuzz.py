@@ -5,13 +5,17 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, find, given, settings
+from hypothesis import strategies as st
 
 from pipeproof.cases.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
+from pipeproof.cases.decisions import EVERY, Decisions
 from pipeproof.cases.fuzz import PLANS, Tally, cases, fuzz
-from pipeproof.cases.runtimes import TORCH
+from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.cases.validator import validate
 from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
 
 PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
@@ -149,6 +153,32 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) 
     assert found.verdict is not None
     assert found.verdict.law("presence").outcome == "fail"  # with one microbatch, dropping it leaves nothing
     assert validate(Case.parse(str(smallest)), world).verdict == "fail"
+
+
+def test_what_decides_a_case_shrinks_with_it() -> None:
+    def run(case: Case, world: World) -> Verdict:
+        assert isinstance(world.seed, int)
+        wrong = case.microbatches > 2 and world.transport in (Transport.PAIR, Transport.RANK) and world.seed > 40
+        return replace(PASS, verdict="fail") if wrong else PASS
+
+    tally = Tally[Case](200)
+    with World(kind="simulated") as world:
+        found = fuzz(world, tally, run=run, deciding=Decisions(Simulation(), True, EVERY))
+    assert found is not None
+    assert found.case.microbatches == 3
+    assert found.simulation == Simulation(Transport.RANK, 41)
+    assert sum(tally.transports.values()) == sum(tally.deciders.values()) == tally.cases
+    assert {"pair", "rank"} < {*tally.transports}
+
+
+def test_torch_s_runtime_is_drawn_no_transport_on_which_who_posts_waits() -> None:
+    deciding = Decisions(Simulation(), False, EVERY)
+    of_torch = Case("1f1b", 2, 1, 2, (1, 1), runtime=TORCH)
+    for case, count in ((of_torch, len(Transport) - 1), (replace(of_torch, runtime=OWN), len(Transport))):
+        tally = Tally[Case](100)
+        with World(kind="simulated") as world:
+            assert fuzz(world, tally, strategy=st.just(case), run=lambda *_: PASS, deciding=deciding) is None
+        assert len(tally.transports) == count
 
 
 def test_a_rank_that_dies_is_a_finding(world: World) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.frameworks.framework_case import FRAMEWORKS
-from pipeproof.cases.fuzz import Found, Tally
 from pipeproof.commands import campaign
-from pipeproof.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
+from pipeproof.commands.campaign import Impossible, Setting, exit_status, validate_all
 from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
+from pipeproof.commands.fuzzing import Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import NeedsMoreRanks
@@ -51,8 +51,7 @@ def test_a_page_of_one_case_is_its_own_and_of_several_a_table(tmp_path: Path) ->
     assert validate_all([WRONG, SOUND], Setting("cpu", outputs=Outputs(html=str(path)))) == 1
     assert "Of 2 cases: 1 wrong, 1 right." in path.read_text()
     assert [one.name for one in tmp_path.iterdir()] == ["x.html"]
-    options = {"schedules": ("1f1b",), "dtypes": ("fp32",), "max_ranks": 1}
-    assert fuzz_all(Setting("cpu", outputs=Outputs(html=str(path))), budget=2, seed=0, **options) == 0  # type: ignore[arg-type]
+    assert fuzz_all(Setting("cpu", outputs=Outputs(html=str(path))), Wish(2, 0, ("1f1b",), ("fp32",), 1)) == 0
     assert "All 2 cases agree with the reference." in path.read_text()
 
 
@@ -81,7 +80,7 @@ def test_a_world_that_is_too_small_is_a_sentence(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Impossible, match=r"4 ranks.*ask for fewer with --ranks or --max-ranks"):
         validate_all([SOUND], Setting("cpu"))
     with pytest.raises(Impossible, match="4 ranks"):
-        fuzz_all(Setting("cpu"), budget=1, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)
+        fuzz_all(Setting("cpu"), Wish(1, 0, ("1f1b",), ("fp32",), 4))
 
 
 def asked_at(number: int, *, answers: list[Verdict]) -> Callable[..., tuple[Verdict, None]]:
@@ -124,32 +123,3 @@ def test_a_framework_that_is_not_installed_is_one_sentence_with_the_cure(
         said = capsys.readouterr().err
         assert "is not installed: pip install " in said
         assert said.count("\n") == 1
-
-
-def test_cases_that_rounding_leaves_undecided_are_told_and_there_is_no_verdict(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fuzz(world: World, tally: Tally, **_: object) -> None:
-        tally.undecided += [Found(SOUND, replace(PASSED, verdict="unknown"), None)] * 2
-
-    monkeypatch.setattr(campaign, "fuzz", fuzz)
-    status = fuzz_all(Setting("cpu"), budget=9, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)
-    assert status == 3
-    assert "rounding is too coarse to decide 2 cases, such as:\nUNKNOWN " in capsys.readouterr().out
-
-
-def test_a_failure_that_was_still_being_shrunk_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fuzz(world: World, tally: Tally, **_: object) -> None:
-        tally.failures += [Found(replace(SOUND, microbatches=m), replace(PASSED, verdict="fail"), None) for m in (9, 3)]
-        raise AskedToEnd(signal.SIGINT)
-
-    path = tmp_path / "x.json"
-    monkeypatch.setattr(campaign, "fuzz", fuzz)
-    setting = Setting("cpu", outputs=Outputs(str(path)))
-    with pytest.raises(AskedToEnd):
-        fuzz_all(setting, budget=9, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)
-    assert "as small as shrinking made it:\nFAIL " in capsys.readouterr().out
-    data = documented(path.read_text())
-    assert (len(data["verdicts"]), data["status"]) == (1, 130)

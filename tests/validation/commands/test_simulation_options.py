@@ -57,6 +57,20 @@ def test_fuzz_draws_cases_for_simulated_ranks(capsys: pytest.CaptureFixture[str]
     assert "2 cases, 2 pass" in capsys.readouterr().out
 
 
+def test_a_campaign_draws_transports_and_seeds_unless_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = ["fuzz", "--cases", "6", "--max-ranks", "1", "--schedule", "naive", *SIMULATED]
+    assert main([*campaign, "--transport", "any"]) == 0
+    assert len(re.findall(r"(\w+) \d+", capsys.readouterr().out.partition("transports: ")[2].partition(";")[0])) > 1
+    assert main([*campaign, "--transport", "nccl", "--interleaving", "1"]) == 0
+    assert "transports: pair 6; interleavings: one rank starved 6" in capsys.readouterr().out
+
+
+def test_a_gate_runs_on_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    table = ["--schedule", "naive", "--ranks", "2", "--microbatches", "1", "--layers", "2", "--model", "mlp"]
+    assert main(["gate", *table, "--cases", "0", *SIMULATED, "--interleavings", "2"]) == 0
+    assert "gate PASS: 2 pass of 2 cases" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

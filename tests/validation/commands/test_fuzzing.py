@@ -1,0 +1,143 @@
+"""Fuzz campaigns: what is told of what they find, and that a long one goes on where it stopped."""
+
+import json
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeproof.cases.case import Case
+from pipeproof.cases.fuzz import Found, Tally, fuzz
+from pipeproof.commands import campaign_file, fuzzing
+from pipeproof.commands.campaign import Setting
+from pipeproof.commands.cli import main
+from pipeproof.commands.ending import AskedToEnd
+from pipeproof.commands.fuzzing import Wish, fuzz_all
+from pipeproof.commands.outputs import Outputs
+from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.worlds.world import World
+from tests.support.json_schema import documented
+
+SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
+LAWS = tuple(LawResult(name, "pass", 1, 1) for name in ("loss", "gradient", "grad-norm"))
+PASSED = Verdict("c", "pass", "bitwise", LAWS)
+
+
+def test_cases_that_rounding_leaves_undecided_are_told_and_there_is_no_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fuzz(world: World, tally: Tally, **_: object) -> None:
+        tally.undecided += [Found(SOUND, replace(PASSED, verdict="unknown"), None)] * 2
+
+    monkeypatch.setattr(fuzzing, "fuzz", fuzz)
+    status = fuzz_all(Setting("cpu"), Wish(9, 0, ("1f1b",), ("fp32",), 4))
+    assert status == 3
+    assert "rounding is too coarse to decide 2 cases, such as:\nUNKNOWN " in capsys.readouterr().out
+
+
+def test_a_failure_that_was_still_being_shrunk_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fuzz(world: World, tally: Tally, **_: object) -> None:
+        tally.failures += [Found(replace(SOUND, microbatches=m), replace(PASSED, verdict="fail"), None) for m in (9, 3)]
+        raise AskedToEnd(signal.SIGINT)
+
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(fuzzing, "fuzz", fuzz)
+    setting = Setting("cpu", outputs=Outputs(str(path)))
+    with pytest.raises(AskedToEnd):
+        fuzz_all(setting, Wish(9, 0, ("1f1b",), ("fp32",), 4))
+    assert "as small as shrinking made it:\nFAIL " in capsys.readouterr().out
+    data = documented(path.read_text())
+    assert (len(data["verdicts"]), data["status"]) == (1, 130)
+
+
+class Judge:
+    """In the place of all ranks: every case passes but those of these numbers, at which something else happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **at: int) -> None:
+        self.at = {number: what for what, number in at.items()}
+        self.ran: list[str] = []
+        monkeypatch.setattr(campaign_file, "PART", 4)
+        monkeypatch.setattr(fuzzing, "fuzz", partial(fuzz, run=self))
+
+    def __call__(self, case: Case, world: World) -> Verdict:
+        self.ran.append(f"{case} {world.simulation}")
+        verdict: Any = self.at.get(len(self.ran), "pass")
+        if verdict == "interrupted":
+            raise AskedToEnd(signal.SIGINT)
+        mismatches = () if verdict == "pass" else (Mismatch("loss", 1, "a", "b"),)
+        return replace(PASSED, config=str(case), verdict=verdict, mismatches=mismatches)
+
+
+def campaign(file: Path, *, cases: int = 10, more: str = "") -> int:
+    return main(f"fuzz --cases {cases} --world simulated --transport any --resume {file} {more}".split())
+
+
+def test_a_campaign_goes_on_where_it_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, whole = tmp_path / "a.json", Judge(monkeypatch)
+    assert campaign(tmp_path / "whole.json") == 0
+    capsys.readouterr()
+    first = Judge(monkeypatch, interrupted=7)
+    assert campaign(file) == 130
+    rest = Judge(monkeypatch)
+    assert campaign(file) == 0
+    assert first.ran[:4] + rest.ran == whole.ran, "the part that was interrupted runs again, and those before it do not"
+    assert "10 cases, 10 pass" in capsys.readouterr().out
+    once_more = Judge(monkeypatch)
+    assert campaign(file) == 0
+    assert once_more.ran == []
+    assert campaign(file, cases=12) == 0
+    assert len(once_more.ran) == 2
+    assert json.loads(file.read_text())["counts"]["verdicts"] == {"pass": 12}
+
+
+def test_a_part_that_found_something_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.json"
+    for number in (6, 2):
+        Judge(monkeypatch, fail=number)
+        assert campaign(file) == 1, "what fails but once is told all the same"
+        assert json.loads(file.read_text())["parts"] == 1
+
+
+def test_what_was_left_open_earlier_is_still_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Judge(monkeypatch, unknown=2)
+    for cases in (4, 8):
+        assert campaign(tmp_path / "a.json", cases=cases) == 3
+        assert "rounding" in (said := capsys.readouterr().out)
+        assert "--world simulated --transport" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "said"),
+    [
+        ("", "", "a.json is no campaign's file: Expecting value"),
+        ("{}", "", "a.json is no campaign's file: it was not written by pipeproof fuzz --resume"),
+        (None, "--seed 7", "is of a campaign with seed 0, and this one has 7: give what it has, or name a new file"),
+        (None, "--schedule 1f1b", "and this one has 1f1b: give"),
+        (None, "--interleaving 3", "is of a campaign with decided seeds drawn, transports"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(
+    content: str | None,
+    more: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, judge = tmp_path / "a.json", Judge(monkeypatch)
+    assert campaign(file, cases=1) == 0
+    if content is not None:
+        file.write_text(content)
+    before = file.read_text()
+    assert campaign(file, more=more) == 2
+    assert said in capsys.readouterr().err
+    assert (file.read_text(), len(judge.ran)) == (before, 1)
