@@ -1,13 +1,13 @@
 """The runtime: a table from kind to handler, and the loop over the program. Nothing else decides order."""
 
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from typing import NamedTuple
 
 from torch import Tensor
 
 from pipeproof.pipeline.action import COMPUTE, Action, Kind
 from pipeproof.pipeline.boundary import Gradients, Tensors, signature
+from pipeproof.pipeline.clocks import now
 from pipeproof.pipeline.links import Links
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.stage import Goal, LossFn, Stage
@@ -101,10 +101,10 @@ class _Pass:
         compute_s = communication_s = 0.0
         spans: list[OwnSpan] = []
         idle_s = 0.0
-        self._began = perf_counter()
+        self._began = now()
         for action in self._program.ranks[transport.rank]:
             handlers[action.kind](action)
-            began, ended = self._began, perf_counter()
+            began, ended = self._began, now()
             spans.append((action, began, ended, self._idle_s - idle_s))
             if action.kind in COMPUTE:
                 idle_s = self._idle_s
@@ -113,7 +113,7 @@ class _Pass:
                 communication_s += ended - began
             self._began = ended
         transport.flush()
-        communication_s += perf_counter() - self._began
+        communication_s += now() - self._began
         losses = {m: loss for stage in self._stages.values() for m, loss in stage.losses.items()}
         # All waiting for messages happens inside compute actions, from their beginning until the message is there.
         return Run(losses, spans, compute_s - self._idle_s, communication_s, self._idle_s)
@@ -147,7 +147,7 @@ class _Pass:
             here = self._outputs.pop((stage - 1, microbatch))
             return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in here)
         received = self._links.receive_activation(Action(stage, Kind.RECV_F, microbatch))
-        self._idle_s += perf_counter() - self._began
+        self._idle_s += now() - self._began
         return received
 
     def _output_gradients(self, stage: int, microbatch: int) -> Gradients:
@@ -156,7 +156,7 @@ class _Pass:
         if stage + 1 in self._stages:
             return self._input_gradients.pop((stage + 1, microbatch))
         received = self._links.receive_gradient(Action(stage, Kind.RECV_B, microbatch))
-        self._idle_s += perf_counter() - self._began
+        self._idle_s += now() - self._began
         return received
 
     def _send_f(self, action: Action) -> None:

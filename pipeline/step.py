@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -146,7 +145,7 @@ class PipelineSchedule:
         the global gradient norm to this. Gradients that were there before count; after the optimizer's step they are
         cleared, as they are when a step raises. Without an optimizer they stay, for the caller to use and to clear.
         """
-        began = perf_counter()
+        began = clocks.now()
         run, divisor = self._accumulate(microbatches, loss_divisor)
         with self._cleared_if_raised():
             self.parts.gradients.reduce_tied()
@@ -157,7 +156,7 @@ class PipelineSchedule:
             if self._optimizer is not None:
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)
-        return self._result(run, losses, divisor, norm, perf_counter() - began)
+        return self._result(run, losses, divisor, norm, clocks.now() - began)
 
     def accumulate(
         self, microbatches: Sequence[tuple[object, object]], *, loss_divisor: float | None = None
@@ -174,7 +173,7 @@ class PipelineSchedule:
         self, microbatches: Sequence[tuple[object, object]], *, loss_divisor: float | None = None
     ) -> StepResult:
         """Forward alone, modules in evaluation mode; gradients and training mode stay as they were."""
-        began = perf_counter()
+        began = clocks.now()
         objective, checked = self._objective(loss_divisor), self._checked(microbatches)
         modes = [(module, module.training) for stage in self.parts.stages for module in stage.module.modules()]
         for stage in self.parts.stages:
@@ -185,7 +184,7 @@ class PipelineSchedule:
             for module, mode in modes:
                 module.training = mode
         losses, _ = self._share(run, [])
-        return self._result(run, losses, objective.divisor, None, perf_counter() - began)
+        return self._result(run, losses, objective.divisor, None, clocks.now() - began)
 
     def profiles(self, profile: Profile) -> list[Profile]:
         """Every rank's profile, by rank; every rank must call it with its own."""

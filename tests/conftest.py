@@ -68,9 +68,10 @@ def kept_simulated() -> Iterator["World"]:
 def simulated(kept_simulated: "World") -> "World":
     """A simulated world with seed 0 and gloo's rules, until a test sets others."""
     from pipeproof.pipeline.transports import Transport
+    from pipeproof.worlds.simulated.clock import SLEEP_ALONE
 
     kept_simulated.seed, kept_simulated.transport = 0, Transport.UNLIMITED
-    kept_simulated.most, kept_simulated.explorations = None, []
+    kept_simulated.most, kept_simulated.explorations, kept_simulated.timing = None, [], SLEEP_ALONE
     return kept_simulated
 
 

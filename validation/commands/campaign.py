@@ -31,6 +31,7 @@ from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
+from pipeproof.worlds.simulated.clock import Timing
 from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
@@ -66,6 +67,7 @@ class Setting:
         if (simulation := self.simulation) is not None:
             world = World(kind=SIMULATED, timeout_s=self.timeout_s, silent=silent)
             world.decide(simulation)
+            world.timing = Timing(measured=self.profile)
             return world
         return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent, most_groups=_MOST_GROUPS)
 

@@ -29,6 +29,7 @@ from pipeproof.commands.selection import (
     case_of,
     schedule_in,
 )
+from pipeproof.commands.simulation_options import add_virtual_time
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.columns import Columns
 from pipeproof.pipeline.costs import trace_of
@@ -42,10 +43,11 @@ from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
-from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks
+from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks, transport_of
 from pipeproof.reports.columns import Column, in_pieces, table
 from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.launcher import start_fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
@@ -81,6 +83,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     models = f"one of {', '.join(MODELS)}"
     offers(real.add_argument("--model", default="gpt", metavar="NAME", help=models), MODELS)
     add_layers(real)
+    add_virtual_time(real)
     parser.set_defaults(loss="mean", seed=0)
 
 
@@ -105,7 +108,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _show(options: argparse.Namespace) -> int:
     paths = Paths(options.svg, options.png, options.trace)
     if not options.real:
-        without_effect(options, ("--steps", "--model", "--layers", "--split"), "without --run")
+        timed = ("--steps", "--model", "--layers", "--split", "--world", "--transport", "--latency")
+        without_effect(options, timed, "without --run")
     if options.against is not None:
         return _show_against(options, paths)
     with Terminal().progress(f"show {options.schedule}"):
@@ -134,13 +138,17 @@ def _show_against(options: argparse.Namespace, paths: Paths) -> int:
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
-    without_effect(options, ["--times"], "with --run, which measures times")
+    if options.world == REAL:
+        without_effect(options, ["--times"], "with --run, which measures times, unless --world is simulated")
+        without_effect(options, ["--transport", "--latency"], "without --world simulated")
     start_fork_server()
-    from pipeproof.commands.measure import show_measured
+    from pipeproof.commands.measure import Virtual, show_measured
 
     name = options.schedule if is_csv(options.schedule) else schedule_in(found).name
     case = case_of(options, name, found, options.model, "fp32")
-    return show_measured(case, paths, Outputs.of(options), steps=options.steps)
+    times = None if options.times is None else Times(*options.times)
+    virtual = None if options.world == REAL else Virtual(transport_of(options.transport), options.latency, times)
+    return show_measured(case, paths, Outputs.of(options), steps=options.steps, virtual=virtual)
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from pipeproof.commands.option_parser import add_count, whole, without_effect
+from pipeproof.commands.option_parser import add_count, share, whole, without_effect
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, counted
 from pipeproof.pipeline.transports import RULES, transport_of
 from pipeproof.worlds.kinds import KINDS, REAL
@@ -32,6 +32,15 @@ def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> N
     add_count(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", default=1)
     every = f"run every interleaving that differs, at most N of each case (default: {MOST})"
     group.add_argument("--exhaust", type=whole, nargs="?", const=MOST, metavar="N", help=every)
+
+
+def add_virtual_time(group: argparse._ActionsContainer) -> None:
+    """Where the ranks are whose steps are timed: processes, or simulated ranks that have a clock each."""
+    kinds = "real: ranks are processes; simulated: threads of one, each with a clock of its own, on any number of ranks"
+    group.add_argument("--world", choices=KINDS, default=REAL, help=kinds)
+    group.add_argument("--transport", choices=_TRANSPORTS, default="gloo", help="what simulated messages may do")
+    late = "what a simulated message takes on its way, in seconds (default: 0)"
+    group.add_argument("--latency", type=share, default=0.0, metavar="S", help=late)
 
 
 def simulation_of(options: argparse.Namespace) -> Simulation | None:

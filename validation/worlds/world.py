@@ -13,6 +13,7 @@ from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import pack, unpack, unshippable
+from pipeproof.worlds.simulated.clock import SLEEP_ALONE
 from pipeproof.worlds.simulated.exploration import Course, Exploration
 from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.place import Simulated
@@ -56,8 +57,9 @@ class World:
         under torchrun. ``seed`` then decides who is next and when messages move, within what ``transport`` allows, a
         name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
         for races runs each case. With ``most`` it runs all interleavings that differ, but no more than so many, and
-        adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. Modules are
-        shared by such ranks: what code keeps there is not one rank's.
+        adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. ``timing``: what
+        takes time besides sleep, which takes none of the machine's. Modules are shared by such ranks: what code keeps
+        there is not one rank's.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
@@ -74,6 +76,7 @@ class World:
         self.transport = transport_of(transport)
         self.seeds: Sequence[int | Guide] = ()
         self.most: int | None = None
+        self.timing = SLEEP_ALONE
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
         self.noted = False
@@ -139,7 +142,7 @@ class World:
         if self._source is None:
             self._source = self._started()
         if isinstance(self._source, Simulated):
-            self._source.choose(self.seed, self.transport, noted=self.noted)
+            self._source.choose(self.seed, self.transport, timing=self.timing, noted=self.noted)
         label = _label(job)
         answers = self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile)
         if isinstance(self._source, Simulated) and self.noted:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.case import Case
+from pipeproof.commands.cli import main
 from pipeproof.commands.measure import Measured, measure, show_measured
 from pipeproof.commands.outputs import Outputs
 from pipeproof.pipeline import Kind, lower
@@ -65,3 +66,28 @@ def test_ranks_that_fail_give_no_verdict_and_no_file(
     assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), Outputs(), steps=1) == 3
     assert "rank 1 of 2 ended with status 7" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_simulated_ranks_are_timed_by_clocks_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["show", "1f1b", "--ranks", "3", "--microbatches", "4", "--run", "--steps", "1", "--model", "mlp"]
+    assert main([*run, "--world", "simulated", "--times", "1,1,1", "--latency", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "simulated ranks, each with a clock of its own: actions take what --times says, messages 0.5 s" in out
+    assert "makespan: 22000.0 ms measured, 22000.0 ms simulated" in out
+    assert "share" not in out, "no processor is shared"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--run", "--times", "1,1,1"], "--times has no effect with --run, which measures times, unless --world is"),
+        (["--run", "--latency", "1"], "--latency has no effect without --world simulated"),
+        (["--world", "simulated"], "--world has no effect without --run"),
+        (["--run", "--world", "simulated", "--latency", "-1"], "'-1': expected a number of at least 0"),
+    ],
+)
+def test_what_of_virtual_time_makes_no_sense_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", "1f1b", "--ranks", "2", "--microbatches", "2", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -85,5 +85,6 @@ class Collectives:
             self._network.reads(work)
         first, _ = calls[0]
         results = [copies(gets) for gets in first.meaning([call.brought for call, _ in calls])]
+        at_s = max(work.posted_s for _, work in calls) + self._network.latency_s
         for (call, work), gets in zip(calls, results, strict=True):
-            work.end(gets if call.due else ())
+            work.end(gets if call.due else (), at_s=at_s)

@@ -38,6 +38,7 @@ class End:
     other: "End | None" = None
     offered: bool = False
     freed: int = -1  # the event that made it the next of its queue
+    freed_s: float = 0.0
 
 
 _Way = tuple[Hashable, ...]
@@ -54,9 +55,10 @@ class _Ends:
 class Network:
     """Carries messages between the ranks of a run, each at a moment that the scheduler chooses."""
 
-    def __init__(self, scheduler: Scheduler, rules: Rules) -> None:
+    def __init__(self, scheduler: Scheduler, rules: Rules, *, latency_s: float = 0.0) -> None:
         self.scheduler = scheduler
         self.rules = rules
+        self.latency_s = latency_s
         self._works: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
         self._batches: dict[int, Batch] = {}
         self._ends: defaultdict[_Way, _Ends] = defaultdict(_Ends)
@@ -224,13 +226,20 @@ class Network:
             send.work.error = receive.work.error = found
         came = () if fault else copies(send.tensors)
         receive.work.source = send.rank
+        at_s = self._arrival_s(send, receive)
         if not send.work.over:
-            send.work.end()
-        receive.work.end(came)
+            send.work.end(at_s=at_s)
+        receive.work.end(came, at_s=at_s)
         for end in (send, receive):
-            self._dequeue(end)
+            self._dequeue(end, at_s)
 
-    def _dequeue(self, end: End) -> None:
+    def _arrival_s(self, send: End, receive: End) -> float:
+        """When a message is there: some time after both ends have come to it, or after the send, which keeps it."""
+        if self.rules.buffered:
+            return max(send.work.posted_s + self.latency_s, receive.work.posted_s)
+        return max(send.work.posted_s, receive.work.posted_s, send.freed_s, receive.freed_s) + self.latency_s
+
+    def _dequeue(self, end: End, at_s: float) -> None:
         if (way := self._queue(end)) is None:
             return
         queue = self._queues[way]
@@ -238,7 +247,7 @@ class Network:
         if not queue[0]:
             queue.popleft()
             for following in queue[0] if queue else ():
-                following.freed = self.scheduler.now
+                following.freed, following.freed_s = self.scheduler.now, at_s
                 self._offer(following)
 
 

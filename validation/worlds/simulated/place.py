@@ -9,6 +9,7 @@ from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Timing
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.play import Order, Played, play
@@ -25,19 +26,19 @@ class Simulated:
     def __init__(self, *, silent: bool = False) -> None:
         self.course: Course | None = None
         self._interleaving: int | Guide = 0
-        self._transport, self._noted = Transport.UNLIMITED, False
+        self._transport, self._noted, self._timing = Transport.UNLIMITED, False, SLEEP_ALONE
         self._process = Processes(CPU, silent=silent)
 
-    def choose(self, interleaving: int | Guide, transport: Transport, *, noted: bool = False) -> None:
-        """What decides the next runs, and the rules of their messages; ``noted``: keep the course of each."""
-        self._interleaving, self._transport, self._noted = interleaving, transport, noted
+    def choose(self, interleaving: int | Guide, transport: Transport, *, timing: Timing, noted: bool = False) -> None:
+        """What decides the next runs, the rules of their messages, and what takes time; ``noted``: keep the course."""
+        self._interleaving, self._transport, self._timing, self._noted = interleaving, transport, timing, noted
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
         self.course = None
-        asked = Order(order, ranks, self._interleaving, self._transport, timeout_s, self._noted)
+        asked = Order(order, ranks, self._interleaving, self._transport, timeout_s, self._noted, self._timing)
         what = pack((sys.path, pack((play, (asked,)))))
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better

@@ -12,6 +12,7 @@ from pipeproof.worlds.posted_messages import progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
 from pipeproof.worlds.simulated.adversaries import Adversary, Fair
+from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Clock, Timing, virtual_time
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.group import Bare, Net, SimulatedGroup, messages
 from pipeproof.worlds.simulated.guide import Guide
@@ -34,7 +35,7 @@ class Order:
     """What to run: a packed job, on so many ranks, over a transport, by a seed or a guide for all that is left open.
 
     ``noted``: keep its course. ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a
-    loop, a lock, a sleep.
+    loop, a lock.
     """
 
     job: bytes
@@ -43,6 +44,7 @@ class Order:
     transport: Transport
     timeout_s: float
     noted: bool = False
+    timing: Timing = SLEEP_ALONE
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ class Played:
 def play(context: Any, order: Order) -> Played:
     """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
     del context
-    with suppress(Exception):  # each rank meets it again, and says so
-        path_and_job = unpack(order.job)
-        unpack(path_and_job[1])  # what it imports is there before anybody's state is noted
-    own = OwnState.now()
-    try:
-        return _Run(order).played()
-    finally:
-        own.take()
-        Net.current = None
+    with virtual_time():
+        with suppress(Exception):  # each rank meets it again, and says so
+            path_and_job = unpack(order.job)
+            unpack(path_and_job[1])  # what it imports is there before anybody's state is noted
+        own = OwnState.now()
+        try:
+            return _Run(order).played()
+        finally:
+            own.take()
+            Net.current = None
 
 
 class _Run:
@@ -77,11 +80,11 @@ class _Run:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._told: dict[int, _Place] = {}
-        self._seats = [Seat(rank, OwnState.now()) for rank in range(order.ranks)]
+        self._seats = [Seat(rank, OwnState.now(), Clock(order.timing)) for rank in range(order.ranks)]
         self._history = History() if order.noted or isinstance(order.interleaving, Guide) else None
         adversary = self._adversary = _adversary(order, self._history)
         self._scheduler = Scheduler(self._seats, adversary, stuck=self._note_stuck, history=self._history)
-        self._network = Network(self._scheduler, RULES[order.transport])
+        self._network = Network(self._scheduler, RULES[order.transport], latency_s=order.timing.latency_s)
         Net.current = Net(self._network)
 
     def played(self) -> Played:

@@ -7,6 +7,7 @@ from threading import Thread
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from pipeproof.worlds.rank_report import RankReport
+from pipeproof.worlds.simulated.clock import goes_by
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.reads import Reads
 from pipeproof.worlds.simulated.torch_inside import joined, without_autograd_threads
@@ -25,6 +26,7 @@ class Rank(Thread):
     def run(self) -> None:
         """Wait for the first turn, do the part, and hand the turn on for good."""
         scheduler = self._network.scheduler
+        goes_by(scheduler.seats[self._rank].clock, scheduler.pause)
         scheduler.await_turn(self._rank)
         try:
             with without_autograd_threads():

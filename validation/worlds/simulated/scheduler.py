@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from pipeproof.worlds.simulated.adversaries import Adversary
+from pipeproof.worlds.simulated.clock import Clock
 from pipeproof.worlds.simulated.event import Actor, Message
 from pipeproof.worlds.simulated.history import History
 from pipeproof.worlds.simulated.own_state import OwnState
@@ -33,6 +34,7 @@ class Seat:
 
     rank: int
     state: OwnState
+    clock: Clock
     thread: threading.Thread | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     wait: Callable[[], Wait] | None = None
@@ -74,6 +76,11 @@ class Scheduler:
         """The rank that has the turn."""
         assert self._running is not None, "nobody has the turn"
         return self._running
+
+    @property
+    def clock(self) -> Clock:
+        """That of the rank that has the turn."""
+        return self.seats[self.running].clock
 
     @property
     def now(self) -> int:
@@ -142,6 +149,7 @@ class Scheduler:
         """The first thing that a rank's thread does."""
         self.seats[rank].turn.acquire()
         self.seats[rank].state.take()
+        self.seats[rank].clock.start()
 
     def pause(self) -> None:
         """Anybody may be next."""
@@ -166,6 +174,7 @@ class Scheduler:
         """The rank that has the turn has ended: it never gets one again."""
         seat = self.seats[self.running]
         seat.ended = True
+        seat.clock.stop()
         if seat.rank in self._ready:
             self._ready.remove(seat.rank)
         seat.state.leave()
@@ -179,14 +188,16 @@ class Scheduler:
     def _hand_over(self, rank: int) -> None:
         if self.over:
             raise Over
+        seat = self.seats[rank]
+        seat.clock.stop()
         following = self._following()
         assert following is not None, "one that has not ended can always be next, if only to give up"
         if following != rank:
-            seat = self.seats[rank]
             seat.state.leave()
             self._give(following)
             seat.turn.acquire()
             seat.state.take()
+        seat.clock.start()
         if self.over:
             raise Over
 

@@ -37,6 +37,7 @@ class SimulatedWork(Work):
         self.rank = scheduler.running
         self.name = scheduler.call()
         self.posted = self._moved = scheduler.now
+        self.posted_s = self._done_s = scheduler.clock.now_s
         self.stack = stack
         self.due = due
         self.source = -1
@@ -58,8 +59,8 @@ class SimulatedWork(Work):
         """What it is, as one waits for it."""
         return self._wait().text
 
-    def end(self, came: Sequence[Tensor] = ()) -> None:
-        """It is done: ``came`` is for its buffers.
+    def end(self, came: Sequence[Tensor] = (), *, at_s: float = 0.0) -> None:
+        """It is done, at ``at_s`` of the ranks' clocks: ``came`` is for its buffers.
 
         Only now is it known whether what was given has changed too early: who has an answer to a message may change
         what it sent, also before it waits for that.
@@ -69,7 +70,7 @@ class SimulatedWork(Work):
             self.error = race("overwritten-in-flight", self.rank, said, sent=self.stack)
         self._given, self._before = (), []
         self._came, self.over = came, True
-        self._moved = self._scheduler.now
+        self._moved, self._done_s = self._scheduler.now, max(at_s, self.posted_s)
         self._scheduler.touch(("work", self.name), changes=True)
         if self._waiting:
             self._scheduler.wake(self.rank)
@@ -80,6 +81,7 @@ class SimulatedWork(Work):
             self._waiting = True
             self._scheduler.block(self._wait)
             self._scheduler.needed(self._moved)
+            self._scheduler.clock.reach(self._done_s)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Until it is done. Time is not real, so nothing ever times out: what never comes is a deadlock."""
@@ -131,6 +133,7 @@ class SimulatedWork(Work):
     def _meet(self) -> None:
         if not self.met:
             self.met = True
+            self._scheduler.clock.reach(self._done_s)
             if (history := self._scheduler.history) is not None:
                 history.needed(self._moved)
                 history.takes_back(self.name)
