@@ -24,6 +24,7 @@ from pipeproof.cases.validator import crashed, validate
 from pipeproof.commands.campaign import NOTHING, Setting, enough_ranks, replacing
 from pipeproof.commands.campaign_file import CampaignFile, Part
 from pipeproof.commands.ending import NO_VERDICT
+from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.reports.page.campaign import Entry, campaign
@@ -126,7 +127,7 @@ def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], 
         for line in (tally.by_decision, told(world.explorations)):
             terminal.say(line) if line else None
         shown = found or left
-        verdicts = [_told_of(shown)] if shown else []
+        verdicts = [told_of_transports(_told_of(shown), world)] if shown else []
         if found is not None:
             terminal.say("a case that is no pass, as small as shrinking made it:")
             if not found.repeated:

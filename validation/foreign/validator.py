@@ -28,6 +28,7 @@ from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import required_of
+from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import UNSOUGHT, contents
@@ -99,6 +100,7 @@ class WhiteBox:
             raise
         except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
             verdict = _stopped(_title(task, replicas), error)
+        verdict = told_of_transports(verdict, self.world)
         return replace(verdict, rerun=_rerun(self.world), seconds=perf_counter() - began)
 
     def layerwise(

@@ -1,12 +1,13 @@
 """Run a function on several ranks and get every rank's result, wherever the ranks are."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeproof.pipeline.transports import transport_of
+from pipeproof.pipeline.transports import Transport, transport_of
 from pipeproof.worlds.accelerator import CPU, refusal, split
 from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
@@ -80,6 +81,7 @@ class World:
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
         self.noted = False
+        self._again: Callable[[], Sequence[RankReport]] | None = None  # the last run, on simulated ranks
         self._source: Processes | Torchrun | Simulated | None = None
 
     @property
@@ -143,11 +145,23 @@ class World:
             self._source = self._started()
         if isinstance(self._source, Simulated):
             self._source.choose(self.seed, self.transport, timing=self.timing, noted=self.noted)
-        label = _label(job)
-        answers = self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile)
-        if isinstance(self._source, Simulated) and self.noted:
-            self.course, self.noted = self._source.course, False
+        run = partial(self._source.run, order, label=_label(job), ranks=ranks, timeout_s=bound_s)
+        answers = run(meanwhile=meanwhile)
+        if isinstance(self._source, Simulated):
+            self._again = partial(run, meanwhile=())
+            self.course, self.noted = self._source.course if self.noted else self.course, False
         return _results(answers)
+
+    def hangs_on(self) -> Mapping[Transport, bool]:
+        """Whether the last run hangs, by the transport: it runs again on each. Empty where ranks are real."""
+        if not isinstance(self._source, Simulated) or self._again is None:
+            return {}
+        found = {}
+        for transport in Transport:
+            self._source.choose(self.seed, transport, timing=self.timing)
+            reports = self._again()
+            found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
+        return found
 
     def _started(self) -> Processes | Torchrun | Simulated:
         if self.kind == SIMULATED:

@@ -50,6 +50,7 @@ def test_what_fails_is_told_with_the_fewest_preemptions(capsys: pytest.CaptureFi
         out = capsys.readouterr().out
         assert "--interleaving in-turn\n" in out, "a message that is lost is so in any order"
         assert "rank 1 for 1RECV_F0 with rank 0" in out
+        assert "; it hangs with every transport\n" in out
 
 
 def test_fuzz_draws_cases_for_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> None:

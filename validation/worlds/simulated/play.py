@@ -186,4 +186,5 @@ class _Place:
 
 
 def _is_ours(file: str) -> bool:
-    return Path(file).parent == Path(__file__).parent
+    """Whether it is of this world, or of what calls its ``Reads``: no news for who looks for a line of theirs."""
+    return Path(file).parent == Path(__file__).parent or Path(file).parts[-2:] == ("torch", "overrides.py")

@@ -1,0 +1,22 @@
+"""Of a hang on simulated ranks: the transports on which it happens, and those on which it does not."""
+
+from dataclasses import replace
+
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.transports import RULES, Transport
+from pipeproof.worlds.world import World
+
+
+def told_of_transports(verdict: Verdict, world: World) -> Verdict:
+    """``verdict`` on what ``world`` ran last, which where it hangs says on which other transports it does."""
+    found = world.hangs_on() if verdict.ended == "hang" else {}
+    if not found.get(world.transport):  # nothing is known of others, or it does not hang again
+        return verdict
+    hanging, ending = ([one for one in found if found[one] is hangs] for hangs in (True, False))
+    where = f"with transport {_listed(hanging)}, and not with {_listed(ending)}" if ending else "with every transport"
+    return replace(verdict, headline=f"{verdict.headline}; it hangs {where}")
+
+
+def _listed(transports: list[Transport]) -> str:
+    names = [f"{one.value} ({', '.join(known)})" if (known := RULES[one].known_as) else one.value for one in transports]
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
