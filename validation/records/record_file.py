@@ -66,9 +66,21 @@ def write(record: Record, file: OutputFile) -> None:
     text = described(record, tensors)
     metadata = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": _sha256(text)}
     try:
-        file.write(save({key: _stored(tensor) for key, tensor in tensors.items()}, metadata))
+        file.write(_in_order(save({key: _stored(tensor) for key, tensor in tensors.items()}, metadata)))
     except (SafetensorError, KeyError) as error:
         raise RecordError(f"a tensor cannot be recorded: {error}") from error
+
+
+def _in_order(content: bytes) -> bytes:
+    """A safetensors file with its metadata sorted, so that one record is one file: as they come, their order is random.
+
+    A header that would not fit in its place stays as it is.
+    """
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    return content if len(text) > end - 8 else b"".join([content[:8], text.ljust(end - 8), memoryview(content)[end:]])
 
 
 def read(path: str | Path) -> Record:

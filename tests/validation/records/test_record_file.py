@@ -65,6 +65,15 @@ def test_a_record_comes_back_bit_for_bit(path: Path) -> None:
         assert all(wanted[name] is None or same_bits(seen[name], wanted[name]) for name in wanted)
 
 
+def test_one_record_is_one_file(tmp_path: Path) -> None:
+    written = set()
+    for number in range(20):
+        with OutputFile(str(tmp_path / str(number))) as file:
+            write(RECORD, file)
+        written.add((tmp_path / str(number)).read_bytes())
+    assert len(written) == 1
+
+
 def test_equal_tensors_are_stored_once_and_nothing_is_pickled(path: Path) -> None:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
