@@ -120,10 +120,11 @@ class _Run:
         self._run(self._columns.is_kind(Kind.FORWARD), self._outputs)
         self._run(self._columns.is_kind(*GIVES_INPUT_GRADIENT), self._handed_back)
         adding = np.flatnonzero(self._columns.is_kind(*GIVES_WEIGHT_GRADIENT))
-        made = self._backwards[self._number[adding]]
-        done = (made >= 0) & (self._value[made] != NEVER)
+        own, made = self._forwards[self._number[adding]], self._backwards[self._number[adding]]
         kept, given = np.full(len(adding), NEVER), np.full(len(adding), NEVER)
-        kept[done], given[done] = self._kept(made[done]), self._given(made[done])
+        for found, whose, entries in ((kept, self._kept, own), (given, self._given, made)):
+            done = (entries >= 0) & (self._value[entries] != NEVER)
+            found[done] = whose(entries[done])
         return Terms(self._stages, self._width, adding, self._stage[adding], kept, given, tuple(self._texts))
 
     def _first(self, which: Mask) -> Ints:

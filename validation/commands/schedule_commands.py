@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
+from pipeproof.pipeline.symbolic import Terms, terms, wrong_terms
 from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks, transport_of
 from pipeproof.reports.columns import Column, in_pieces, table
 from pipeproof.reports.drawings import Drawings, Paths
@@ -50,6 +51,7 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.launcher import start_fork_server
 
+_BY_NAME, _IN_ORDER = "by name", "in order"  # ways in which messages meet
 _UNIT = (1.0, 1.0, 1.0)
 _TIMES = "how long F, I and W of a {} take (default 1,1,1)"
 
@@ -59,7 +61,12 @@ def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     _add_show(commands.add_parser("show", help="draw a schedule, with its bubbles and memory"))
     about = "check a schedule or a program in torch's CSV format against every law"
     checker = commands.add_parser("check", help=about)
-    checker.add_argument("file", help="a FILE.csv, or - for standard input")
+    checker.add_argument("file", help="a FILE.csv, or - for standard input; with --symbolic also one of show's names")
+    symbols = (
+        "show what each stage's gradient is made of, for all models and data, under both ways in which messages meet"
+    )
+    checker.add_argument("--symbolic", action="store_true", help=symbols)
+    add_shape(checker)
     add_outputs(checker, what="what was found")
     checker.set_defaults(run=_check)
     _add_plan(commands.add_parser("plan", help="compare all schedules: time, bubble, memory, messages; the best first"))
@@ -152,11 +159,17 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
 
 
 def _check(options: argparse.Namespace) -> int:
-    if options.file in FAMILIES and not Path(options.file).exists():
-        raise ValueError(f"{options.file} is no file: pipeproof show {options.file} builds that family and draws it")
+    family = options.file in FAMILIES and not Path(options.file).exists()
+    if family and not options.symbolic:
+        cure = f"pipeproof show {options.file} builds that family and draws it; --symbolic checks it"
+        raise ValueError(f"{options.file} is no file: {cure}")
+    shape = Shape(options.ranks, options.microbatches, options.virtual)
     with Outputs.of(options).opened("check") as files:
         with Terminal().progress(f"check {options.file}"):
-            found = checked(read_file(options.file))
+            made = shape.family(options.file) if family else read_file(options.file)
+            if not family:
+                shape.agree(options.file, schedule_in(made))
+            found = checked(made, symbolic=options.symbolic)
         *details, last = str(found).splitlines()
         for text in details:
             (Terminal().say if found.wrong else Terminal().detail)(text)
@@ -164,7 +177,11 @@ def _check(options: argparse.Namespace) -> int:
         transports = {transport.value: deadlock and deadlock.text for transport, deadlock in found.deadlocks.items()}
         broken = [asdict(violation) for violation in found.violations]
         return files.finish(
-            WRONG if found.wrong else 0, schedule=_data(found.schedule), violations=broken, transports=transports
+            WRONG if found.wrong else 0,
+            schedule=_data(found.schedule),
+            violations=broken,
+            transports=transports,
+            symbolic={way: proof.proven for way, proof in found.proofs.items()},
         )
 
 
@@ -266,6 +283,7 @@ class Checked:
     violations: Sequence[Violation]
     deadlocks: Mapping[Transport, Deadlock | None]
     columns: Columns
+    proofs: Mapping[str, Terms] = field(default_factory=dict)
 
     @property
     def wrong(self) -> bool:
@@ -274,8 +292,16 @@ class Checked:
 
     def __str__(self) -> str:
         if self.violations and not self.deadlocks:
-            return report(self.schedule.name, self.violations, self.rows)
-        return "\n".join(self._lines())
+            return "\n".join([*self._proven(), report(self.schedule.name, self.violations, self.rows)])
+        return "\n".join([*self._proven(), *self._lines()])
+
+    def _proven(self) -> Iterator[str]:
+        """A line for each way in which messages meet: what gradients are made of."""
+        for way, found in self.proofs.items():
+            once = f"{len(found.entries):,} terms: in each stage's gradient each microbatch's own, once"
+            wrong = int((~found.right).sum()), int((found.counts != 1).sum())
+            told = f"WRONG: {wrong[0]:,} terms are of no one microbatch, {wrong[1]:,} are not there once"
+            yield f"terms     {way:9}  {once if found.proven else told}"
 
     def _lines(self) -> Iterator[str]:
         """A line per transport, and one in the end."""
@@ -291,11 +317,19 @@ class Checked:
             yield f"{self.schedule.name} keeps every law: {self.schedule.sizes}; {bubble}"
 
 
-def checked(found: Schedule | Program) -> Checked:
-    """Every law of ``found``; of a schedule first its own, as messages can be made for a sound one only."""
+def checked(found: Schedule | Program, *, symbolic: bool = False) -> Checked:
+    """Every law of ``found``; of a schedule first its own, as messages can be made for a sound one only.
+
+    ``symbolic``: what gradients are made of, too, where actions and messages are on the ranks of their stages.
+    """
     if isinstance(found, Schedule) and (broken := of_schedule(found)):
         return Checked(found, found.ranks, broken, {}, found.columns)
     program = found if isinstance(found, Program) else lower(found)
     broken = violations(program)
+    proofs: dict[str, Terms] = {}
+    if symbolic and not any(violation.law == "placement" for violation in broken):
+        proofs = {way: terms(program, by_name=way == _BY_NAME) for way in (_BY_NAME, _IN_ORDER)}
+        wrong = next((one for one in proofs.values() if not one.proven), None)
+        broken = (*broken, *(() if wrong is None else wrong_terms(program, wrong)))
     waits = {} if any(violation.law != "deadlock" for violation in broken) else deadlocks(program)
-    return Checked(program.schedule, program.ranks, broken, waits, program.columns)
+    return Checked(program.schedule, program.ranks, broken, waits, program.columns, proofs)

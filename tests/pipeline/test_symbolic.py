@@ -1,0 +1,115 @@
+"""What gradients are made of, in symbols: proven for what is right, and told for what is not."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.columns import Columns
+from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.program_laws import violations
+from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
+from pipeproof.pipeline.symbolic import terms, wrong_terms
+from tests.support.programs import programs
+
+Change = Callable[[list[list[Action]]], None]
+BOTH = pytest.mark.parametrize("by_name", [True, False], ids=["by_name", "in_order"])
+
+
+def program(name: str = "gpipe", ranks: int = 2, microbatches: int = 2, change: Change | None = None) -> Program:
+    good = lower(build(name, ranks=ranks, virtual=virtuals(name, looped=2), microbatches=microbatches))
+    rows = [list(row) for row in good.ranks]
+    if change is not None:
+        change(rows)
+    return Program(good.schedule, Columns.of(rows))
+
+
+def swapped(rank: int, *pair: str) -> Change:
+    def change(rows: list[list[Action]]) -> None:
+        here, there = (rows[rank].index(Action.parse(one)) for one in pair)
+        rows[rank][here], rows[rank][there] = rows[rank][there], rows[rank][here]
+
+    return change
+
+
+def without(rank: int, action: str) -> Change:
+    return lambda rows: rows[rank].remove(Action.parse(action))
+
+
+def twice(rank: int, action: str) -> Change:
+    return lambda rows: rows[rank].append(Action.parse(action))
+
+
+def told(found: Program, *, by_name: bool) -> list[str]:
+    return [violation.message for violation in wrong_terms(found, terms(found, by_name=by_name))]
+
+
+@BOTH
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_schedule_is_proven(name: str, by_name: bool) -> None:
+    for ranks, microbatches in ((1, 2), (2, 4), (3, 6), (4, 9)):
+        found = terms(program(name, ranks, microbatches), by_name=by_name)
+        assert found.proven
+        assert len(found.entries) == found.stages * microbatches
+
+
+def test_a_message_in_another_s_place_makes_terms_of_two_microbatches() -> None:
+    crossed = program(change=swapped(1, "1SEND_B0", "1SEND_B1"))
+    assert terms(crossed, by_name=True).proven
+    assert sorted(told(crossed, by_name=False)) == [
+        "0B0 adds the input of microbatch 0 with the gradient of microbatch 1",
+        "0B1 adds the input of microbatch 1 with the gradient of microbatch 0",
+        "stage 0's gradient has microbatch 0 0 times, expected once",
+        "stage 0's gradient has microbatch 1 0 times, expected once",
+    ]
+
+
+def test_an_activation_in_another_s_place_meets_another_target() -> None:
+    crossed = program(change=swapped(0, "0SEND_F0", "0SEND_F1"))
+    found = told(crossed, by_name=False)
+    loss = "the loss of stage 1's output of microbatch 1 with microbatch 0's target"
+    assert f"1B0 adds the input of microbatch 1 with the gradient of {loss}" in found
+
+
+@BOTH
+def test_what_is_added_twice_or_never_is_counted(by_name: bool) -> None:
+    assert told(program("1f1b", change=twice(1, "1B1")), by_name=by_name) == [
+        "stage 1's gradient has microbatch 1 2 times, expected once"
+    ]
+    lost = told(program("naive", 2, 1, without(1, "1B0")), by_name=by_name)
+    assert "stage 1's gradient has microbatch 0 0 times, expected once" in lost
+    assert "0B0 adds the input of microbatch 0 with the gradient of what never comes" in lost
+
+
+def test_a_weight_s_backward_without_its_input_s_adds_nothing_known() -> None:
+    found = told(program("zb-h1", 2, 2, without(1, "1I1")), by_name=True)
+    assert "1W1 adds the input of microbatch 1 with the gradient of what never comes" in found
+
+
+def test_of_many_wrong_terms_a_few_are_told_and_the_rest_counted() -> None:
+    def change(rows: list[list[Action]]) -> None:
+        sends = [k for k, one in enumerate(rows[0]) if str(one).startswith("0SEND_F")]
+        for k, other in zip(sends, reversed([rows[0][one] for one in sends]), strict=True):
+            rows[0][k] = other
+
+    found = told(program(microbatches=16, change=change), by_name=False)
+    assert len(found) == 2 * 5 + 1
+    assert found[-1] == "and 54 more"
+
+
+def test_mixtures_of_mixtures_stay_short() -> None:
+    found = told(program("gpipe", 6, 3, swapped(0, "0SEND_F0", "0SEND_F1")), by_name=False)
+    assert max(map(len, found)) < 400
+
+
+@pytest.mark.long
+@given(found=programs())
+@settings(deadline=None, max_examples=150)
+def test_what_breaks_no_law_is_proven(found: Program) -> None:
+    laws = {violation.law for violation in violations(found)} - {"deadlock"}
+    if not laws:
+        assert terms(found, by_name=True).proven
+        assert terms(found, by_name=False).proven
+    if "channel-order" not in laws and terms(found, by_name=True).proven:
+        assert terms(found, by_name=False).proven
