@@ -176,13 +176,10 @@ def _check(options: argparse.Namespace) -> int:
         Terminal().say(last)
         transports = {transport.value: deadlock and deadlock.text for transport, deadlock in found.deadlocks.items()}
         broken = [asdict(violation) for violation in found.violations]
-        return files.finish(
-            WRONG if found.wrong else 0,
-            schedule=_data(found.schedule),
-            violations=broken,
-            transports=transports,
-            symbolic={way: proof.proven for way, proof in found.proofs.items()},
-        )
+        told: dict[str, Any] = {"violations": broken, "transports": transports}
+        if options.symbolic:
+            told["symbolic"] = {way: proof.proven for way, proof in found.proofs.items()}
+        return files.finish(WRONG if found.wrong else 0, schedule=_data(found.schedule), **told)
 
 
 def _plan(options: argparse.Namespace) -> int:
