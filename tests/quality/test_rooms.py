@@ -17,8 +17,8 @@ from tests.support.sources import MODULES, OURS, ROOT, TOP_LEVEL, Source, import
 MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden", "frameworks")
 
 PLAN = set(
-    "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws symbolic "
-    "simulate sizes partition grid plan layouts files profile trace deliveries costs chrome_trace".split()
+    "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "
+    "symbolic simulate sizes partition grid plan layouts files profile trace deliveries costs chrome_trace".split()
 )
 FRAMEWORKS = {f"validation.{name}" for name in "colossalai deepspeed megatron nanotron torchtitan transformers".split()}
 STARTERS = "validation.commands.starters."  # files that become a user's own

@@ -105,10 +105,8 @@ def test_what_gradients_are_made_of_is_proven_for_a_plan_of_any_size(capsys: pyt
 
 
 def test_terms_of_no_one_microbatch_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    crossed = (
-        "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1\n1RECV_F1,1RECV_F0,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1\n"
-    )
-    (tmp_path / "x.csv").write_text(crossed)
+    first, second = "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1", "1RECV_F1,1RECV_F0,1F0,1F1,1B0,1B1"
+    (tmp_path / "x.csv").write_text(f"{first}\n{second},1SEND_B0,1SEND_B1\n")
     assert main(["check", str(tmp_path / "x.csv"), "--symbolic", "--json", str(tmp_path / "x.json")]) == 1
     out = capsys.readouterr().out
     assert "terms     in order   WRONG: 4 terms are of no one microbatch, 4 are not there once" in out
