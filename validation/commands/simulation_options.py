@@ -10,6 +10,7 @@ from pipeproof.worlds.simulated.guide import MOST, Guide, parsed_interleaving
 from pipeproof.worlds.simulation import Simulation
 
 SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust")
+SEARCHED = 20  # seeds: each adversary three times
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
 
 
@@ -25,6 +26,26 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
     add_count(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", default=1)
     every = f"run every interleaving that differs, at most N of each case (default: {MOST})"
     group.add_argument("--exhaust", type=whole, nargs="?", const=MOST, metavar="N", help=every)
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Where ranks are, for who looks for what is known to be there: transports and seeds are a fault's own."""
+    group = parser.add_argument_group("simulated ranks")
+    kinds = "simulated: plant the races and deadlocks that only simulated ranks show"
+    group.add_argument("--world", choices=KINDS, default=REAL, help=kinds)
+    rules = "what simulated messages may do (default: each of those that show the fault)"
+    group.add_argument("--transport", choices=_TRANSPORTS, help=rules)
+    many = "try each under at most so many seeds, until something is wrong"
+    add_count(group, "--interleavings", "N", many, default=SEARCHED)
+
+
+def search_of(options: argparse.Namespace) -> Simulation | None:
+    """What is simulated, but for the transport, where none is named; None on real ranks."""
+    if options.world == REAL:
+        without_effect(options, ("--transport", "--interleavings"), "without --world simulated")
+        return None
+    counted("--interleavings", options.interleavings, most=MOST_ACTIONS)
+    return Simulation(transport_of(options.transport or "gloo"), count=options.interleavings)
 
 
 def simulation_of(options: argparse.Namespace) -> Simulation | None:

@@ -65,7 +65,8 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "crash": "a rank failed",
     }
 )
-
+# Those that the simulated world raises, each with the rank that did it.
+RACES = ("read-before-wait", "overwritten-in-flight", "never-waited", "received-twice", "mismatched", "desynchronised")
 
 _LISTED = 4  # names in a sentence
 

@@ -14,6 +14,7 @@ from pipeproof.commands.campaign import Setting
 from pipeproof.commands.catalogue import cases_on, chosen, line, listing, try_all
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.outputs import Outputs
+from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.world import World
 from tests.support.json_schema import documented
 from tests.validation.cases.test_trial import RIGHT, TRIAL
@@ -116,9 +117,7 @@ def test_an_interruption_says_how_many_were_not_tried(
 
 
 def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failed:
-        verdict = "fail"
-
-    monkeypatch.setattr(catalogue, "validate", lambda case, world: Failed)
-    said = catalogue._controls(World(), "cpu")
+    failed = Verdict("", "fail", "none", ())
+    monkeypatch.setattr(catalogue, "validated", lambda case, world, measure: (failed, None))
+    said = catalogue._controls(World(), Setting("cpu"))
     assert said.startswith(f"0 of {len(CONTROLS)} changes that are no faults pass; FALSE ALARM for slow-messages, ")

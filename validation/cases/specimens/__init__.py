@@ -17,6 +17,7 @@ from pipeproof.cases.specimens import (
     model,
     norm,
     order,
+    races,
     report,
     scale,
     sound,
@@ -27,8 +28,8 @@ from pipeproof.cases.specimens.plugin import Plugins, SpecimenError
 from pipeproof.cases.specimens.specimen import Fault, Needs, Planted, Specimen
 from pipeproof.pipeline.schedules import nearest
 
-__all__ = ["CONTROLS", "FAMILIES", "ON_DEVICES", "SPECIMENS", "Fault", "Needs", "Specimen", "SpecimenError"]
-__all__ += ["register", "specimen"]
+__all__ = ["CONTROLS", "FAMILIES", "IN_SIMULATION", "ON_DEVICES", "SPECIMENS", "Fault", "Needs", "Specimen"]
+__all__ += ["SpecimenError", "register", "specimen"]
 
 _MODULES = (scale, microbatches, state, halves, gradients, tied, norm, report, messages, memory, model, order)
 FAMILIES: Mapping[str, Sequence[Specimen]] = MappingProxyType(
@@ -41,13 +42,20 @@ _KNOWN = {one.name: one for family in FAMILIES.values() for one in family}
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(_KNOWN)
 # Those that only a device shows, and not the CPU.
 ON_DEVICES: Mapping[str, Specimen] = MappingProxyType({n: replace(one, name=n) for n, one in devices.SPECIMENS.items()})
+# Those that simulated ranks show, and real ones by luck at best.
+IN_SIMULATION: Mapping[str, Specimen] = MappingProxyType(
+    {n: replace(one, name=n) for n, one in races.SPECIMENS.items()}
+)
 # Changes without a fault, which must pass.
 CONTROLS: Mapping[str, Planted] = MappingProxyType({n: replace(one, name=n) for n, one in sound.CONTROLS.items()})
 DEVICE_CONTROLS: Mapping[str, Planted] = MappingProxyType(
     {n: replace(one, name=n) for n, one in devices.CONTROLS.items()}
 )
+SIMULATED_CONTROLS: Mapping[str, Planted] = MappingProxyType(
+    {n: replace(one, name=n) for n, one in races.CONTROLS.items()}
+)
 _NONE = Planted(summary="nothing planted", origin="")
-PLUGINS = Plugins(_KNOWN, taken=(*CONTROLS, *ON_DEVICES, *DEVICE_CONTROLS))
+PLUGINS = Plugins(_KNOWN, taken=(*CONTROLS, *ON_DEVICES, *DEVICE_CONTROLS, *IN_SIMULATION, *SIMULATED_CONTROLS))
 register = PLUGINS.register
 
 
@@ -55,7 +63,7 @@ def specimen(name: str) -> Planted:
     """The specimen or control ``name``; the empty name plants nothing."""
     if not name:
         return _NONE
-    for those in (SPECIMENS, CONTROLS, ON_DEVICES, DEVICE_CONTROLS):
+    for those in (SPECIMENS, CONTROLS, ON_DEVICES, DEVICE_CONTROLS, IN_SIMULATION, SIMULATED_CONTROLS):
         if name in those:
             return those[name]
     raise unknown(name)
@@ -72,4 +80,6 @@ def fault(name: str) -> Specimen:
 def unknown(name: str) -> SpecimenError:
     """The error that says which is nearest."""
     others = "pipeproof specimens --list prints all; one of your own needs --plugin FILE"
-    return SpecimenError(f"unknown specimen {name!r}: {nearest(name, [*SPECIMENS, *ON_DEVICES])}{others}")
+    return SpecimenError(
+        f"unknown specimen {name!r}: {nearest(name, [*SPECIMENS, *ON_DEVICES, *IN_SIMULATION])}{others}"
+    )
