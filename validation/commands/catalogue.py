@@ -139,7 +139,9 @@ def try_all(
             for number, (case, over) in enumerate(tries, start=1):
                 with terminal.progress(f"{number} of {len(tries)}: {case}"):
                     trials.append(_tried(case, over, world, record=not final_only))
-                (terminal.detail if _sound(trials[-1]) else terminal.say)(line(trials[-1], terminal.width, columns))
+                (terminal.detail if _sound(trials[-1]) else terminal.say)(
+                    line(trials[-1], terminal.width, columns=columns)
+                )
             if not schedules and set(names) >= set(usual_on(device, simulated=simulated)):
                 terminal.say(_controls(world, setting))
         for why, those in _grouped(left_out).items():
@@ -230,7 +232,7 @@ IN_SIMULATION_COLUMNS = (
 )
 
 
-def line(trial: Trial, width: int | None = None, columns: Sequence[Column] = COLUMNS) -> str:
+def line(trial: Trial, width: int | None = None, *, columns: Sequence[Column] = COLUMNS) -> str:
     """One line of the table of these columns."""
     cells = {
         "specimen": trial.specimen,

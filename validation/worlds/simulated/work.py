@@ -8,7 +8,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from pipeproof.worlds.rank_report import Race
-from pipeproof.worlds.simulated.races import fill, poison, race, unchanged
+from pipeproof.worlds.simulated.communicator import Communicator
+from pipeproof.worlds.simulated.held import NOTHING_HELD, Held
+from pipeproof.worlds.simulated.races import overlap, poison, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.stack import Stack
 
@@ -21,8 +23,9 @@ _NO_TIMEOUT = timedelta(0)
 class SimulatedWork(Work):
     """A message's end or a rank's part of a collective, from its call to the moment when it has been waited for.
 
-    ``given`` must not change meanwhile, and ``due`` hold poison: what has come is written into them when they are
-    waited for, as late as any transport may.
+    Neither ``given`` nor ``due`` may be written meanwhile, or freed. ``due`` hold poison, where they are not given too:
+    what has come is written into them when they are waited for, as late as any transport may. ``posted_as``: what its
+    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds.
     """
 
     def __init__(
@@ -32,26 +35,30 @@ class SimulatedWork(Work):
         stack: Stack,
         given: Sequence[Tensor],
         due: Sequence[Tensor],
+        *,
+        posted_as: str,
     ) -> None:
         super().__init__()
         self.rank = scheduler.running
         self.name = scheduler.call()
         self.posted = self._moved = scheduler.now
         self.stack = stack
+        self.posted_as = posted_as
+        self.wrote: Stack = ()
         self.due = due
         self.source = -1
+        self.communicator: Communicator | None = None  # of a collective
         self.over = False  # on the network
         self.met = False  # by its rank
         self.error: Race | None = None
         self._scheduler = scheduler
         self._wait = wait
-        self._given = given
-        self._before = [tensor.data.clone() for tensor in given]
         self._came: Sequence[Tensor] = ()
         self._waiting = False
-        poison(due)
-        if scheduler.history is not None:
-            scheduler.history.gives(self.name, given)
+        poison([one for one in due if not any(overlap(one, other) for other in given)])
+        self.given, self.awaited = Held(given), Held(due)
+        if scheduler.history is not None and given:
+            scheduler.history.gives(self.name, self.given)
 
     @property
     def text(self) -> str:
@@ -64,10 +71,8 @@ class SimulatedWork(Work):
         Only now is it known whether what was given has changed too early: who has an answer to a message may change
         what it sent, also before it waits for that.
         """
-        if self.error is None and not unchanged(self._given, self._before):
-            said = f"rank {self.rank} wrote into a buffer while {self.text} was on its way"
-            self.error = race("overwritten-in-flight", self.rank, said, sent=self.stack)
-        self._given, self._before = (), []
+        self._look_into(self.given)
+        self.given = NOTHING_HELD
         self._came, self.over = came, True
         self._moved = self._scheduler.now
         self._scheduler.touch(("work", self.name), changes=True)
@@ -134,9 +139,31 @@ class SimulatedWork(Work):
             if (history := self._scheduler.history) is not None:
                 history.needed(self._moved)
                 history.takes_back(self.name)
+            self._look_into(self.awaited)
             self.check()
-            fill(self.due, self._came)
-            self._came = ()
+            self.awaited.fill(self._came)
+            self._came, self.awaited = (), NOTHING_HELD
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, or its memory, is on its way."""
+        return self.given.concerns(tensor) or self.awaited.concerns(tensor)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether what it holds has been written or freed."""
+        return any(held.freed or held.changed for held in (self.given, self.awaited))
+
+    def _look_into(self, held: Held) -> None:
+        """Note the race that its rank has made, where there is none yet."""
+        if self.error is not None or (not (freed := held.freed) and not held.changed):
+            return
+        kind, did, line = (
+            ("freed-in-flight", "freed or resized", "freed")
+            if freed
+            else ("overwritten-in-flight", "wrote into", "written")
+        )
+        said = f"rank {self.rank} {did} a buffer while {self.text} was on its way"
+        self.error = race(kind, self.rank, said, **{line: self.wrote, self.posted_as: self.stack})
 
     def check(self) -> None:
         """Raise the race that was found."""

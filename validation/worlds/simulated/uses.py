@@ -1,4 +1,4 @@
-"""Who reads a receive buffer before its work is waited for: what a rank calls is asked for what it takes and gives.
+"""Who uses a buffer that is on its way: what a rank calls is asked for what it takes and gives.
 
 By functions and not by operators: a mode that sees operators changes what autograd keeps, and an observer must not.
 """
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pipeproof.worlds.simulated.network import Network
-from pipeproof.worlds.simulated.races import overlap, race
+from pipeproof.worlds.simulated.network import Network, read_early
+from pipeproof.worlds.simulated.races import overlap
+from pipeproof.worlds.simulated.torch_inside import has_memory
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
@@ -20,12 +21,14 @@ _ONLY_ASK = ("new_", "empty", "zeros", "ones", "full", "rand", "__get__", "grad"
 _READ = frozenset(
     "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__".split()
 )
+Works = Sequence[SimulatedWork]
 
 
-class Reads(TorchFunctionMode):
+class Uses(TorchFunctionMode):
     """While it is open, the functions that one rank's thread calls may not use what has not come yet.
 
     A read is what makes another tensor of the buffer, or a number. A view is none, nor what only asks for a shape.
+    What writes into what is on its way, or frees it, is kept for who finds that it is a race.
     """
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -36,21 +39,29 @@ class Reads(TorchFunctionMode):
     def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        pending = self._network.pending(self._rank)
+        unmet = [*self._network.unmet(self._rank)]
         result = func(*args, **(kwargs or {}))
-        if pending and any(not work.met for work in pending):
-            self._look(func, (args, tuple((kwargs or {}).values())), result, pending)
+        if unmet := [work for work in unmet if not work.met]:
+            taken = [*tensors_in((args, tuple((kwargs or {}).values())))]
+            self._look(func, taken, result, [work for work in unmet if work.due])
+            _note_writes(taken, unmet)
         return result
 
-    def _look(self, func: Callable[..., Any], taken: object, result: object, pending: Sequence[SimulatedWork]) -> None:
+    def _look(self, func: Callable[..., Any], taken: Sequence[Tensor], result: object, pending: Works) -> None:
         name = getattr(func, "__name__", "")
         if name.startswith(_ONLY_ASK) or name.rstrip("_").endswith("_as"):
             return
-        for tensor in tensors_in(taken):
+        for tensor in taken:
             for work in pending:
-                if not work.met and any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
-                    said = f"rank {self._rank} used a buffer before {work.text} had been waited for"
-                    raise race("read-before-wait", self._rank, said, used=own_stack(), received=work.stack)
+                if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
+                    raise read_early(work, own_stack())
+
+
+def _note_writes(taken: Sequence[Tensor], unmet: Works) -> None:
+    """Whether this call has written into what is on its way is known only once that has moved."""
+    for work in unmet:
+        if not work.wrote and any(work.holds(tensor) for tensor in taken) and work.disturbed:
+            work.wrote = own_stack()
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:
@@ -62,5 +73,5 @@ def tensors_in(values: object) -> Iterator[Tensor]:
     if isinstance(values, tuple | list):
         for value in values:
             yield from tensors_in(value)
-    elif isinstance(values, Tensor) and values.layout is torch.strided and not values.is_meta:
+    elif isinstance(values, Tensor) and values.layout is torch.strided and has_memory(values):
         yield values

@@ -1,4 +1,4 @@
-"""Races and deadlocks that simulated ranks alone show: each is named under some seed of twenty, and no right code is."""
+"""Races that simulated ranks alone show: each is named under some seed of twenty, and no right code is."""
 
 import pytest
 
