@@ -14,6 +14,7 @@ from pipeproof.cases.specimens import (
     ON_DEVICES,
     PLUGINS,
     SIMULATED_CONTROLS,
+    SIMULATED_FAMILIES,
     SPECIMENS,
     SpecimenError,
     fault,
@@ -270,8 +271,7 @@ _LISTED = (
 
 def _families() -> list[tuple[str, Sequence[Specimen]]]:
     """All, also those that need a device or simulated ranks, and those of one's own."""
-    elsewhere = ("devices", [*ON_DEVICES.values()]), ("races", [*IN_SIMULATION.values()])
-    return [*FAMILIES.items(), *elsewhere, ("own", PLUGINS.own)]
+    return [*FAMILIES.items(), ("devices", [*ON_DEVICES.values()]), *SIMULATED_FAMILIES.items(), ("own", PLUGINS.own)]
 
 
 def listing(names: Collection[str], *, width: int | None = None) -> str:

@@ -5,9 +5,11 @@ A file of one's own calls ``register(Specimen(...))``; what faults are made of i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from pipeproof.cases.specimens import (
+    collectives,
+    crossings,
     devices,
     gradients,
     halves,
@@ -32,19 +34,28 @@ __all__ = ["CONTROLS", "FAMILIES", "IN_SIMULATION", "ON_DEVICES", "SPECIMENS", "
 __all__ += ["SpecimenError", "register", "specimen"]
 
 _MODULES = (scale, microbatches, state, halves, gradients, tied, norm, report, messages, memory, model, order)
-FAMILIES: Mapping[str, Sequence[Specimen]] = MappingProxyType(
-    {
-        module.__name__.rpartition(".")[2]: tuple(replace(one, name=name) for name, one in module.SPECIMENS.items())
-        for module in _MODULES
-    }
-)
+_SIMULATED = (races, crossings, collectives)
+
+
+def _families(*modules: ModuleType) -> Mapping[str, Sequence[Specimen]]:
+    """The specimens of each module, by its name."""
+    return MappingProxyType(
+        {
+            module.__name__.rpartition(".")[2]: tuple(replace(one, name=name) for name, one in module.SPECIMENS.items())
+            for module in modules
+        }
+    )
+
+
+FAMILIES = _families(*_MODULES)
+SIMULATED_FAMILIES = _families(*_SIMULATED)
 _KNOWN = {one.name: one for family in FAMILIES.values() for one in family}
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(_KNOWN)
 # Those that only a device shows, and not the CPU.
 ON_DEVICES: Mapping[str, Specimen] = MappingProxyType({n: replace(one, name=n) for n, one in devices.SPECIMENS.items()})
 # Those that simulated ranks show, and real ones by luck at best.
 IN_SIMULATION: Mapping[str, Specimen] = MappingProxyType(
-    {n: replace(one, name=n) for n, one in races.SPECIMENS.items()}
+    {one.name: one for family in SIMULATED_FAMILIES.values() for one in family}
 )
 # Changes without a fault, which must pass.
 CONTROLS: Mapping[str, Planted] = MappingProxyType({n: replace(one, name=n) for n, one in sound.CONTROLS.items()})
@@ -52,7 +63,7 @@ DEVICE_CONTROLS: Mapping[str, Planted] = MappingProxyType(
     {n: replace(one, name=n) for n, one in devices.CONTROLS.items()}
 )
 SIMULATED_CONTROLS: Mapping[str, Planted] = MappingProxyType(
-    {n: replace(one, name=n) for n, one in races.CONTROLS.items()}
+    {n: replace(one, name=n) for module in _SIMULATED for n, one in module.CONTROLS.items()}
 )
 _NONE = Planted(summary="nothing planted", origin="")
 PLUGINS = Plugins(_KNOWN, taken=(*CONTROLS, *ON_DEVICES, *DEVICE_CONTROLS, *IN_SIMULATION, *SIMULATED_CONTROLS))

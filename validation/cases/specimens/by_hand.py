@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.cases.specimens.planting import To, on_transport
-from pipeproof.cases.specimens.specimen import Plant
+from pipeproof.cases.specimens.planting import To, on_transport, on_work
+from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, StageAt
 from pipeproof.observers.wrappers import AroundTransport
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.step import Parts
 from pipeproof.pipeline.transport import Message, Transport
+from pipeproof.pipeline.transports import Transport as Transports
 from pipeproof.worlds.simulated.group import Net
 
 T = TypeVar("T")
+BOTH = (Transports.UNLIMITED, Transports.PAIR)
 SENT, RECEIVED = To(Kind.SEND_F, 0), To(Kind.RECV_F, 1)
 
 
@@ -33,7 +36,8 @@ class ByHand(AroundTransport):
     Subclasses do one thing otherwise.
     """
 
-    sent, received = SENT, RECEIVED
+    sent: tuple[To, ...] = (SENT,)
+    received: tuple[To, ...] = (RECEIVED,)
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -41,23 +45,26 @@ class ByHand(AroundTransport):
         self.posted: dict[Message, tuple[Any, Tensor]] = {}
 
     def send(self, message: Message, buffer: Tensor) -> None:
-        if message in self.sent:
+        if any(message in one for one in self.sent):
             self.sends(message, buffer)
         else:
             self.inner.send(message, buffer)
 
     def post(self, message: Message, nbytes: int) -> None:
-        if message in self.received:
+        if self._comes_by_hand(message):
             self.posts(message, nbytes)
         else:
             self.inner.post(message, nbytes)
 
     def receive(self, message: Message) -> Tensor:
-        return self.takes(message) if message in self.received else self.inner.receive(message)
+        return self.takes(message) if self._comes_by_hand(message) else self.inner.receive(message)
 
     def flush(self) -> None:
         self.ends()
         self.inner.flush()
+
+    def _comes_by_hand(self, message: Message) -> bool:
+        return any(message in one for one in self.received)
 
     def sends(self, message: Message, buffer: Tensor) -> None:
         """Start sending."""
@@ -88,3 +95,28 @@ def by_hand(kind: Callable[[Transport], Transport]) -> Plant:
         return kind(transport)
 
     return where_simulated(on_transport(wrap))
+
+
+def beside(change: Callable[[Parts], None]) -> Plant:
+    """Ranks do this before tied gradients are reduced, where they are simulated."""
+
+    def reduce(parts: Parts) -> None:
+        change(parts)
+        parts.gradients.reduce_tied()
+
+    return where_simulated(on_work(reduce=reduce))
+
+
+def across(*transports: Transports, microbatches: int = 2, plan: tuple[str, ...] = ("train",)) -> Needs:
+    """Two ranks with one fp32 tensor between them, over these transports; for none, gloo's and NCCL's."""
+    return Needs(ranks=2, microbatches=microbatches, models=("mlp",), plan=plan, transports=transports or BOTH)
+
+
+def raced(kind: str, stage: StageAt) -> Fault:
+    """What the simulated world calls it, and whose rank does it."""
+    return Fault(kind, kind, stage=stage)
+
+
+def hung(rank: int = 0) -> Fault:
+    """Ranks wait for each other, of which the first is told."""
+    return Fault("deadlock", "deadlock", rank=rank)

@@ -69,7 +69,7 @@ class Fault:
     The law is one of the judge's; a static one, where a program is changed; "deadlock", where ranks never end;
     "crash", where one fails; or a race's name, where the simulated world tells of one.
     ``alike`` are kinds that final gradients alone may tell no better. ``parameter`` is a pattern: the first parameter
-    of the stage that it is found in. What is left out is not asked for.
+    of the stage that it is found in. ``rank``: of a fault that is at no stage. What is left out is not asked for.
     """
 
     kind: str
@@ -79,13 +79,14 @@ class Fault:
     parameter: str = ""
     factor: Callable[[Case], float] | None = None
     alike: tuple[str, ...] = ()
+    rank: int | None = None
 
     def cause(self, case: Case) -> Cause:
         """The cause in ``case``."""
         stage = None if self.stage is None else self.stage(case.stages)
         return Cause(
             self.kind,
-            rank=None if stage is None else case.built.placement[stage],
+            rank=self.rank if stage is None else case.built.placement[stage],
             stage=None if self.kind in ("crash", *RACES) else stage,  # a rank that failed tells no stage
             microbatches=self.microbatches(case) if callable(self.microbatches) else self.microbatches,
             parameter=self._parameter(case, stage) if self.parameter and stage is not None else None,
