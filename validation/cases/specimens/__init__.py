@@ -13,15 +13,17 @@ from pipeproof.cases.specimens import (
     devices,
     gradients,
     halves,
+    keys,
     memory,
     messages,
     microbatches,
     model,
     norm,
     order,
-    races,
+    receives,
     report,
     scale,
+    sends,
     sound,
     state,
     tied,
@@ -34,7 +36,7 @@ __all__ = ["CONTROLS", "FAMILIES", "IN_SIMULATION", "ON_DEVICES", "SPECIMENS", "
 __all__ += ["SpecimenError", "register", "specimen"]
 
 _MODULES = (scale, microbatches, state, halves, gradients, tied, norm, report, messages, memory, model, order)
-_SIMULATED = (races, crossings, collectives)
+_SIMULATED = (sends, receives, crossings, collectives, keys)
 
 
 def _families(*modules: ModuleType) -> Mapping[str, Sequence[Specimen]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.cases.specimens.planting import To, on_transport, on_work
+from pipeproof.cases.specimens.planting import To, gradients_of, on_transport, on_work
 from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, StageAt
 from pipeproof.observers.wrappers import AroundTransport
 from pipeproof.pipeline.action import Kind
@@ -105,6 +105,17 @@ def beside(change: Callable[[Parts], None]) -> Plant:
         parts.gradients.reduce_tied()
 
     return where_simulated(on_work(reduce=reduce))
+
+
+def gradients_on(parts: Parts) -> list[Tensor]:
+    """Those that a rank has."""
+    return [gradient for stage in parts.stages for gradient in gradients_of(stage.module)]
+
+
+def scale_gradients(parts: Parts, factor: float) -> None:
+    """Multiply them."""
+    for gradient in gradients_on(parts):
+        gradient.mul_(factor)
 
 
 def across(*transports: Transports, microbatches: int = 2, plan: tuple[str, ...] = ("train",)) -> Needs:

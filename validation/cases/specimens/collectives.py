@@ -1,6 +1,6 @@
-"""Collectives that ranks do not call alike, or whose tensors are used too early; and keys of the store."""
+"""Collectives that ranks do not call alike, or whose tensors are used too early."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.cases.specimens.by_hand import across, beside, hung, raced, where_simulated
+from pipeproof.cases.specimens.by_hand import (
+    across,
+    beside,
+    gradients_on,
+    hung,
+    raced,
+    scale_gradients,
+    where_simulated,
+)
 from pipeproof.cases.specimens.planting import (
     Call,
     Changes,
@@ -20,22 +28,12 @@ from pipeproof.cases.specimens.planting import (
     on_work,
     second,
 )
-from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, Planted, Specimen
+from pipeproof.cases.specimens.specimen import Fault, Plant, Planted, Specimen
 from pipeproof.pipeline.step import Parts
-from pipeproof.pipeline.transports import Transport as Transports
 
 
 def _is_last(parts: Parts) -> bool:
     return parts.transport.rank == parts.transport.n_ranks - 1
-
-
-def _gradients(parts: Parts) -> list[Tensor]:
-    return [gradient for stage in parts.stages for gradient in gradients_of(stage.module)]
-
-
-def _scaled(parts: Parts, factor: float) -> None:
-    for gradient in _gradients(parts):
-        gradient.mul_(factor)
 
 
 def _reduced_by_one(parts: Parts) -> None:
@@ -136,7 +134,7 @@ def _told_early(parts: Parts) -> None:
     factor = torch.ones(1)
     work = dist.broadcast(factor, 0, async_op=True)
     if parts.transport.rank == 1:
-        _scaled(parts, factor.item())
+        scale_gradients(parts, factor.item())
     assert work is not None, "its rank is in the group"
     work.wait()
 
@@ -146,7 +144,7 @@ def _told_in_time(parts: Parts) -> None:
     work = dist.broadcast(factor, 0, async_op=True)
     assert work is not None, "its rank is in the group"
     work.wait()
-    _scaled(parts, factor.item())
+    scale_gradients(parts, factor.item())
 
 
 def _norm(*, waits: bool) -> Plant:
@@ -212,7 +210,7 @@ def _before_stepping(*, waits: bool) -> Plant:
         def scale(factor: float, parts: Parts) -> None:
             parts.gradients.scale(factor)
             if replicas.rank == 1:
-                replicas.reduce(_gradients(parts))
+                replicas.reduce(gradients_on(parts))
             if waits:
                 replicas.wait()
 
@@ -221,66 +219,7 @@ def _before_stepping(*, waits: bool) -> Plant:
     return where_simulated(plant)
 
 
-def _by_key(factor: Callable[[Any, int, int], float]) -> Plant:
-    """Gradients are multiplied by what the store has: of a rank in a step, 1 where that is right."""
-
-    def plant(parts: Parts) -> Parts:
-        steps = iter(range(1, 100))
-
-        def multiplied(parts: Parts) -> None:
-            group = dist.group.WORLD
-            assert group is not None, "there is a default group"
-            _scaled(parts, factor(group.get_group_store(), parts.transport.rank, next(steps)))
-
-        return beside(multiplied)(parts)
-
-    return plant
-
-
-def _asked_once(store: Any, rank: int, step: int) -> float:
-    """A key is asked for once, and a default taken where it is not there."""
-    if rank == 0:
-        store.set("loss scale", "1")
-        return 1.0
-    return float(store.get("loss scale")) if store.check(["loss scale"]) else 2.0
-
-
-def _waited_for(store: Any, rank: int, step: int) -> float:
-    if rank == 0:
-        store.set("loss scale", "1")
-        return 1.0
-    return float(store.get("loss scale"))
-
-
-def _counted_early(store: Any, rank: int, step: int) -> float:
-    """Ranks count themselves in the store; the first one takes the count before all have."""
-    store.add("ranks", 1)
-    return store.add("ranks", 0) / 2 if rank == 0 else 1.0
-
-
-def _counted_behind_a_barrier(store: Any, rank: int, step: int) -> float:
-    store.add("ranks", 1)
-    dist.barrier()
-    return store.add("ranks", 0) / 2 if rank == 0 else 1.0
-
-
-def _of_any_step(store: Any, rank: int, step: int) -> float:
-    """A key has one name in all steps, so that who is early finds what was there before."""
-    if rank == 0:
-        store.set("step", str(step))
-        return 1.0
-    return float(store.get("step")) / step
-
-
-def _of_this_step(store: Any, rank: int, step: int) -> float:
-    if rank == 0:
-        store.set(f"step {step}", str(step))
-        return 1.0
-    return float(store.get(f"step {step}")) / step
-
-
 _ONE = across(microbatches=1)
-_SECOND_SCALED = Fault("scale", "gradient", stage=second)
 _planted = partial(Specimen, classes=("tI", "mI"), needs=_ONE)
 _control = partial(Planted, origin="the same code without the fault", needs=_ONE)
 _alike = partial(_planted, fault=Fault("desynchronised", "desynchronised"))
@@ -365,26 +304,6 @@ SPECIMENS: Mapping[str, Specimen] = {
         fault=raced("read-before-wait", second),
         plant=_before_stepping(waits=False),
     ),
-    "key-asked-for-once": _planted(
-        summary="a key of the store is asked for once, and a default is taken where another rank has not set it yet",
-        origin="no report: the class of barriers that are missing",
-        fault=_SECOND_SCALED,
-        plant=_by_key(_asked_once),
-    ),
-    "counter-read-early": _planted(
-        summary="ranks count themselves in the store, and one takes the count before all have",
-        origin="no report: the class of barriers that are missing",
-        fault=Fault("scale", "gradient", stage=first, factor=lambda case: 0.5),
-        plant=_by_key(_counted_early),
-    ),
-    "key-of-the-step-before": _planted(
-        summary="a key of the store has one name in all steps, and a rank that is early finds the last one's",
-        origin="no report: the class of state that outlives a step",
-        classes=("tI", "mL"),
-        fault=_SECOND_SCALED,
-        needs=across(microbatches=1, plan=("train", "train")),
-        plant=_by_key(_of_any_step),
-    ),
 }
 _RIGHT: Mapping[str, tuple[str, Plant]] = {
     "reduced-in-the-same-sizes": ("as many numbers are reduced on every rank", beside(_same_sizes)),
@@ -396,8 +315,6 @@ _RIGHT: Mapping[str, tuple[str, Plant]] = {
     "broadcast-used-in-time": ("what is broadcast is waited for", beside(_told_in_time)),
     "norm-read-once-reduced": ("the norm is read once it has been waited for", _norm(waits=True)),
     "stepped-once-reduced": ("the optimizer waits for a reduction", _before_stepping(waits=True)),
-    "key-waited-for": ("a key of the store is waited for", _by_key(_waited_for)),
-    "counter-read-behind-a-barrier": ("a count is taken once all have counted", _by_key(_counted_behind_a_barrier)),
 }
 CONTROLS: Mapping[str, Planted] = {
     **{name: _control(summary=summary, plant=plant) for name, (summary, plant) in _RIGHT.items()},
@@ -406,10 +323,5 @@ CONTROLS: Mapping[str, Planted] = {
         schedule="gpipe",
         needs=across(),
         plant=_behind_backward(0),
-    ),
-    "key-of-this-step": _control(
-        summary="a key of the store has the step in its name",
-        needs=Needs(ranks=2, models=("mlp",), plan=("train", "train"), transports=(Transports.UNLIMITED,)),
-        plant=_by_key(_of_this_step),
     ),
 }

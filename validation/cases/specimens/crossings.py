@@ -7,8 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.cases.specimens.by_hand import RECEIVED, SENT, ByHand, across, beside, by_hand, hung, raced
-from pipeproof.cases.specimens.planting import To, gradients_of, second
+from pipeproof.cases.specimens.by_hand import (
+    RECEIVED,
+    SENT,
+    ByHand,
+    across,
+    beside,
+    by_hand,
+    hung,
+    raced,
+    scale_gradients,
+)
+from pipeproof.cases.specimens.planting import To, second
 from pipeproof.cases.specimens.specimen import Fault, Needs, Planted, Specimen
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.step import Parts
@@ -166,9 +176,7 @@ def _factors(hand_out: Callable[[list[tuple[int, Tensor]]], list[Tensor]]) -> Ca
         own, answer = torch.tensor([2.0**rank]), torch.empty(1)
         dist.send(own, 0, tag=_APART)
         dist.recv(answer, 0, tag=_APART)
-        for stage in parts.stages:
-            for gradient in gradients_of(stage.module):
-                gradient.mul_((answer / own).item())
+        scale_gradients(parts, (answer / own).item())
 
     return told
 
