@@ -216,6 +216,11 @@ CONTROLS: Mapping[str, Planted] = {
         needs=across(microbatches=1),
         plant=by_hand(_PolledAndWaited),
     ),
+    "batch-waited-for-as-one": _control(
+        summary="of a batch of receives the last work alone is waited for, where NCCL has one for all",
+        needs=across(Transport.PAIR, microbatches=1),
+        plant=by_hand(_LastOfBatch),
+    ),
     "whole-batch-waited-for": _control(
         summary="every work of a batch is waited for", needs=across(microbatches=1), plant=by_hand(_WholeBatch)
     ),

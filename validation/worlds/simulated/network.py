@@ -151,6 +151,8 @@ class Network:
         batch, rank = end.batch, self.scheduler.running
         batch.left -= 1
         batch.works.append(end.work)
+        if self.rules.backend == "nccl":
+            end.work.together = batch.works
         if not batch.left:
             self._batches.pop(rank, None)
         if self.rules.buffered and end.sends:

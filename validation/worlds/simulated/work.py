@@ -48,6 +48,7 @@ class SimulatedWork(Work):
         self.due = due
         self.source = -1
         self.communicator: Communicator | None = None  # of a collective
+        self.together: Sequence[SimulatedWork] = (self,)  # all that one call has posted, where they end as one
         self.over = False  # on the network
         self.met = False  # by its rank
         self.error: Race | None = None
@@ -87,20 +88,25 @@ class SimulatedWork(Work):
             self._scheduler.needed(self._moved)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Until it is done. Time is not real, so nothing ever times out: what never comes is a deadlock."""
+        """Until it is done, with all that ends as one with it.
+
+        Time is not real, so nothing ever times out: what never comes is a deadlock.
+        """
         if self.met:
             return True
         if self.over:
             self._scheduler.pause()
-        self.hold()
-        self._meet()
+        for work in self.together:
+            work.hold()
+            work._meet()
         return True
 
     def is_completed(self) -> bool:
         """Whether it is done; who is told so may use the buffers."""
         self._scheduler.pause()
         if self._scheduler.ask(("work", self.name), lambda: self.over):
-            self._meet()
+            for work in [one for one in self.together if one.over]:
+                work._meet()
         return self.over
 
     def ended(self) -> bool:
