@@ -189,7 +189,10 @@ def _controls(world: World, setting: Setting) -> str:
     if device != CPU:
         known = {**known, **DEVICE_CONTROLS}
     cases = {name: Case.parse(f"{one.smallest} specimen={name} device={device}") for name, one in known.items()}
-    alarms = [name for name, case in cases.items() if not _passes(case, known[name], world)]
+    alarms = []
+    for number, (name, case) in enumerate(cases.items(), start=1):
+        with Terminal().progress(f"no fault, {number} of {len(cases)}: {case}"):
+            alarms += [] if _passes(case, known[name], world) else [name]
     said = f"; FALSE ALARM for {', '.join(alarms)}" if alarms else ""
     return f"{len(cases) - len(alarms)} of {len(cases)} changes that are no faults pass{said}"
 
