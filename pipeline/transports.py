@@ -137,6 +137,11 @@ def transport_of(name: str) -> Transport:
     raise TransportNameError(f"transport {name!r} is unknown: expected one of {known}")
 
 
+def everyday(transport: Transport) -> str:
+    """What one calls it: ``gloo`` for unlimited."""
+    return (*RULES[transport].known_as, transport.value)[0]
+
+
 Edges = tuple[Ints, Ints]  # before, after
 
 

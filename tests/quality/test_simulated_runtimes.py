@@ -17,7 +17,7 @@ from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.world import World
 from tests.examples.hand_written_1f1b import OneFOneB
 from tests.examples.torch_pipelining import train
-from tests.support.racy_1f1b import RACES, ReadsEarly, WaitsForItsSends, trained
+from tests.support.racy_1f1b import HANGS, RACES, ReadsEarly, WaitsForItsSends, trained
 from tests.support.steps import blocks, loss_fn, pairs
 
 RANKS = 3
@@ -86,6 +86,13 @@ def test_a_race_is_named_under_some_seed(runtime: type[OneFOneB], simulated: Wor
     assert (verdict.verdict, verdict.exit_status, cause.kind) == ("fail", 1, RACES[runtime]), str(verdict)
     assert cause.lines, "the user's own lines are told"
     assert all(one.line.file.endswith(("racy_1f1b.py", "hand_written_1f1b.py")) for one in cause.lines)
+
+
+@pytest.mark.parametrize("runtime", HANGS, ids=lambda runtime: runtime.__name__)
+def test_a_deadlock_is_told_with_the_lines(runtime: type[OneFOneB], simulated: World) -> None:
+    verdict = judged(simulated, by_hand(runtime))
+    assert (verdict.verdict, verdict.ended) == ("unknown", "hang"), str(verdict)
+    assert "can never go on at racy_1f1b.py:" in str(verdict)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 Nothing here knows how a fault is found: a case with a specimen is judged and diagnosed like any other.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
@@ -19,6 +20,7 @@ from pipeproof.pipeline.lower import lower
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedules import virtuals
 from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.world import World
 
 
@@ -47,7 +49,8 @@ class Trial:
 
     ``laws`` failed: the judge's, static ones, or "deadlock" and "crash" where ranks failed. ``recorded`` is the
     diagnosis with boundary tensors, ``final`` the one from what a runtime hands back that nobody watched; None where
-    it was not asked for, or nothing ran that could be handed back.
+    it was not asked for, or nothing ran that could be handed back. ``transport`` and ``seed`` are those of simulated
+    ranks: the first seed under which something was wrong, or the last that was tried.
     """
 
     specimen: str
@@ -58,6 +61,8 @@ class Trial:
     recorded: Named | None = None
     final: Named | None = None
     seconds: float = 0.0
+    transport: str | None = None
+    seed: str | None = None
 
     @property
     def caught(self) -> bool:
@@ -92,6 +97,19 @@ def try_out(case: Case, world: World, *, record: bool = True) -> Trial:
     planted = specimen.cause(case)
     seconds = perf_counter() - began
     return Trial(specimen.name, str(case), specimen.law, planted.kind, laws, recorded, final, seconds)
+
+
+def search(case: Case, world: World, *, seeds: Iterable[int | Guide], record: bool = True) -> Trial:
+    """Try it on simulated ranks under one seed after the other, until something is wrong."""
+    seconds, trial = 0.0, None
+    for seed in seeds:
+        world.seed = seed
+        trial = try_out(case, world, record=record)
+        seconds += trial.seconds
+        if trial.laws:
+            break
+    assert trial is not None, "there is a seed to try"
+    return replace(trial, seconds=seconds, transport=world.transport.value, seed=str(seed))
 
 
 def named(specimen: Specimen, case: Case, verdict: Verdict, *, alike: bool, seconds: float) -> Named:

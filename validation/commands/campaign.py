@@ -130,7 +130,8 @@ def _run_of(case: Case, setting: Setting) -> Run:
         return verdict, partial(_keep, here, observed, files, profile=setting.profile)
 
     def doubt() -> str:
-        why = specimen(case.specimen).missing(case)
+        transport = None if setting.simulation is None else setting.simulation.transport
+        why = specimen(case.specimen).missing(case, transport)
         return f"this case cannot show {case.specimen}, which {why}" if why else ""
 
     return Run(str(case), case.processes, judge, partial(line, case), doubt)

@@ -30,9 +30,17 @@ from pipeproof.commands.selection import (
     table_of,
     tell_notes,
 )
-from pipeproof.commands.simulation_options import SIMULATED_OPTIONS, add_simulation, decisions_of, simulation_of
+from pipeproof.commands.simulation_options import (
+    SIMULATED_OPTIONS,
+    add_search,
+    add_simulation,
+    decisions_of,
+    search_of,
+    simulation_of,
+)
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.pipeline.transports import transport_of
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.accelerator import AUTO, CPU, parsed
 from pipeproof.worlds.launcher import start_fork_server
@@ -270,6 +278,7 @@ def _add_specimens(commands: Commands) -> None:
     add_names(parser, "--only", "these specimens alone (default: all)", known=_all_specimens)
     where = "the type of device that ranks compute on (default: cpu); another one shows more faults than the CPU does"
     parser.add_argument("--device", type=parsed, default=CPU, metavar="TYPE", help=where)
+    add_search(parser)
     own = "a Python file that registers specimens of your own: those alone, unless --only says more"
     parser.add_argument("--plugin", metavar="FILE", help=own)
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
@@ -282,28 +291,32 @@ def _add_specimens(commands: Commands) -> None:
 
 
 def _all_specimens() -> Sequence[str]:
-    from pipeproof.cases.specimens import ON_DEVICES, SPECIMENS
+    from pipeproof.commands.catalogue import known_on
 
-    return [*SPECIMENS, *ON_DEVICES]
+    return known_on(AUTO, simulated=True)
 
 
 def _specimens(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
 
-    lists = ("--schedule", "--device", "--shrink", "--seed", "--final-only", "--timeout", "--json")
-    without_effect(options, lists if options.list else (), "with --list, which runs nothing")
+    lists = ("--schedule", "--device", "--transport", "--interleavings", "--shrink", "--seed", "--final-only")
+    without_effect(options, (*lists, "--timeout", "--json") if options.list else (), "with --list, which runs nothing")
     without_effect(options, ["--seed"] if not options.shrink else (), "without --shrink")
-    without_effect(options, ["--schedule", "--device", "--final-only"] if options.shrink else (), _SHRINKS)
-    own = [] if options.plugin is None else loaded(options.plugin)
+    otherwise = ["--schedule", "--device", "--world", "--transport", "--interleavings", "--final-only"]
+    without_effect(options, otherwise if options.shrink else (), _SHRINKS)
+    simulation, own = search_of(options), [] if options.plugin is None else loaded(options.plugin)
+    simulated = simulation is not None
     if options.list:
-        listed = chosen(options.only, otherwise=own or _all_specimens(), device=AUTO)
+        usual = own or ([] if simulated else _all_specimens())
+        listed = chosen(options.only, otherwise=usual, device=AUTO, simulated=True)
         Terminal().say(listing(listed, width=Terminal().width))
         return 0
-    names = chosen(options.only, otherwise=own, device=options.device)
+    names = chosen(options.only, otherwise=own, device=options.device, simulated=simulated)
     schedules = schedule_names(options.schedule) if options.schedule else []
-    setting = Setting(options.device, options.timeout, Outputs.of(options))
+    setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
         return shrink_all(names, setting, seed=options.seed)
-    return try_all(names, schedules, setting, final_only=options.final_only)
+    transport = None if options.transport is None else transport_of(options.transport)
+    return try_all(names, schedules, setting, final_only=options.final_only, transport=transport)

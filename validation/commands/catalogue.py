@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.shrinking import Shrunk, shrink
@@ -9,19 +10,23 @@ from pipeproof.cases.specimens import (
     CONTROLS,
     DEVICE_CONTROLS,
     FAMILIES,
+    IN_SIMULATION,
     ON_DEVICES,
     PLUGINS,
+    SIMULATED_CONTROLS,
+    SIMULATED_FAMILIES,
     SPECIMENS,
     SpecimenError,
     fault,
     unknown,
 )
-from pipeproof.cases.specimens.specimen import unchanged
-from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
-from pipeproof.cases.validator import validate
-from pipeproof.commands.campaign import Setting, not_run
+from pipeproof.cases.specimens.specimen import Planted, Specimen, unchanged
+from pipeproof.cases.trial import Named, Trial, case_for, search, smallest_of, try_out
+from pipeproof.commands.campaign import Setting, not_run, validated
+from pipeproof.judging.cause import RACES
 from pipeproof.judging.judge import LAWS
 from pipeproof.pipeline.schedules import known_are
+from pipeproof.pipeline.transports import Transport, everyday, transport_of
 from pipeproof.reports.columns import Column, Layout, table
 from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
@@ -32,40 +37,69 @@ _EVIDENCE: Mapping[str, str] = {
     "recorded": "with boundary tensors",
     "final": "from final gradients alone",
 }
+_SIMULATED_EVIDENCE: Mapping[str, str] = {"recorded": "on simulated ranks"}
+
+
+Try = tuple[Case, Transport | None]  # the transport of simulated ranks; None on real ones
+
+
+def tries_on(
+    names: Iterable[str],
+    schedules: Sequence[str],
+    *,
+    device: str = CPU,
+    simulated: bool = False,
+    transport: Transport | None = None,
+) -> tuple[list[Try], dict[tuple[str, str], str]]:
+    """What to run: on these schedules, or in smallest cases; on ``simulated`` ranks over this transport, or over those
+    that show the fault. And for each (specimen, schedule) that cannot show it, why."""
+    tries, left_out = list[Try](), {}
+    for schedule, name in product(schedules or [""], list(names)):
+        one = fault(name)
+        case = replace(case_for(one, schedule) if schedule else smallest_of(one), device=device)
+        for over in _transports(one, transport) if simulated else (None,):
+            if why := one.missing(case, over):
+                left_out[name, case.schedule] = why
+            else:
+                tries.append((case, over))
+    return tries, left_out
+
+
+def _transports(one: Specimen, transport: Transport | None) -> Sequence[Transport]:
+    return (transport,) if transport is not None else one.needs.transports or (Transport.UNLIMITED,)
 
 
 def cases_on(
-    names: Iterable[str], schedules: Iterable[str], *, device: str = CPU
+    names: Iterable[str], schedules: Sequence[str], *, device: str = CPU
 ) -> tuple[list[Case], dict[tuple[str, str], str]]:
-    """The cases to run, by schedule; and for each (specimen, schedule) that cannot show the fault, why."""
-    wanted = list(names)
-    cases, left_out = [], {}
-    for schedule in schedules:
-        for name in wanted:
-            case = replace(case_for(fault(name), schedule), device=device)
-            why = fault(name).missing(case)
-            if why:
-                left_out[name, schedule] = why
-            else:
-                cases.append(case)
-    return cases, left_out
+    """The cases to run on real ranks, and why others are left out."""
+    tries, left_out = tries_on(names, schedules, device=device)
+    return [case for case, _ in tries], left_out
 
 
-def known_on(device: str) -> list[str]:
-    """The specimens that ``device`` can show."""
-    return [*SPECIMENS, *(() if device == CPU else ON_DEVICES)]
+def known_on(device: str, *, simulated: bool = False) -> list[str]:
+    """The specimens that ``device`` can show, and ``simulated`` ranks."""
+    return [*SPECIMENS, *(() if device == CPU else ON_DEVICES), *(IN_SIMULATION if simulated else ())]
 
 
-def chosen(text: str, *, device: str, otherwise: Sequence[str] = ()) -> list[str]:
-    """The specimens that ``text`` names, separated by commas; for none, those ``otherwise`` given, or all.
+def usual_on(device: str, *, simulated: bool) -> list[str]:
+    """Those that are planted where none are named: on simulated ranks what they alone show."""
+    return [*IN_SIMULATION] if simulated else known_on(device)
 
-    Raises ``SpecimenError`` for one that there is not, or that ``device`` cannot show.
+
+def chosen(text: str, *, device: str, simulated: bool = False, otherwise: Sequence[str] = ()) -> list[str]:
+    """The specimens that ``text`` names, separated by commas; for none, those ``otherwise`` given, or the usual ones.
+
+    Raises ``SpecimenError`` for one that there is not, or that cannot show there.
     """
-    known = known_on(device)
-    names = [name.strip() for name in text.split(",")] if text else list(otherwise) or known
+    known = known_on(device, simulated=simulated)
+    usual = list(otherwise) or usual_on(device, simulated=simulated)
+    names = [name.strip() for name in text.split(",")] if text else usual
     for name in names:
         if name in ON_DEVICES and name not in known:
             raise SpecimenError(f"specimen {name!r} needs a device other than the CPU: name its type with --device")
+        if name in IN_SIMULATION and name not in known:
+            raise SpecimenError(f"specimen {name!r} needs simulated ranks: say --world simulated")
         if name not in known:
             raise unknown(name)
     return names
@@ -75,40 +109,58 @@ def loaded(path: str) -> list[str]:
     """The names of the specimens that the file at ``path`` registers. Raises ``SpecimenError``."""
     names = PLUGINS.load(path)
     for one in (SPECIMENS[name] for name in names):
-        laws = (*LAWS, "deadlock")
+        laws = (*LAWS, "deadlock", *RACES)
         if one.law not in laws and one.reorder is unchanged:
             hint = known_are(one.law, laws)
             raise SpecimenError(f"{path}: specimen {one.name!r} breaks the law {one.law!r}: {hint}")
     return names
 
 
-def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *, final_only: bool = False) -> int:
+def try_all(
+    names: Sequence[str],
+    schedules: Sequence[str],
+    setting: Setting,
+    *,
+    final_only: bool = False,
+    transport: Transport | None = None,
+) -> int:
     """Run specimens on schedules, or in their smallest cases where there is no schedule; returns the exit status.
 
     A line for each, then how often each planted kind was named what. 1 where a specimen was not caught or was named
-    as something else. ``final_only``: no case is run again to record its boundary tensors.
+    as something else. ``final_only``: no case is run again to record its boundary tensors. On simulated ranks each is
+    tried over ``transport``, or those that show it, under one seed after the other.
     """
-    device, terminal, trials = setting.chosen_device, Terminal(), list[Trial]()
-    smallest = [] if schedules else [replace(smallest_of(fault(name)), device=device) for name in names]
-    cases, left_out = cases_on(names, schedules, device=device) if schedules else (smallest, {})
+    simulated, device, terminal = setting.simulation is not None, setting.chosen_device, Terminal()
+    tries, left_out = tries_on(names, schedules, device=device, simulated=simulated, transport=transport)
+    trials = list[Trial]()
+    columns = IN_SIMULATION_COLUMNS if simulated else COLUMNS
     with setting.outputs.opened("specimens") as files, setting.world() as world:
-        terminal.detail(Layout.of(COLUMNS, terminal.width).header)
+        terminal.detail(Layout.of(columns, terminal.width).header)
         with files.asked:
-            for number, case in enumerate(cases, start=1):
-                with terminal.progress(f"{number} of {len(cases)}: {case}"):
-                    trials.append(try_out(case, world, record=not final_only))
-                (terminal.detail if _sound(trials[-1]) else terminal.say)(line(trials[-1], terminal.width))
-            if not schedules and len(names) == len(known_on(device)):
-                terminal.say(_controls(world, device))
+            for number, (case, over) in enumerate(tries, start=1):
+                with terminal.progress(f"{number} of {len(tries)}: {case}"):
+                    trials.append(_tried(case, over, world, record=not final_only))
+                (terminal.detail if _sound(trials[-1]) else terminal.say)(
+                    line(trials[-1], terminal.width, columns=columns)
+                )
+            if not schedules and set(names) >= set(usual_on(device, simulated=simulated)):
+                terminal.say(_controls(world, setting))
         for why, those in _grouped(left_out).items():
             terminal.detail(f"left out, {why}: {', '.join(those)}")
-        for which, words in _EVIDENCE.items():
+        for which, words in (_SIMULATED_EVIDENCE if simulated else _EVIDENCE).items():
             if which == "final" or not final_only:
                 terminal.say(f"\n{words}:")
                 terminal.detail(confusion(pairs_of(trials, which), terminal.width))
-                terminal.say(totals(trials, which) + not_run(len(cases) - len(trials)))
+                terminal.say(totals(trials, which) + not_run(len(tries) - len(trials)))
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
         return files.finish(status, specimens=[trial.as_dict() for trial in trials])
+
+
+def _tried(case: Case, over: Transport | None, world: World, *, record: bool) -> Trial:
+    if over is None:
+        return try_out(case, world, record=record)
+    world.transport = over
+    return search(case, world, seeds=world.seeds, record=record)
 
 
 def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
@@ -131,14 +183,27 @@ def _sound(trial: Trial) -> bool:
     return trial.caught and not any(one is not None and one.wrong for one in (trial.recorded, trial.final))
 
 
-def _controls(world: World, device: str) -> str:
+def _controls(world: World, setting: Setting) -> str:
     """A sentence on the changes that are no faults."""
-    known = {**CONTROLS, **({} if device == CPU else DEVICE_CONTROLS)}
+    device, known = setting.chosen_device, CONTROLS if setting.simulation is None else SIMULATED_CONTROLS
+    if device != CPU:
+        known = {**known, **DEVICE_CONTROLS}
     cases = {name: Case.parse(f"{one.smallest} specimen={name} device={device}") for name, one in known.items()}
-    verdicts = {name: validate(case, world).verdict for name, case in cases.items()}
-    alarms = [name for name, verdict in verdicts.items() if verdict != "pass"]
+    alarms = []
+    for number, (name, case) in enumerate(cases.items(), start=1):
+        with Terminal().progress(f"no fault, {number} of {len(cases)}: {case}"):
+            alarms += [] if _passes(case, known[name], world) else [name]
     said = f"; FALSE ALARM for {', '.join(alarms)}" if alarms else ""
-    return f"{len(verdicts) - len(alarms)} of {len(verdicts)} changes that are no faults pass{said}"
+    return f"{len(cases) - len(alarms)} of {len(cases)} changes that are no faults pass{said}"
+
+
+def _passes(case: Case, control: Planted, world: World) -> bool:
+    """Whether it does: on simulated ranks over each of its transports, under each seed."""
+    for over in control.needs.transports or (world.transport,):
+        world.transport = over
+        if validated(case, world, measure=False)[0].verdict != "pass":
+            return False
+    return True
 
 
 def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
@@ -159,14 +224,33 @@ COLUMNS = (
     Column("from gradients", 20, drop=6),
     Column("time", 7, right=True, drop=7),
 )
+IN_SIMULATION_COLUMNS = (
+    Column("specimen", 30, gap=0),
+    Column("schedule", 12, drop=4),
+    Column("planted", 22, drop=2),
+    Column("named", 22),
+    Column("place", 5, drop=3),
+    Column("transport", 10, drop=1),
+    Column("seed", 4, right=True, drop=6),
+    Column("time", 7, right=True, drop=7),
+)
 
 
-def line(trial: Trial, width: int | None = None) -> str:
-    """One line of the table of ``COLUMNS``."""
-    caught = trial.law if trial.caught else f"NOT: {', '.join(trial.laws) or 'nothing'}"
-    place = "-" if trial.recorded is None or trial.recorded.kind is None else _place(trial.recorded)
-    cells = [trial.specimen, trial.case.partition(" ")[0], trial.planted, caught, _kind(trial.recorded), place]
-    return Layout.of(COLUMNS, width).row([*cells, _kind(trial.final), f"{trial.seconds:.1f} s"])
+def line(trial: Trial, width: int | None = None, *, columns: Sequence[Column] = COLUMNS) -> str:
+    """One line of the table of these columns."""
+    cells = {
+        "specimen": trial.specimen,
+        "schedule": trial.case.partition(" ")[0],
+        "planted": trial.planted,
+        "caught by": trial.law if trial.caught else f"NOT: {', '.join(trial.laws) or 'nothing'}",
+        "named": _kind(trial.recorded),
+        "place": "-" if trial.recorded is None or trial.recorded.kind is None else _place(trial.recorded),
+        "from gradients": _kind(trial.final),
+        "transport": "-" if trial.transport is None else everyday(transport_of(trial.transport)),
+        "seed": f"{trial.seed}",
+        "time": f"{trial.seconds:.1f} s",
+    }
+    return Layout.of(columns, width).row([cells[column.name] for column in columns])
 
 
 def _kind(one: Named | None) -> str:
@@ -188,6 +272,11 @@ _LISTED = (
 )
 
 
+def _families() -> list[tuple[str, Sequence[Specimen]]]:
+    """All, also those that need a device or simulated ranks, and those of one's own."""
+    return [*FAMILIES.items(), ("devices", [*ON_DEVICES.values()]), *SIMULATED_FAMILIES.items(), ("own", PLUGINS.own)]
+
+
 def listing(names: Collection[str], *, width: int | None = None) -> str:
     """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
     rows = [
@@ -198,7 +287,7 @@ def listing(names: Collection[str], *, width: int | None = None) -> str:
             specimen.smallest,
             f"{specimen.summary} ({specimen.origin})",
         )
-        for family, those in [*FAMILIES.items(), ("devices", [*ON_DEVICES.values()]), ("own", PLUGINS.own)]
+        for family, those in _families()
         for specimen in those
         if specimen.name in names
     ]

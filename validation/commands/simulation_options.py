@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust")
 ANY = "any"  # transport
+SEARCHED = 20  # seeds: each adversary three times
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
 
 
@@ -41,6 +42,26 @@ def add_virtual_time(group: argparse._ActionsContainer) -> None:
     group.add_argument("--transport", choices=_TRANSPORTS, default="gloo", help="what simulated messages may do")
     late = "what a simulated message takes on its way, in seconds (default: 0)"
     group.add_argument("--latency", type=share, default=0.0, metavar="S", help=late)
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Where ranks are, for who looks for what is known to be there: transports and seeds are a fault's own."""
+    group = parser.add_argument_group("simulated ranks")
+    kinds = "simulated: plant the races and deadlocks that only simulated ranks show"
+    group.add_argument("--world", choices=KINDS, default=REAL, help=kinds)
+    rules = "what simulated messages may do (default: each of those that show the fault)"
+    group.add_argument("--transport", choices=_TRANSPORTS, help=rules)
+    many = "try each under at most so many seeds, until something is wrong"
+    add_count(group, "--interleavings", "N", many, default=SEARCHED)
+
+
+def search_of(options: argparse.Namespace) -> Simulation | None:
+    """What is simulated, but for the transport, where none is named; None on real ranks."""
+    if options.world == REAL:
+        without_effect(options, ("--transport", "--interleavings"), "without --world simulated")
+        return None
+    counted("--interleavings", options.interleavings, most=MOST_ACTIONS)
+    return Simulation(transport_of(options.transport or "gloo"), count=options.interleavings)
 
 
 def simulation_of(options: argparse.Namespace) -> Simulation | None:

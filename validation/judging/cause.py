@@ -58,6 +58,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         # Messages on their way, as the simulated world sees them.
         "read-before-wait": "a buffer was used before its message had been waited for",
         "overwritten-in-flight": "a buffer was written while its message was on its way",
+        "freed-in-flight": "a buffer was freed or resized while its message was on its way",
         "never-waited": "nobody waited for a message",
         "received-twice": "two messages were to be received into one buffer",
         "mismatched": "a message was received as another size or type than it was sent",
@@ -65,7 +66,11 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "crash": "a rank failed",
     }
 )
-
+# Those that the simulated world raises, each with the rank that did it.
+RACES = (
+    *("read-before-wait", "overwritten-in-flight", "freed-in-flight", "never-waited", "received-twice"),
+    *("mismatched", "desynchronised"),
+)
 
 _LISTED = 4  # names in a sentence
 

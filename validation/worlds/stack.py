@@ -12,6 +12,8 @@ from types import FrameType
 _MOST = 3  # lines that are kept of a stack
 _LONGEST = 80  # characters of a line that are shown
 _MACHINERY = sys.stdlib_module_names | {"torch", "pipeproof"}
+_PLANTED = "pipeproof.cases.specimens."  # plays the user's part, but for what plants it
+_PLANTING = f"{_PLANTED}planting"
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that are not the user's own
 
 
@@ -56,9 +58,11 @@ def stack_of(frame: FrameType) -> Stack:
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Outwards, but for those of the machinery."""
     while frame is not None:
-        module = str(frame.f_globals.get("__name__")).partition(".")[0]
+        module = str(frame.f_globals.get("__name__"))
+        planted = module.startswith(_PLANTED) and module != _PLANTING
+        own = planted or module.partition(".")[0] not in _MACHINERY
         started = frame.f_back is None and frame.f_code.co_filename == "<string>" and parent_process() is not None
-        if module not in _MACHINERY and not started:  # a process is started by a line of multiprocessing
+        if own and not started:  # a process is started by a line of multiprocessing
             yield frame
         frame = frame.f_back
 

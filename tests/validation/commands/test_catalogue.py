@@ -7,16 +7,61 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.case import SCHEDULES, Case
-from pipeproof.cases.specimens import CONTROLS, ON_DEVICES, SPECIMENS, SpecimenError
+from pipeproof.cases.specimens import CONTROLS, IN_SIMULATION, ON_DEVICES, PLUGINS, SPECIMENS, SpecimenError
 from pipeproof.cases.trial import Named, Trial
 from pipeproof.commands import catalogue
 from pipeproof.commands.campaign import Setting
-from pipeproof.commands.catalogue import cases_on, chosen, line, listing, try_all
+from pipeproof.commands.catalogue import (
+    IN_SIMULATION_COLUMNS,
+    cases_on,
+    chosen,
+    line,
+    listing,
+    loaded,
+    tries_on,
+    try_all,
+)
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.outputs import Outputs
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
 from tests.support.json_schema import documented
 from tests.validation.cases.test_trial import RIGHT, TRIAL
+
+OWN_RACE = """
+import torch
+import torch.distributed as dist
+
+from pipeproof.cases.specimens import Fault, Needs, Specimen, register
+from pipeproof.cases.specimens.planting import on_work
+from pipeproof.pipeline.transports import Transport
+
+
+def used(parts):
+    buffer, other = torch.ones(1), 1 - parts.transport.rank
+    if parts.transport.rank == 0:
+        dist.send(buffer, other, tag=10**6)
+    else:
+        work = dist.irecv(buffer, other, tag=10**6)
+        assert buffer.sum() > 0
+        work.wait()
+    parts.gradients.reduce_tied()
+
+
+register(
+    Specimen(
+        name="own-race",
+        summary="a number is used before it has come",
+        origin="ours",
+        classes=("tI",),
+        fault=Fault("read-before-wait", "read-before-wait", stage=lambda n_stages: 1),
+        needs=Needs(ranks=2, models=("mlp",), transports=(Transport.UNLIMITED,)),
+        plant=on_work(reduce=used),
+    )
+)
+"""
 
 
 def test_a_line_says_what_was_caught_named_and_placed() -> None:
@@ -69,6 +114,66 @@ def test_names_are_chosen_or_refused() -> None:
         chosen("other-device", device="cpu")
 
 
+def test_races_are_chosen_where_ranks_are_simulated() -> None:
+    assert chosen("", device="cpu", simulated=True) == list(IN_SIMULATION)
+    assert chosen("clip-twice,send-let-go", device="cpu", simulated=True) == ["clip-twice", "send-let-go"]
+    with pytest.raises(SpecimenError, match="'send-let-go' needs simulated ranks: say --world simulated"):
+        chosen("send-let-go", device="cpu")
+    lines = listing([*IN_SIMULATION]).splitlines()
+    assert [text.split()[0] for text in lines] == [*IN_SIMULATION]
+    assert lines[0].split()[1] == "sends"
+
+
+def test_what_is_tried_over_which_transport() -> None:
+    names = ["send-let-go", "send-buffer-reused", "clip-twice"]
+    tries, left_out = tries_on(names, [], simulated=True)
+    over = [(case.specimen, transport.value) for case, transport in tries if transport is not None]
+    first, second, third = names
+    assert over == [(first, "unlimited"), (second, "unlimited"), (second, "pair"), (third, "unlimited")]
+    assert left_out == {}
+    tries, left_out = tries_on(names, ["gpipe"], simulated=True, transport=Transport.PAIR)
+    assert [case.specimen for case, _ in tries] == [second, third]
+    assert left_out == {(first, "gpipe"): "needs --transport gloo"}
+    _, left_out = tries_on([second], [])
+    assert left_out == {(second, "gpipe"): "needs --world simulated --transport gloo or nccl"}
+
+
+def test_a_line_of_simulated_ranks_has_the_transport_and_the_seed() -> None:
+    found = replace(TRIAL, transport="pair", seed="7")
+    text = line(found, columns=IN_SIMULATION_COLUMNS)
+    assert text.split() == "one 1f1b scale scale right nccl 7 0.5 s".split()
+
+
+def test_races_are_tried_under_seeds_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    setting = Setting("cpu", outputs=Outputs(str(file)), simulation=Simulation(count=20))
+    assert try_all(["polled-once", "both-send-first"], [], setting) == 0
+    out = capsys.readouterr().out
+    assert "4 tried: 4 caught; of 4 diagnosed 4 named right (100.0 %), 4 located too (100.0 %)" in out
+    written = documented(file.read_text())["specimens"]
+    assert [(one["specimen"], one["transport"]) for one in written] == [
+        (name, transport) for name in ("polled-once", "both-send-first") for transport in ("unlimited", "pair")
+    ]
+    assert [int(one["seed"]) > 0 for one in written] == [True, True, False, False], "who polls may be lucky"
+    lucky = Setting("cpu", simulation=Simulation(count=1))
+    assert try_all(["polled-once"], [], lucky) == 1, "under one seed it goes well"
+    assert "NOT: nothing" not in capsys.readouterr().err
+
+
+def test_a_race_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own_race.py"
+    file.write_text(OWN_RACE)
+    assert loaded(str(file)) == ["own-race"]
+    try:
+        assert try_all(["own-race"], [], Setting("cpu", simulation=Simulation(count=20))) == 0
+        assert "read-before-wait" in capsys.readouterr().out
+        assert try_all(["own-race"], [], Setting("cpu")) == 1, "nothing was tried"
+        said = "left out, needs --world simulated --transport gloo: own-race on naive"
+        assert said in capsys.readouterr().out
+    finally:
+        PLUGINS.unload(file)
+
+
 @pytest.mark.pipeproof_ranks
 def test_specimens_are_tried_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, file = ["stage-negated", "backward-missing"], tmp_path / "x.json"
@@ -116,9 +221,7 @@ def test_an_interruption_says_how_many_were_not_tried(
 
 
 def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failed:
-        verdict = "fail"
-
-    monkeypatch.setattr(catalogue, "validate", lambda case, world: Failed)
-    said = catalogue._controls(World(), "cpu")
+    failed = Verdict("", "fail", "none", ())
+    monkeypatch.setattr(catalogue, "validated", lambda case, world, measure: (failed, None))
+    said = catalogue._controls(World(), Setting("cpu"))
     assert said.startswith(f"0 of {len(CONTROLS)} changes that are no faults pass; FALSE ALARM for slow-messages, ")

@@ -9,13 +9,14 @@ from typing import TypeVar
 from pipeproof.cases.case import MODELS, Case, plainest_first
 from pipeproof.cases.data import model_for
 from pipeproof.cases.stages import owners
-from pipeproof.judging.cause import Cause
+from pipeproof.judging.cause import RACES, Cause
 from pipeproof.observers.wrappers import Steps
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import virtuals
 from pipeproof.pipeline.step import Parts
+from pipeproof.pipeline.transports import Transport, everyday
 from pipeproof.reference.data import Batch
 from pipeproof.worlds.accelerator import CPU
 
@@ -65,10 +66,10 @@ def unchanged(what: T, about: object = None) -> T:
 class Fault:
     """The cause to be named: its kind, and where it is, from the case; and the law that must fail.
 
-    The law is one of the judge's; a static one, where a program is changed; "deadlock", where ranks never end; or
-    "crash", where one fails.
+    The law is one of the judge's; a static one, where a program is changed; "deadlock", where ranks never end;
+    "crash", where one fails; or a race's name, where the simulated world tells of one.
     ``alike`` are kinds that final gradients alone may tell no better. ``parameter`` is a pattern: the first parameter
-    of the stage that it is found in. What is left out is not asked for.
+    of the stage that it is found in. ``rank``: of a fault that is at no stage. What is left out is not asked for.
     """
 
     kind: str
@@ -78,14 +79,15 @@ class Fault:
     parameter: str = ""
     factor: Callable[[Case], float] | None = None
     alike: tuple[str, ...] = ()
+    rank: int | None = None
 
     def cause(self, case: Case) -> Cause:
         """The cause in ``case``."""
         stage = None if self.stage is None else self.stage(case.stages)
         return Cause(
             self.kind,
-            rank=None if stage is None else case.built.placement[stage],
-            stage=None if self.kind == "crash" else stage,  # a rank that failed tells no stage
+            rank=self.rank if stage is None else case.built.placement[stage],
+            stage=None if self.kind in ("crash", *RACES) else stage,  # a rank that failed tells no stage
             microbatches=self.microbatches(case) if callable(self.microbatches) else self.microbatches,
             parameter=self._parameter(case, stage) if self.parameter and stage is not None else None,
             factor=None if self.factor is None else self.factor(case),
@@ -102,7 +104,8 @@ class Needs:
     """What a case must have to show a fault. ``models`` are those that can; empty for all. ``plan`` must occur in the
     case's in this order. ``layers``: on each stage. ``split``: the kinds of backward that the middle stage needs some
     of. ``one_size``: its microbatches are alike in shape. ``device``: ranks compute on one, and not on the CPU.
-    ``also``: why a case will not do for any other reason, or nothing."""
+    ``transports``: of simulated ranks, those that show it; none for what real ranks show. ``also``: why a case will
+    not do for any other reason, or nothing."""
 
     microbatches: int = 1
     ranks: int = 1
@@ -116,6 +119,7 @@ class Needs:
     one_size: bool = False
     split: bool = False
     device: bool = False
+    transports: tuple[Transport, ...] = ()
     also: Callable[[Case], str] = lambda case: ""
 
     def missing(self, case: Case) -> str:
@@ -183,10 +187,13 @@ class Planted:
         """The line of the smallest case that shows what it does, without it."""
         return str(self.needs.smallest(self.schedule))
 
-    def missing(self, case: Case) -> str:
-        """Why ``case`` cannot show it; empty if it can."""
+    def missing(self, case: Case, transport: Transport | None = None) -> str:
+        """Why ``case`` cannot show it; empty if it can. ``transport``: that of simulated ranks; None on real ones."""
         if self.needs.device and case.device == CPU:
             return "needs a device other than the CPU"
+        if self.needs.transports and transport not in self.needs.transports:
+            known = " or ".join(map(everyday, self.needs.transports))
+            return f"needs --world simulated --transport {known}" if transport is None else f"needs --transport {known}"
         return self.needs.missing(case)
 
 

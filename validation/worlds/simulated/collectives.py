@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.meanings import Meaning
 from pipeproof.worlds.simulated.network import Network
-from pipeproof.worlds.simulated.races import copies, overlap, race
+from pipeproof.worlds.simulated.races import copies, race
 from pipeproof.worlds.simulated.scheduler import Wait
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import Stack, own_stack
@@ -60,15 +60,28 @@ class Collectives:
             missing = [there for here, there in communicator.members.items() if here not in meeting.calls]
             return Wait(f"torch.distributed.{call.name}", tuple(sorted(missing)))
 
-        blank = [one for one in call.due if not any(overlap(one, other) for other in call.brought)]
-        work = SimulatedWork(scheduler, wait, stack, call.brought, blank)
-        work.due = call.due
+        self._look(communicator, call, stack)
+        work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called")
+        work.communicator = communicator
         meeting.calls[rank] = call, self._network.working(work)
         if len(meeting.calls) == communicator.size:
             del self._meetings[communicator.number, number]
             scheduler.offer(min(work.name for _, work in meeting.calls.values()), partial(self._happen, meeting))
         scheduler.pause()
         return work
+
+    def _look(self, communicator: Communicator, call: Call, stack: Stack) -> None:
+        """Raises the race where buffers of this call wait for something that is on its way.
+
+        NCCL has the collectives of a communicator one after the other: what one gives is there for the next.
+        """
+        if self._network.rules.backend == "nccl":
+            while (work := self._network.pending_in([*call.brought, *call.due])) is not None:
+                if work.communicator is not communicator:
+                    break
+                work.wait()
+        self._network.uses(call.brought, stack)
+        self._network.claims(call.due, stack)
 
     def _compare(self, meeting: _Meeting, call: Call, number: int, stack: Stack) -> None:
         other, work = next(iter(meeting.calls.values()), (call, None))
@@ -84,7 +97,7 @@ class Collectives:
         for _, work in calls:
             self._network.reads(work)
         first, _ = calls[0]
-        results = [copies(gets) for gets in first.meaning([call.brought for call, _ in calls])]
+        results = [copies(gets) for gets in first.meaning([work.given.contents for _, work in calls])]
         at_s = max(work.posted_s for _, work in calls) + self._network.latency_s
         for (call, work), gets in zip(calls, results, strict=True):
             work.end(gets if call.due else (), at_s=at_s)

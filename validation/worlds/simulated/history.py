@@ -5,7 +5,8 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from pipeproof.worlds.simulated.event import Actor, Event, Message, Touch
-from pipeproof.worlds.simulated.races import copies, unchanged
+from pipeproof.worlds.simulated.held import Held
+from pipeproof.worlds.simulated.races import unchanged
 
 
 class History:
@@ -14,7 +15,7 @@ class History:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._joined: set[Actor] = set()
-        self._given: dict[Actor, dict[Message, tuple[Sequence[Tensor], Sequence[Tensor]]]] = {}
+        self._given: dict[Actor, dict[Message, tuple[Held, Sequence[Tensor]]]] = {}
 
     @property
     def now(self) -> int:
@@ -30,10 +31,10 @@ class History:
         if not self.events:
             return
         actor = self.events[-1].actor
-        for message, (tensors, seen) in [*self._given.get(actor, {}).items()]:
-            if not unchanged(tensors, seen):
+        for message, (held, seen) in [*self._given.get(actor, {}).items()]:
+            if held.freed or not unchanged(held.contents, seen):
                 self.touch(("buffer", message), changes=True)
-                self.gives(message, tensors)
+                self.gives(message, held)
 
     def joins(self, rank: int) -> None:
         """What this rank touches counts from now on: how ranks meet is torch's own affair, and ends alike."""
@@ -54,10 +55,9 @@ class History:
         """This one could have done what the event in progress does."""
         self.events[-1].rivals.add(actor)
 
-    def gives(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def gives(self, message: Message, held: Held) -> None:
         """From now on what its rank writes there is noted."""
-        if tensors:
-            self._given.setdefault(message[0], {})[message] = tensors, copies(tensors)
+        self._given.setdefault(message[0], {})[message] = held, held.contents
 
     def takes_back(self, message: Message) -> None:
         """Its rank knows that the message has left."""

@@ -1,18 +1,20 @@
 """The simulated network: which ends of messages meet, and when they may, by the rules of a transport."""
 
 from collections import defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
 from pipeproof.pipeline.transports import Queue, Rules
+from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
+from pipeproof.worlds.simulated.held import Held
 from pipeproof.worlds.simulated.races import copies, overlap, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.simulated.work import SimulatedWork
-from pipeproof.worlds.stack import own_stack
+from pipeproof.worlds.stack import Stack, own_stack
 
 
 @dataclass(eq=False)
@@ -32,7 +34,7 @@ class End:
     peer: int | None
     tag: int
     sends: bool
-    tensors: list[Tensor]
+    held: Held
     work: SimulatedWork
     batch: Batch
     other: "End | None" = None
@@ -64,7 +66,7 @@ class Network:
         self._ends: defaultdict[_Way, _Ends] = defaultdict(_Ends)
         self._from_any: defaultdict[_Way, deque[End]] = defaultdict(deque)
         self._queues: defaultdict[_Way, deque[list[End]]] = defaultdict(deque)
-        self._receiving: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
+        self._unmet: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
 
     def batch(self, count: int) -> None:
         """The next so many messages of the rank that has the turn are posted in one call."""
@@ -72,39 +74,60 @@ class Network:
 
     def send(self, communicator: Communicator, rank: int, peer: int, tag: int, tensors: list[Tensor]) -> SimulatedWork:
         """Post a send of the rank that has the turn."""
-        given = [] if self.rules.buffered else tensors
+        stack, given = own_stack(), [] if self.rules.buffered else tensors
+        self.uses(tensors, stack)
         wait = _waiting("a send to", communicator, peer)
-        work = self.working(SimulatedWork(self.scheduler, wait, own_stack(), given, ()))
-        kept = list(copies(tensors)) if self.rules.buffered else tensors
-        self._post(End(communicator, rank, peer, tag, True, kept, work, self._current()))
+        work = self.working(SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent"))
+        held = Held(copies(tensors)) if self.rules.buffered else work.given
+        self._post(End(communicator, rank, peer, tag, True, held, work, self._current()))
         return work
 
     def receive(
         self, communicator: Communicator, rank: int, peer: int | None, tag: int, tensors: list[Tensor]
     ) -> SimulatedWork:
         """Post a receive of the rank that has the turn."""
-        own, stack = self.scheduler.running, own_stack()
-        pending = self.pending(own)
-        for work in pending:
-            if any(overlap(one, other) for one in tensors for other in work.due):
-                said = f"rank {own} posted two receives into one buffer"
-                raise race("received-twice", own, said, first_posted=work.stack, second_posted=stack)
+        stack = own_stack()
+        self.claims(tensors, stack)
         wait = _waiting("a message from", communicator, peer)
-        work = self.working(SimulatedWork(self.scheduler, wait, stack, (), tensors))
-        pending.append(work)
-        self._post(End(communicator, rank, peer, tag, False, tensors, work, self._current()))
+        work = self.working(SimulatedWork(self.scheduler, wait, stack, (), tensors, posted_as="received"))
+        self._post(End(communicator, rank, peer, tag, False, work.awaited, work, self._current()))
         return work
+
+    def claims(self, tensors: Sequence[Tensor], stack: Stack) -> None:
+        """What is called now fills these buffers. Raises the race where something on its way does, too."""
+        if (work := self.pending_in(tensors)) is not None:
+            rank = work.rank
+            said = f"rank {rank} posted two receives into one buffer"
+            if work.posted_as != "received":
+                said = f"rank {rank} wanted two things in one buffer, of which one was {work.text}"
+            raise race("received-twice", rank, said, first_posted=work.stack, second_posted=stack)
+
+    def uses(self, tensors: Sequence[Tensor], stack: Stack) -> None:
+        """What is called now reads these. Raises the race where they have not come yet."""
+        if (work := self.pending_in(tensors)) is not None:
+            raise read_early(work, stack)
+
+    def pending_in(self, tensors: Sequence[Tensor]) -> SimulatedWork | None:
+        """What the rank that has the turn has not waited for, and lies there."""
+        pending = self.pending(self.scheduler.running)
+        found = (work for work in pending for one in tensors for other in work.due if overlap(one, other))
+        return next(found, None)
 
     def working(self, work: SimulatedWork) -> SimulatedWork:
-        """Keep ``work`` in mind until its rank returns."""
+        """Keep ``work`` in mind until its rank returns, and until then what it has not waited for."""
         self._works[work.rank].append(work)
+        self._unmet[work.rank].append(work)
         return work
 
-    def pending(self, rank: int) -> list[SimulatedWork]:
-        """The receives of a rank that it has not waited for: the same list each time, brought up to date."""
-        found = self._receiving[rank]
-        found[:] = [one for one in found if not one.met]
+    def unmet(self, rank: int) -> list[SimulatedWork]:
+        """What a rank has not waited for, but for sends that have left: the same list each time, brought up to date."""
+        found = self._unmet[rank]
+        found[:] = [one for one in found if not _done(one)]
         return found
+
+    def pending(self, rank: int) -> list[SimulatedWork]:
+        """Those of them that are to fill buffers."""
+        return [work for work in self.unmet(rank) if work.due]
 
     def reads(self, work: SimulatedWork) -> None:
         """What moves now is what this work gave, once it had been posted."""
@@ -129,6 +152,8 @@ class Network:
         batch, rank = end.batch, self.scheduler.running
         batch.left -= 1
         batch.works.append(end.work)
+        if self.rules.backend == "nccl":
+            end.work.together = batch.works
         if not batch.left:
             self._batches.pop(rank, None)
         if self.rules.buffered and end.sends:
@@ -224,7 +249,7 @@ class Network:
         if fault := _mismatch(send, receive):
             found = race("mismatched", receive.work.rank, fault, sent=send.work.stack, received=receive.work.stack)
             send.work.error = receive.work.error = found
-        came = () if fault else copies(send.tensors)
+        came = () if fault else send.held.contents
         receive.work.source = send.rank
         at_s = self._arrival_s(send, receive)
         if not send.work.over:
@@ -251,12 +276,22 @@ class Network:
                 self._offer(following)
 
 
+def read_early(work: SimulatedWork, stack: Stack) -> Race:
+    """The race of who uses what this work is to fill, here."""
+    said = f"rank {work.rank} used a buffer before {work.text} had been waited for"
+    return race("read-before-wait", work.rank, said, used=stack, **{work.posted_as: work.stack})
+
+
+def _done(work: SimulatedWork) -> bool:
+    return work.met or (work.over and not work.due)
+
+
 def _mismatch(send: End, receive: End) -> str:
     """What two ends that met disagree on; empty if nothing."""
-    sent, due = ([(tensor.numel(), tensor.dtype) for tensor in end.tensors] for end in (send, receive))
+    sent, due = ([(tensor.numel(), tensor.dtype) for tensor in end.held.before] for end in (send, receive))
     if sent == due:
         return ""
-    told = [", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in end.tensors) for end in (send, receive)]
+    told = [", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in end.held.before) for end in (send, receive)]
     return f"rank {send.work.rank} sent {told[0]}, and rank {receive.work.rank} received it as {told[1]}"
 
 

@@ -6,26 +6,31 @@ import torch
 from torch import Tensor
 
 from pipeproof.worlds.rank_report import Race
+from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.stack import Stack
 
 
+@unwatched
 def poison(tensors: Sequence[Tensor]) -> None:
     """Fill buffers with what no right code would compute with: NaN, or the largest number of their type."""
     for tensor in tensors:
         _bare(tensor).fill_(_worst(tensor.dtype))
 
 
+@unwatched
 def fill(tensors: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
     """Write ``contents`` into buffers as a transport does, which autograd does not see."""
     for tensor, content in zip(tensors, contents, strict=True):
         _bare(tensor).copy_(content.view(tensor.shape) if content.numel() == tensor.numel() else content)
 
 
+@unwatched
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What is in buffers now."""
     return tuple(_bare(tensor).clone() for tensor in tensors)
 
 
+@unwatched
 def unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     """Whether buffers hold the same bits as before."""
     return all(torch.equal(_bits(_bare(one)), _bits(other)) for one, other in zip(tensors, before, strict=True))

@@ -9,8 +9,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in __al
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.simulated.clock import goes_by
 from pipeproof.worlds.simulated.network import Network
-from pipeproof.worlds.simulated.reads import Reads
 from pipeproof.worlds.simulated.torch_inside import joined, without_autograd_threads
+from pipeproof.worlds.simulated.uses import Uses
 from pipeproof.worlds.worker import RankContext, attempt, obey
 
 
@@ -41,7 +41,7 @@ class Rank(Thread):
         group = joined(self._network.rules.backend, self._rank, self._ranks, self._store)
         if (history := self._network.scheduler.history) is not None:
             history.joins(self._rank)
-        with Reads(self._network, self._rank):
+        with Uses(self._network, self._rank):
             result = obey(order, RankContext(self._rank, self._ranks, "cpu", group))
             self._network.leave(self._rank)
         return result

@@ -5,13 +5,16 @@ Tested with torch 2.13 and 2.15. Each is said once what it is for, so that anoth
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 
 from pipeproof.pipeline import waiting
@@ -31,6 +34,8 @@ _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's 
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _BACKENDS = ("ProcessGroupGloo", "ProcessGroupNCCL")
 MESSAGES = ("send", "recv", "recv_anysource")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _world(before: Any) -> SimpleNamespace:
@@ -118,3 +123,51 @@ def joined(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup
 def without_autograd_threads() -> Any:
     """Backward runs in the thread that calls it, which is its rank's."""
     return torch.autograd.set_multithreading_enabled(False)
+
+
+def unwatched(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, of whose calls of torch no mode is told."""
+    off: Any = torch._C.DisableTorchFunction
+
+    @wraps(function)
+    def alone(*arguments: P.args, **named: P.kwargs) -> T:
+        with off():
+            return function(*arguments, **named)
+
+    return alone
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it lies anywhere itself: a wrapper around other tensors has a storage without an address."""
+    try:
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() is not None
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+_Weak: Any = StorageWeakRef
+
+
+class Memory:
+    """Where a tensor lies, which does not keep that there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storage = _Weak(storage)
+        self._place = storage.data_ptr()
+        self._bytes = storage.nbytes()
+        self._dtype = tensor.dtype
+        self._as = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` may lie there too."""
+        return self._place != 0 and tensor.untyped_storage().data_ptr() == self._place
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor as it was; None where that memory is gone, or has moved."""
+        kind: Any = torch.UntypedStorage
+        storage = None if self._storage.expired() else kind._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.data_ptr() != self._place or storage.nbytes() < self._bytes:
+            return None
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._as)

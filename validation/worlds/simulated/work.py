@@ -8,7 +8,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from pipeproof.worlds.rank_report import Race
-from pipeproof.worlds.simulated.races import fill, poison, race, unchanged
+from pipeproof.worlds.simulated.communicator import Communicator
+from pipeproof.worlds.simulated.held import NOTHING_HELD, Held
+from pipeproof.worlds.simulated.races import overlap, place_of, poison, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.stack import Stack
 
@@ -21,8 +23,9 @@ _NO_TIMEOUT = timedelta(0)
 class SimulatedWork(Work):
     """A message's end or a rank's part of a collective, from its call to the moment when it has been waited for.
 
-    ``given`` must not change meanwhile, and ``due`` hold poison: what has come is written into them when they are
-    waited for, as late as any transport may.
+    Neither ``given`` nor ``due`` may be written meanwhile, or freed. ``due`` hold poison, where they are not given too:
+    what has come is written into them when they are waited for, as late as any transport may. ``posted_as``: what its
+    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds.
     """
 
     def __init__(
@@ -32,6 +35,8 @@ class SimulatedWork(Work):
         stack: Stack,
         given: Sequence[Tensor],
         due: Sequence[Tensor],
+        *,
+        posted_as: str,
     ) -> None:
         super().__init__()
         self.rank = scheduler.running
@@ -39,20 +44,25 @@ class SimulatedWork(Work):
         self.posted = self._moved = scheduler.now
         self.posted_s = self._done_s = scheduler.clock.now_s
         self.stack = stack
+        self.posted_as = posted_as
+        self.wrote: Stack = ()
         self.due = due
+        self.places = frozenset(place_of(tensor) for tensor in (*given, *due))
+        self.objects = frozenset(id(tensor) for tensor in (*given, *due))
         self.source = -1
+        self.communicator: Communicator | None = None  # of a collective
+        self.together: Sequence[SimulatedWork] = (self,)  # all that one call has posted, where they end as one
         self.over = False  # on the network
         self.met = False  # by its rank
         self.error: Race | None = None
         self._scheduler = scheduler
         self._wait = wait
-        self._given = given
-        self._before = [tensor.data.clone() for tensor in given]
         self._came: Sequence[Tensor] = ()
         self._waiting = False
-        poison(due)
-        if scheduler.history is not None:
-            scheduler.history.gives(self.name, given)
+        poison([one for one in due if not any(overlap(one, other) for other in given)])
+        self.given, self.awaited = Held(given), Held(due)
+        if scheduler.history is not None and given:
+            scheduler.history.gives(self.name, self.given)
 
     @property
     def text(self) -> str:
@@ -65,10 +75,8 @@ class SimulatedWork(Work):
         Only now is it known whether what was given has changed too early: who has an answer to a message may change
         what it sent, also before it waits for that.
         """
-        if self.error is None and not unchanged(self._given, self._before):
-            said = f"rank {self.rank} wrote into a buffer while {self.text} was on its way"
-            self.error = race("overwritten-in-flight", self.rank, said, sent=self.stack)
-        self._given, self._before = (), []
+        self._look_into(self.given)
+        self.given = NOTHING_HELD
         self._came, self.over = came, True
         self._moved, self._done_s = self._scheduler.now, max(at_s, self.posted_s)
         self._scheduler.touch(("work", self.name), changes=True)
@@ -84,20 +92,25 @@ class SimulatedWork(Work):
             self._scheduler.clock.reach(self._done_s)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Until it is done. Time is not real, so nothing ever times out: what never comes is a deadlock."""
+        """Until it is done, with all that ends as one with it.
+
+        Time is not real, so nothing ever times out: what never comes is a deadlock.
+        """
         if self.met:
             return True
         if self.over:
             self._scheduler.pause()
-        self.hold()
-        self._meet()
+        for work in self.together:
+            work.hold()
+            work._meet()
         return True
 
     def is_completed(self) -> bool:
         """Whether it is done; who is told so may use the buffers."""
         self._scheduler.pause()
         if self._scheduler.ask(("work", self.name), lambda: self.over):
-            self._meet()
+            for work in [one for one in self.together if one.over]:
+                work._meet()
         return self.over
 
     def ended(self) -> bool:
@@ -137,9 +150,31 @@ class SimulatedWork(Work):
             if (history := self._scheduler.history) is not None:
                 history.needed(self._moved)
                 history.takes_back(self.name)
+            self._look_into(self.awaited)
             self.check()
-            fill(self.due, self._came)
-            self._came = ()
+            self.awaited.fill(self._came)
+            self._came, self.awaited = (), NOTHING_HELD
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, or its memory, is on its way."""
+        return self.given.concerns(tensor) or self.awaited.concerns(tensor)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether what it holds has been written or freed."""
+        return any(held.freed or held.changed for held in (self.given, self.awaited))
+
+    def _look_into(self, held: Held) -> None:
+        """Note the race that its rank has made, where there is none yet."""
+        if self.error is not None or (not (freed := held.freed) and not held.changed):
+            return
+        kind, did, line = (
+            ("freed-in-flight", "freed or resized", "freed")
+            if freed
+            else ("overwritten-in-flight", "wrote into", "written")
+        )
+        said = f"rank {self.rank} {did} a buffer while {self.text} was on its way"
+        self.error = race(kind, self.rank, said, **{line: self.wrote, self.posted_as: self.stack})
 
     def check(self) -> None:
         """Raise the race that was found."""

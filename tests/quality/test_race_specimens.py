@@ -1,0 +1,118 @@
+"""Races that simulated ranks alone show: each is named under some seed of twenty, and no right code is."""
+
+import re
+
+import pytest
+
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens import FAMILIES, IN_SIMULATION, SIMULATED_CONTROLS, SIMULATED_FAMILIES, SPECIMENS
+from pipeproof.cases.specimens.specimen import CLASSES
+from pipeproof.cases.trial import search, smallest_of
+from pipeproof.cases.validator import crashed, validate
+from pipeproof.judging.cause import RACES
+from pipeproof.judging.judge import LAWS
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.simulated.exploration import told
+from pipeproof.worlds.world import World
+
+SEEDS = range(20)
+SHOWN = [(name, transport) for name, one in IN_SIMULATION.items() for transport in one.needs.transports]
+
+
+def ids(values: object) -> str:
+    return values.value if isinstance(values, Transport) else str(values)
+
+
+@pytest.mark.parametrize(("name", "transport"), SHOWN, ids=ids)
+def test_a_race_is_caught_and_named_with_its_place(name: str, transport: Transport, simulated: World) -> None:
+    simulated.transport = transport
+    found = search(smallest_of(IN_SIMULATION[name]), simulated, seeds=SEEDS)
+    assert found.caught, found
+    assert found.recorded is not None, "what is caught is diagnosed"
+    assert found.recorded.located, found
+
+
+def verdict_on(case: Case, world: World) -> Verdict:
+    try:
+        return validate(case, world)
+    except RankFailed as failure:
+        return crashed(case, failure)
+
+
+@pytest.mark.parametrize("name", [name for name, one in IN_SIMULATION.items() if one.law in RACES])
+def test_a_race_is_told_with_the_lines_that_made_it(name: str, simulated: World) -> None:
+    one = IN_SIMULATION[name]
+    simulated.transport = one.needs.transports[0]
+    simulated.seed = int(search(smallest_of(one), simulated, seeds=SEEDS).seed or 0)
+    (cause,) = verdict_on(smallest_of(one), simulated).cause
+    assert cause.lines, "the lines of who planted it are told, as a user's are"
+    assert all("specimens/" in each.line.file for each in cause.lines)
+    assert all(f"rank {cause.rank}" in cause.detail for _ in cause.lines)
+
+
+@pytest.mark.parametrize("name", [name for name, one in IN_SIMULATION.items() if one.law == "deadlock"])
+def test_a_deadlock_is_told_with_who_waits_and_the_lines(name: str, simulated: World) -> None:
+    one = IN_SIMULATION[name]
+    for simulated.transport in one.needs.transports:
+        verdict = verdict_on(smallest_of(one), simulated)
+        assert verdict.ended == "hang", str(verdict)
+        assert "wait for each other: rank 0 for " in verdict.headline
+        places = re.findall(r"^rank (\d): can never go on at (\w+)\.py:", verdict.failure, re.MULTILINE)
+        due = {"1"} if name == "barrier-of-some" else {"0", "1"}  # the first rank is in the runtime, and not in a line
+        assert {rank for rank, _ in places} == due, verdict.failure
+
+
+@pytest.mark.parametrize("name", SIMULATED_CONTROLS)
+def test_right_code_is_right_under_a_seed(name: str, simulated: World) -> None:
+    passes(name, simulated, range(1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIMULATED_CONTROLS)
+def test_right_code_is_right_under_any_of_twenty_seeds(name: str, simulated: World) -> None:
+    passes(name, simulated, SEEDS)
+
+
+def passes(name: str, world: World, seeds: range) -> None:
+    one = SIMULATED_CONTROLS[name]
+    for world.transport in one.needs.transports:
+        for world.seed in seeds:
+            verdict = verdict_on(Case.parse(f"{one.smallest} specimen={name}"), world)
+            assert verdict.verdict == "pass", f"{world.transport} {world.seed}: {verdict}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIMULATED_CONTROLS)
+def test_right_code_is_right_in_every_interleaving_that_differs(name: str, simulated: World) -> None:
+    one = SIMULATED_CONTROLS[name]
+    simulated.most = 100
+    for simulated.transport in one.needs.transports:
+        for _ in simulated.interleavings():
+            verdict = verdict_on(Case.parse(f"{one.smallest} specimen={name}"), simulated)
+            assert verdict.verdict == "pass", str(verdict)
+    assert told(simulated.explorations).endswith("there are no more")
+
+
+def test_there_are_many_and_each_says_what_it_is() -> None:
+    assert len(IN_SIMULATION) == sum(map(len, SIMULATED_FAMILIES.values())) >= 40, "names are unique"
+    assert not {*IN_SIMULATION} & {*SPECIMENS, *SIMULATED_CONTROLS}
+    assert {one.law for one in IN_SIMULATION.values()} >= {*RACES, "deadlock"}, "every race is shown"
+    assert len({one.summary for one in IN_SIMULATION.values()}) == len(IN_SIMULATION)
+    for name, one in {**IN_SIMULATION, **SIMULATED_CONTROLS}.items():
+        case = Case.parse(one.smallest)
+        assert one.summary, name
+        assert one.origin, name
+        assert one.missing(case).startswith("needs --world simulated --transport "), name
+        assert one.missing(case, one.needs.transports[0]) == "", name
+    for name, one in IN_SIMULATION.items():
+        assert one.classes, name
+        assert {*one.classes} <= {*CLASSES}, name
+        assert one.law in (*LAWS, *RACES, "deadlock", "crash"), name
+    assert not {*SIMULATED_FAMILIES} & {*FAMILIES}
+
+
+@pytest.mark.parametrize("name", IN_SIMULATION)
+def test_on_real_ranks_nothing_is_planted(name: str, world: World) -> None:
+    assert validate(smallest_of(IN_SIMULATION[name]), world, explain=False).verdict == "pass"
