@@ -119,10 +119,9 @@ class Network:
 
     def unmet(self, rank: int) -> list[SimulatedWork]:
         """What a rank has not waited for, but for sends that have left."""
-        found = self._unmet[rank]
-        if found and any(_done(one) for one in found):
-            found = self._unmet[rank] = [one for one in found if not _done(one)]
-        return found
+        if self._unmet[rank]:
+            self._unmet[rank] = [one for one in self._unmet[rank] if not _done(one)]
+        return self._unmet[rank]
 
     def pending(self, rank: int) -> list[SimulatedWork]:
         """Those of them that are to fill buffers."""

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeproof.worlds.simulated.network import Network, read_early
 from pipeproof.worlds.simulated.races import overlap
-from pipeproof.worlds.simulated.torch_inside import has_memory
+from pipeproof.worlds.simulated.torch_inside import has_memory, places_of
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
@@ -39,12 +39,15 @@ class Uses(TorchFunctionMode):
     def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        unmet = [*self._network.unmet(self._rank)]
+        unmet = self._network.unmet(self._rank)
         result = func(*args, **(kwargs or {}))
-        if unmet := [work for work in unmet if not work.met]:
+        if unmet:
             taken = [*tensors_in((args, tuple((kwargs or {}).values())))]
-            self._look(func, taken, result, [work for work in unmet if work.due])
-            _note_writes(taken, unmet)
+            places = {place for tensor in taken for place in places_of(tensor)}
+            concerned = [work for work in unmet if not work.met and not places.isdisjoint(work.places)]
+            if concerned:
+                self._look(func, taken, result, [work for work in concerned if work.due])
+                _note_writes(concerned)
         return result
 
     def _look(self, func: Callable[..., Any], taken: Sequence[Tensor], result: object, pending: Works) -> None:
@@ -57,10 +60,10 @@ class Uses(TorchFunctionMode):
                     raise read_early(work, own_stack())
 
 
-def _note_writes(taken: Sequence[Tensor], unmet: Works) -> None:
+def _note_writes(concerned: Works) -> None:
     """Whether this call has written into what is on its way is known only once that has moved."""
-    for work in unmet:
-        if not work.wrote and any(work.holds(tensor) for tensor in taken) and work.disturbed:
+    for work in concerned:
+        if not work.wrote and work.disturbed:
             work.wrote = own_stack()
 
 

@@ -12,6 +12,7 @@ from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.held import NOTHING_HELD, Held
 from pipeproof.worlds.simulated.races import overlap, poison, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
+from pipeproof.worlds.simulated.torch_inside import places_of
 from pipeproof.worlds.stack import Stack
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class SimulatedWork(Work):
         self._waiting = False
         poison([one for one in due if not any(overlap(one, other) for other in given)])
         self.given, self.awaited = Held(given), Held(due)
+        self.places = frozenset(place for tensor in (*given, *due) for place in places_of(tensor))
         if scheduler.history is not None and given:
             scheduler.history.gives(self.name, self.given)
 
@@ -149,10 +151,6 @@ class SimulatedWork(Work):
             self.check()
             self.awaited.fill(self._came)
             self._came, self.awaited = (), NOTHING_HELD
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, or its memory, is on its way."""
-        return self.given.concerns(tensor) or self.awaited.concerns(tensor)
 
     @property
     def disturbed(self) -> bool:
