@@ -60,7 +60,8 @@ class Rules:
     by_name: an end meets the other end of its name, or tag; else the k-th send of a channel meets its k-th receive.
     queue: which messages run one at a time, in the order in which they are posted. blocking: who posts one waits for
     it, there and then. buffered: a send is done when it is posted. keeps_sent: what is sent is kept until it is there,
-    also where nobody keeps the send's work. backend: what torch.distributed calls the like. known_as: its everyday
+    also where nobody keeps the send's work. one_stream: what a rank asks of a communicator has one stream: the messages of
+    a batch end as one, and each collective follows the one before it. backend: what torch.distributed calls the like. known_as: its everyday
     names. source: where that is known from.
     """
 
@@ -70,6 +71,7 @@ class Rules:
     source: str
     blocking: bool = False
     buffered: bool = False
+    one_stream: bool = False
     keeps_sent: bool = True
     known_as: tuple[str, ...] = ()
 
@@ -80,6 +82,7 @@ RULES: Mapping[Transport, Rules] = MappingProxyType(
             by_name=False,
             queue=Queue.NONE,
             backend="nccl",
+            one_stream=True,
             source="the MPI standard's synchronous mode, MPI_Ssend: a send ends once its receive has begun",
             blocking=True,
             known_as=("rendezvous",),
@@ -88,6 +91,7 @@ RULES: Mapping[Transport, Rules] = MappingProxyType(
             by_name=False,
             queue=Queue.RANK,
             backend="nccl",
+            one_stream=True,
             source="ProcessGroupNCCL::getKeyForDevice: with eager connection one communicator and stream has all of a "
             "rank's messages",
         ),
@@ -95,6 +99,7 @@ RULES: Mapping[Transport, Rules] = MappingProxyType(
             by_name=False,
             queue=Queue.PAIR,
             backend="nccl",
+            one_stream=True,
             source="ProcessGroupNCCL::pointToPoint: the key is the two ranks, the lower first; tags are not passed on",
             known_as=("nccl",),
         ),
@@ -102,6 +107,7 @@ RULES: Mapping[Transport, Rules] = MappingProxyType(
             by_name=False,
             queue=Queue.DIRECTED,
             backend="nccl",
+            one_stream=True,
             source="torch.distributed.pipelining 2.15: a communicator for each edge and direction",
         ),
         Transport.UNLIMITED: Rules(

@@ -156,7 +156,7 @@ def _norm(*, waits: bool) -> Plant:
         assert work is not None, "its rank is in the group"
         if waits or parts.transport.rank > 0:
             work.wait()
-        assert total.item() >= 0
+        assert total.item() >= 0, "squares add up to no less"
         work.wait()
         return found
 

@@ -73,9 +73,9 @@ class Collectives:
     def _look(self, communicator: Communicator, call: Call, stack: Stack) -> None:
         """Raises the race where buffers of this call wait for something that is on its way.
 
-        NCCL has the collectives of a communicator one after the other: what one gives is there for the next.
+        Of a communicator's collectives on one stream each follows the one before: what one gives is there for the next.
         """
-        if self._network.rules.backend == "nccl":
+        if self._network.rules.one_stream:
             while (work := self._network.pending_in([*call.brought, *call.due])) is not None:
                 if work.communicator is not communicator:
                     break

@@ -41,10 +41,6 @@ class Held:
         if (there := self._there()) is not None:
             fill(there, contents)
 
-    def concerns(self, tensor: Tensor) -> bool:
-        """Whether this is one of the tensors, or may lie in their memory."""
-        return any(one.holds(tensor) for one in self._memory) or any(one is tensor for one in self.tensors)
-
     @unwatched
     def _there(self) -> list[Tensor] | None:
         there = [tensor for one in self._memory if (tensor := one.tensor) is not None]

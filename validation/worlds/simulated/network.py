@@ -120,10 +120,10 @@ class Network:
         return work
 
     def unmet(self, rank: int) -> list[SimulatedWork]:
-        """What a rank has not waited for, but for sends that have left: the same list each time, brought up to date."""
-        found = self._unmet[rank]
-        found[:] = [one for one in found if not _done(one)]
-        return found
+        """What a rank has not waited for, but for sends that have left."""
+        if self._unmet[rank]:
+            self._unmet[rank] = [one for one in self._unmet[rank] if not _done(one)]
+        return self._unmet[rank]
 
     def pending(self, rank: int) -> list[SimulatedWork]:
         """Those of them that are to fill buffers."""
@@ -152,7 +152,7 @@ class Network:
         batch, rank = end.batch, self.scheduler.running
         batch.left -= 1
         batch.works.append(end.work)
-        if self.rules.backend == "nccl":
+        if self.rules.one_stream:
             end.work.together = batch.works
         if not batch.left:
             self._batches.pop(rank, None)

@@ -145,6 +145,11 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
+def places_of(tensor: Tensor) -> tuple[int, ...]:
+    """Two numbers by which to tell what this may be, or share memory with: the object's, and where its memory is."""
+    return (id(tensor), place) if (place := tensor.untyped_storage().data_ptr()) else (id(tensor),)
+
+
 _Weak: Any = StorageWeakRef
 
 
@@ -158,10 +163,6 @@ class Memory:
         self._bytes = storage.nbytes()
         self._dtype = tensor.dtype
         self._as = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` may lie there too."""
-        return self._place != 0 and tensor.untyped_storage().data_ptr() == self._place
 
     @property
     def tensor(self) -> Tensor | None:

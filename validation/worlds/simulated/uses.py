@@ -3,7 +3,7 @@
 By functions and not by operators: a mode that sees operators changes what autograd keeps, and an observer must not.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipeproof.worlds.simulated.network import Network, read_early
-from pipeproof.worlds.simulated.races import overlap, place_of
-from pipeproof.worlds.simulated.torch_inside import has_memory
+from pipeproof.worlds.simulated.races import overlap
+from pipeproof.worlds.simulated.torch_inside import has_memory, places_of
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
@@ -36,48 +36,41 @@ class Uses(TorchFunctionMode):
         super().__init__()
         self._network = network
         self._rank = rank
-        self._unmet = network.unmet(rank)
 
     def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        posted = [*self._unmet]
+        unmet = self._network.unmet(self._rank)
         result = func(*args, **(kwargs or {}))
-        if posted and (taken := _on_its_way((args, tuple((kwargs or {}).values())), posted)):
-            unmet = [work for work in posted if not work.met]
-            if not _only_asks(name := getattr(func, "__name__", "")):
-                self._look(name, taken, result, [work for work in unmet if work.due])
-            _note_writes(taken, unmet)
-            self._network.unmet(self._rank)
+        if unmet:
+            taken = [*tensors_in((args, tuple((kwargs or {}).values())))]
+            places = {place for tensor in taken for place in places_of(tensor)}
+            concerned = [work for work in unmet if not work.met and not places.isdisjoint(work.places)]
+            if concerned:
+                self._look(func, taken, result, [work for work in concerned if work.due])
+                _note_writes(concerned)
         return result
 
-    def _look(self, name: str, taken: Sequence[Tensor], result: object, pending: Works) -> None:
+    def _look(self, func: Callable[..., Any], taken: Sequence[Tensor], result: object, pending: Works) -> None:
+        name = getattr(func, "__name__", "")
+        if _only_asks(name):
+            return
         for tensor in taken:
             for work in pending:
                 if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
                     raise read_early(work, own_stack())
 
 
-def _on_its_way(values: object, works: Works) -> list[Tensor]:
-    """The tensors of these that some of ``works`` may hold: of most functions, none."""
-    found = []
-    for tensor in tensors_in(values):
-        place = place_of(tensor)
-        if any(place in work.places or id(tensor) in work.objects for work in works):
-            found.append(tensor)
-    return found
-
-
-def _note_writes(taken: Sequence[Tensor], unmet: Works) -> None:
-    """Whether this call has written into what is on its way is known only once that has moved."""
-    for work in unmet:
-        if not work.wrote and any(work.holds(tensor) for tensor in taken) and work.disturbed:
-            work.wrote = own_stack()
-
-
 @cache
 def _only_asks(name: str) -> bool:
     return name.startswith(_ONLY_ASK) or name.rstrip("_").endswith("_as")
+
+
+def _note_writes(concerned: Works) -> None:
+    """Whether this call has written into what is on its way is known only once that has moved."""
+    for work in concerned:
+        if not work.wrote and work.disturbed:
+            work.wrote = own_stack()
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:

@@ -10,8 +10,9 @@ from torch._C._distributed_c10d import Work
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.held import NOTHING_HELD, Held
-from pipeproof.worlds.simulated.races import overlap, place_of, poison, race
+from pipeproof.worlds.simulated.races import overlap, poison, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
+from pipeproof.worlds.simulated.torch_inside import places_of
 from pipeproof.worlds.stack import Stack
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ class SimulatedWork(Work):
         self.posted_as = posted_as
         self.wrote: Stack = ()
         self.due = due
-        self.places = frozenset(place_of(tensor) for tensor in (*given, *due))
-        self.objects = frozenset(id(tensor) for tensor in (*given, *due))
         self.source = -1
         self.communicator: Communicator | None = None  # of a collective
         self.together: Sequence[SimulatedWork] = (self,)  # all that one call has posted, where they end as one
@@ -61,6 +60,7 @@ class SimulatedWork(Work):
         self._waiting = False
         poison([one for one in due if not any(overlap(one, other) for other in given)])
         self.given, self.awaited = Held(given), Held(due)
+        self.places = frozenset(place for tensor in (*given, *due) for place in places_of(tensor))
         if scheduler.history is not None and given:
             scheduler.history.gives(self.name, self.given)
 
@@ -154,10 +154,6 @@ class SimulatedWork(Work):
             self.check()
             self.awaited.fill(self._came)
             self._came, self.awaited = (), NOTHING_HELD
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, or its memory, is on its way."""
-        return self.given.concerns(tensor) or self.awaited.concerns(tensor)
 
     @property
     def disturbed(self) -> bool:
