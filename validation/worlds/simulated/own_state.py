@@ -47,9 +47,11 @@ class OwnState:
             torch.set_default_dtype(self._dtype)
         for one, value in self._belonging:
             one.put(value)
+        for one in belongings()[len(self._belonging) :]:  # named since, by what another rank has imported
+            one.put(one.fresh(one.first))
 
     def leave(self) -> None:
         """Keep all of it as it is now."""
         self._values = [get() for get, _ in _VALUES]
         self._dtype = torch.get_default_dtype()
-        self._belonging = [(one, one.value) for one, _ in self._belonging]
+        self._belonging = [(one, one.value) for one in belongings()]
