@@ -57,7 +57,7 @@ class World:
         name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
         for races runs each case. With ``most`` it runs all interleavings that differ, but no more than so many, and
         adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. Modules are
-        shared by such ranks: what code keeps there is not one rank's.
+        shared by such ranks: what code keeps there is not one rank's, but for packages that ``own_modules`` names.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
@@ -77,6 +77,7 @@ class World:
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
         self.noted = False
+        self.own_modules: frozenset[str] = frozenset()
         self._source: Processes | Torchrun | Simulated | None = None
 
     @property
@@ -134,7 +135,8 @@ class World:
         if self._source is None:
             self._source = self._started()
         if isinstance(self._source, Simulated):
-            self._source.choose(self.seed, self.transport, noted=self.noted)
+            chosen: dict[str, Any] = {"noted": self.noted, "own_modules": self.own_modules}
+            self._source.choose(self.seed, self.transport, **chosen)
         label = _label(job)
         answers = self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile)
         if isinstance(self._source, Simulated) and self.noted:

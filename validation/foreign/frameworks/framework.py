@@ -26,6 +26,7 @@ class Framework:
 
     error: what is raised where it is missing, or used in a way that is not covered. axes: in the order in which it
     numbers ranks; neighbours differ along the last. child: what its reference calls the user's model, which is in it.
+    also: packages beside its own that keep a rank's state: simulated ranks have one of each.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Framework:
     error: type[WhiteBoxError]
     axes: tuple[str, ...] = ("pp", "dp")
     child: str = ""
+    also: tuple[str, ...] = ()
 
     def module(self, name: str = "") -> ModuleType:
         """Its package, or the module ``name`` in it."""
@@ -101,6 +103,7 @@ class Framework:
             return validated
         if not isinstance(whitebox, WhiteBox):
             raise self.error(f"whitebox is {shown(whitebox)}: expected pytest's fixture of that name, or None")
+        whitebox.world.own_modules |= {self.package.partition(".")[0], *self.also}
         return whitebox.validate
 
     def check_count(self, option: str, count: int | None, due: int, what: str = "microbatches") -> None:

@@ -26,18 +26,31 @@ class Simulated:
         self.course: Course | None = None
         self._interleaving: int | Guide = 0
         self._transport, self._noted = Transport.UNLIMITED, False
+        self._own_modules: tuple[str, ...] = ()
         self._process = Processes(CPU, silent=silent)
 
-    def choose(self, interleaving: int | Guide, transport: Transport, *, noted: bool = False) -> None:
-        """What decides the next runs, and the rules of their messages; ``noted``: keep the course of each."""
+    def choose(
+        self,
+        interleaving: int | Guide,
+        transport: Transport,
+        *,
+        noted: bool = False,
+        own_modules: Iterable[str] = (),
+    ) -> None:
+        """What decides the next runs, the rules of their messages, and packages that each rank imports anew.
+
+        ``noted``: keep the course of each.
+        """
         self._interleaving, self._transport, self._noted = interleaving, transport, noted
+        self._own_modules = tuple(sorted(own_modules))
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
         self.course = None
-        asked = Order(order, ranks, self._interleaving, self._transport, timeout_s, self._noted)
+        decided = self._interleaving, self._transport
+        asked = Order(order, ranks, *decided, timeout_s, self._noted, self._own_modules)
         what = pack((sys.path, pack((play, (asked,)))))
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
