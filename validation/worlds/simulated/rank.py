@@ -1,11 +1,13 @@
 """One simulated rank: a thread that joins the group, does its part, and tells how that ended."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Thread
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
+from pipeproof.worlds.launcher import place_of
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.reads import Reads
@@ -38,6 +40,7 @@ class Rank(Thread):
 
     def _joined(self) -> object:
         __tracebackhide__ = True
+        os.environ.update(place_of(self._rank, self._ranks, self._rank, self._ranks))
         group = joined(self._network.rules.backend, self._rank, self._ranks, self._store)
         if (history := self._network.scheduler.history) is not None:
             history.joins(self._rank)

@@ -13,16 +13,19 @@ from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 
-def in_its_environment(context: RankContext) -> str:
+def in_its_environment(context: RankContext) -> list[str]:
     os.environ.setdefault("OF_THIS_RANK", str(context.rank))
     dist.barrier()
-    return os.environ["OF_THIS_RANK"]
+    names = "OF_THIS_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    return [os.environ[name] for name in names]
 
 
-def test_the_environment_is_a_ranks_own(simulated: World) -> None:
-    for simulated.seed in range(3):
-        assert simulated.run(in_its_environment, ranks=2) == ["0", "1"]
-    assert "OF_THIS_RANK" not in os.environ
+def test_the_environment_is_a_ranks_own_as_a_launcher_would_set_it(simulated: World, world: World) -> None:
+    real = world.run(in_its_environment, ranks=2)
+    for simulated.seed in range(2):
+        assert (
+            simulated.run(in_its_environment, ranks=2) == real == [["0", "0", "0", "2", "2"], ["1", "1", "1", "2", "2"]]
+        )
 
 
 def noted_optimizers(context: RankContext) -> int:
