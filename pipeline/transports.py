@@ -60,9 +60,9 @@ class Rules:
     by_name: an end meets the other end of its name, or tag; else the k-th send of a channel meets its k-th receive.
     queue: which messages run one at a time, in the order in which they are posted. blocking: who posts one waits for
     it, there and then. buffered: a send is done when it is posted. keeps_sent: what is sent is kept until it is there,
-    also where nobody keeps the send's work. one_stream: what a rank asks of a communicator has one stream: the messages of
-    a batch end as one, and each collective follows the one before it. backend: what torch.distributed calls the like. known_as: its everyday
-    names. source: where that is known from.
+    also where nobody keeps the send's work. one_stream: what a rank asks of a communicator has one stream, in
+    which messages of a batch end as one, and each collective follows the one before. backend: what torch.distributed
+    calls the like. known_as: its everyday names. source: where that is known from.
     """
 
     by_name: bool

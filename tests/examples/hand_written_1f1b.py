@@ -1,4 +1,7 @@
-"""1F1B by hand on ``torch.distributed``: isend, irecv and a loop. ``fault`` plants a bug, to see it caught."""
+"""1F1B by hand on ``torch.distributed``: isend, irecv and a loop. ``fault`` plants a bug, to see it caught.
+
+Messages cross: where sends wait for their receives and a pair has one queue, as NCCL may do it, it hangs.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""An interleaved 1F1B loop that takes a forward_step_func, data iterators and model chunks. ``fault`` plants a bug."""
+"""An interleaved 1F1B loop that takes a forward_step_func, data iterators and model chunks. ``fault`` plants a bug.
+
+Messages are told apart by tags and cross: on NCCL, which has no tags, it may hang.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,4 +1,7 @@
-"""A zero-bubble loop with a store of weight gradients: linear layers put them off until W. ``fault`` plants a bug."""
+"""A zero-bubble loop with a store of weight gradients: linear layers put them off until W. ``fault`` plants a bug.
+
+Messages cross: where sends wait for their receives and a pair has one queue, as NCCL may do it, it hangs.
+"""
 
 from collections import deque
 from collections.abc import Callable

@@ -8,11 +8,15 @@ import pytest
 
 from pipeproof import whitebox
 from pipeproof.cases.case import Case
+from pipeproof.cases.primitives.stacked import validated
+from pipeproof.cases.primitives.stacks import Stack, alone
+from pipeproof.cases.runtimes import TORCH_CLASSES
 from pipeproof.cases.validator import validate
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.world import World
 from tests.examples.hand_written_1f1b import OneFOneB
@@ -52,6 +56,41 @@ def test_our_schedules_are_right_to_the_bit_with_tags_and_in_order(name: str, si
     for simulated.seed, simulated.transport in enumerate((Transport.UNLIMITED, Transport.PAIR)):
         verdict = validate(small(name), simulated)
         assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TORCH_CLASSES)
+def test_torchs_schedules_are_right_with_tags_and_in_order_in_every_interleaving(name: str, simulated: World) -> None:
+    case = replace(small(name), runtime="torch", options=("unscaled",), plan=("train",))
+    for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
+        simulated.most = 5
+        for _ in simulated.interleavings():
+            verdict = validate(case, simulated)
+            assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert told(simulated.explorations) == "interleavings that differ: 2 ran, of 2 cases; there are no more"
+
+
+def test_torchs_deferred_receives_wait_for_each_other_in_one_queue_for_a_pair(simulated: World) -> None:
+    """A finding."""
+    line = "interleaved r2 s2 m2 split=1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch"
+    for simulated.transport in (Transport.UNLIMITED, Transport.DIRECTED):
+        assert validate(Case.parse(line), simulated).verdict == "pass"
+    simulated.transport = Transport.PAIR
+    with pytest.raises(RankFailed, match="ranks 0 and 1 wait for each other"):
+        validate(Case.parse(line), simulated)
+
+
+def test_replicas_of_torchs_pipelines_have_groups_of_their_own(simulated: World) -> None:
+    line = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train options=unscaled replicas=2 runtime=torch"
+    verdict = validate(Case.parse(line), simulated)
+    assert (verdict.verdict, verdict.law("replicas").outcome) == ("pass", "pass"), str(verdict)
+
+
+@pytest.mark.parametrize("primitive", ["tp", "zero-3", "ep"])
+def test_a_primitive_is_right_on_simulated_ranks(primitive: str, simulated: World) -> None:
+    for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
+        verdict = validated(Stack.parse(alone(primitive)), WhiteBox(simulated))
+        assert verdict.verdict == "pass", str(verdict)
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from pipeproof.pipeline.action import Action
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import Model
 from pipeproof.reference.step import Recipe, objective
+from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.posted_messages import noted_messages
 from pipeproof.worlds.worker import RankContext
 
@@ -143,11 +143,20 @@ class Groups:
     peers: dist.ProcessGroup | None
 
 
-@cache
+_made: dict[tuple[int, int], Groups] = {}  # once on a rank: groups are not given back
+belongs_to_rank(__name__, "_made", fresh=lambda _: {})
+
+
 def groups(ranks: int, replicas: int) -> Groups:
-    """Made once in a process: groups are not given back."""
+    """Of this rank."""
     if replicas == 1:
         return Groups(None, None)
+    if (ranks, replicas) not in _made:
+        _made[ranks, replicas] = _new_groups(ranks, replicas)
+    return _made[ranks, replicas]
+
+
+def _new_groups(ranks: int, replicas: int) -> Groups:
     size, rank = ranks // replicas, dist.get_rank()
     pipelines = [dist.new_group([*range(first, first + size)]) for first in range(0, ranks, size)]
     peers = [dist.new_group([*range(place, ranks, size)]) for place in range(size)]

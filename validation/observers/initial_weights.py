@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeproof.observers.shards import InShards, is_plain
 from pipeproof.observers.sketch import digest
+from pipeproof.worlds.belongings import belongs_to_rank
 
 SumOf = Callable[[nn.Parameter], object]
 
@@ -123,6 +124,7 @@ def _left(gradient: object) -> Iterator[Tensor]:
 
 
 _first_use: FirstUse | None = None
+belongs_to_rank(__name__, "_first_use", fresh=lambda _: None)
 
 
 def step_begins(sum_of: SumOf = _grad) -> None:

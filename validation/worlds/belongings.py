@@ -14,11 +14,15 @@ _Fresh = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Belonging:
-    """An attribute of a module or a class. ``fresh`` makes of the process's value what a new rank begins with."""
+    """An attribute of a module, a class or an object.
+
+    ``fresh`` makes of the process's value what a new rank begins with. ``first``: the value when it was named.
+    """
 
     holder: Any
     name: str
     fresh: _Fresh
+    first: Any
 
     @property
     def value(self) -> Any:
@@ -32,15 +36,23 @@ class Belonging:
 
 
 _known: dict[tuple[int, str], Belonging] = {}
+_awaited: dict[str, Callable[[], None]] = {}
 
 
 def belongs_to_rank(holder: Any, *names: str, fresh: _Fresh) -> None:
-    """Say that attributes of ``holder``, a class, a module or a module's name, are a rank's own."""
+    """Say that attributes of ``holder``, a class, an object, a module or a module's name, are a rank's own."""
     found = sys.modules[holder] if isinstance(holder, str) else holder
     for name in names:
-        _known[id(found), name] = Belonging(found, name, fresh)
+        _known[id(found), name] = Belonging(found, name, fresh, vars(found)[name])
+
+
+def once_imported(module: str, name_them: Callable[[], None]) -> None:
+    """Call ``name_them``, which names what belongs to a rank, as soon as somebody has imported ``module``."""
+    _awaited[module] = name_them
 
 
 def belongings() -> tuple[Belonging, ...]:
     """All that have been named so far."""
+    for module in [one for one in _awaited if one in sys.modules]:
+        _awaited.pop(module)()
     return tuple(_known.values())

@@ -84,14 +84,16 @@ class Seat:
 
     def full_environment(self) -> dict[str, str]:
         """The worker's whole environment: the caller's as it is now, and what is particular to this seat."""
-        places = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.ranks,
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_ranks,
-            "OMP_NUM_THREADS": 1,  # ranks share the machine
-        }
-        return launch_environment() | {name: str(number) for name, number in places.items()} | dict(self.environment)
+        place = place_of(self.rank, self.ranks, self.local_rank, self.local_ranks)
+        return (
+            launch_environment() | place | {"OMP_NUM_THREADS": "1"} | dict(self.environment)
+        )  # they share the machine
+
+
+def place_of(rank: int, ranks: int, local_rank: int, local_ranks: int) -> dict[str, str]:
+    """What the environment says of a rank."""
+    told = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
+    return {name: str(number) for name, number in told.items()}
 
 
 def start_fork_server() -> None:

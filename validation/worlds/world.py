@@ -60,7 +60,7 @@ class World:
         for races runs each case. With ``most`` it runs all interleavings that differ, but no more than so many, and
         adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. ``timing``: what
         takes time besides sleep, which takes none of the machine's. Modules are shared by such ranks: what code keeps
-        there is not one rank's.
+        there is not one rank's, but for packages that ``own_modules`` names.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
@@ -81,6 +81,7 @@ class World:
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
         self.noted = False
+        self.own_modules: frozenset[str] = frozenset()
         self._again: Callable[[], Sequence[RankReport]] | None = None  # the last run, on simulated ranks
         self._source: Processes | Torchrun | Simulated | None = None
 
@@ -144,7 +145,7 @@ class World:
         if self._source is None:
             self._source = self._started()
         if isinstance(self._source, Simulated):
-            self._source.choose(self.seed, self.transport, timing=self.timing, noted=self.noted)
+            self._choose(self._source, self.transport, noted=self.noted)
         run = partial(self._source.run, order, label=_label(job), ranks=ranks, timeout_s=bound_s)
         answers = run(meanwhile=meanwhile)
         if isinstance(self._source, Simulated):
@@ -158,10 +159,13 @@ class World:
             return {}
         found = {}
         for transport in Transport:
-            self._source.choose(self.seed, transport, timing=self.timing)
+            self._choose(self._source, transport)
             reports = self._again()
             found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
         return found
+
+    def _choose(self, source: Simulated, transport: Transport, *, noted: bool = False) -> None:
+        source.choose(self.seed, transport, timing=self.timing, noted=noted, own_modules=self.own_modules)
 
     def _started(self) -> Processes | Torchrun | Simulated:
         if self.kind == SIMULATED:

@@ -12,7 +12,10 @@ import pipeproof.cases.frameworks.cuda_on_cpu  # noqa: F401  # it does so, too
 
 def _type_name(tensor: torch.Tensor, *given: Any) -> Any:
     """What Megatron compares with the type of a CUDA tensor."""
-    return _type(tensor, *given) if given else _type(tensor).replace("torch.", "torch.cuda.")
+    if given:
+        return _type(tensor, *given)
+    told = str(_type(tensor))  # where a mode looks at functions, torch's own calls the one in its place, which is this
+    return told if "cuda" in told else told.replace("torch.", "torch.cuda.")
 
 
 _type: Any = torch.Tensor.type

@@ -11,7 +11,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.colossalai_chunks import stages_of, told_apart
@@ -31,6 +30,7 @@ from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
+from pipeproof.worlds.belongings import belongs_to_rank
 
 _COVERED = {
     "tp_size": 1,
@@ -310,9 +310,9 @@ def _on(device: str) -> Iterator[None]:
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(_handles_kept())
-        # Where torch was built without NCCL, it is asked for what only some vendors' torch has.
-        if not hasattr(dist, "is_hccl_available"):
-            stack.enter_context(replaced(dist, "is_hccl_available", lambda: False))
+            # It asks torch for what only some vendors' torch has.
+            messages = COLOSSALAI.module("pipeline.p2p")
+            stack.enter_context(replaced(messages, "_check_for_nccl_hccl_backend", lambda _: False))
         try:
             yield
         finally:
@@ -320,6 +320,7 @@ def _on(device: str) -> Iterator[None]:
 
 
 _handles: list[Any] = []  # of the messages of the step that is run, or was last
+belongs_to_rank(__name__, "_handles", fresh=lambda _: [])
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class Framework:
 
     error: what is raised where it is missing, or used in a way that is not covered. axes: in the order in which it
     numbers ranks; neighbours differ along the last. child: what its reference calls the user's model, which is in it.
+    own: packages that keep a rank's state, of which simulated ranks have one each; None: its own.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Framework:
     error: type[WhiteBoxError]
     axes: tuple[str, ...] = ("pp", "dp")
     child: str = ""
+    own: tuple[str, ...] | None = None
 
     def module(self, name: str = "") -> ModuleType:
         """Its package, or the module ``name`` in it."""
@@ -101,6 +103,8 @@ class Framework:
             return validated
         if not isinstance(whitebox, WhiteBox):
             raise self.error(f"whitebox is {shown(whitebox)}: expected pytest's fixture of that name, or None")
+        own = (self.package.partition(".")[0],) if self.own is None else self.own
+        whitebox.world.own_modules |= set(own)
         return whitebox.validate
 
     def check_count(self, option: str, count: int | None, due: int, what: str = "microbatches") -> None:

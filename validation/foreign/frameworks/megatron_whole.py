@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.worlds.belongings import belongs_to_rank
 
 ForwardStep = Callable[..., tuple[Any, Any]]  # of a data iterator and a chunk: its output, and a function of that
 CHILD = "model"  # what the reference calls the whole model
@@ -161,6 +162,7 @@ def _draws_kept() -> Iterator[None]:
 
 
 _ones: dict[int, tuple[Any, Any]] = {}  # by the id of a default group, that and a group of this rank alone
+belongs_to_rank(__name__, "_ones", fresh=lambda _: {})
 
 
 def _of_one(names: Mapping[str, Any]) -> dict[str, Any]:

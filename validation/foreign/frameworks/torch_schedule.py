@@ -14,9 +14,12 @@ from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
+from pipeproof.worlds.belongings import belongs_to_rank
 
 _BY_MICROBATCHES = {"arg_mbs", "kwarg_mbs", "target_mbs"}
 _CLIPS = ((torch.nn.utils, "clip_grads_with_norm_"), (torch.nn.utils.clip_grad, "_clip_grads_with_norm_"))
+for _place, _name in _CLIPS:
+    belongs_to_rank(_place, _name, fresh=lambda clip: clip)
 
 
 def step_of_schedule(

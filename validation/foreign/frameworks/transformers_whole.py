@@ -28,6 +28,7 @@ TRANSFORMERS = Framework(
     ("5",),
     "pip install transformers==5.23.0",
     TransformersError,
+    own=(),  # its models keep nothing of a rank's
 )
 
 

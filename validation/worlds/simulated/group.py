@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in __al
 from pipeproof.worlds.simulated import meanings
 from pipeproof.worlds.simulated.collectives import Call, Collectives
 from pipeproof.worlds.simulated.communicator import Communicators
-from pipeproof.worlds.simulated.meanings import NotSimulated
+from pipeproof.worlds.simulated.meanings import AnotherRanks, NotSimulated
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.work import SimulatedWork
 
@@ -40,9 +40,19 @@ class Bare:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
         del timeout
-        self._net, self._rank = Net.now(), rank
-        running = self._net.network.scheduler.running
-        self._communicator = self._net.communicators.join(store, rank, size, world_rank=running)
+        self._own_net, self._rank = Net.now(), rank
+        self._owner = self._own_net.network.scheduler.running
+        self._communicator = self._own_net.communicators.join(store, rank, size, world_rank=self._owner)
+
+    @property
+    def _net(self) -> Net:
+        """That of the run. Raises ``AnotherRanks`` where the rank that has the turn is not the one that made this."""
+        running = Net.now().network.scheduler.running
+        if self._own_net is not Net.current:
+            raise AnotherRanks("process group", running, "an earlier run's rank")
+        if running != self._owner:
+            raise AnotherRanks("process group", running, f"rank {self._owner}")
+        return self._own_net
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> SimulatedWork:
         """Post a send to ``peer``, a number in the group."""

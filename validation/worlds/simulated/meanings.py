@@ -30,6 +30,16 @@ class NotSimulated(NotImplementedError):
         super().__init__(f"the simulated world has no {what}: run this on real ranks, in World()")
 
 
+class AnotherRanks(RuntimeError):
+    """A rank has what is another's: some code keeps it where ranks that are threads share it."""
+
+    def __init__(self, what: str, rank: int, owner: str) -> None:
+        super().__init__(
+            f"rank {rank} used a {what} of {owner}: it is kept in a module, a class or a cache, which simulated ranks "
+            "share and processes do not: run this on real ranks, in World()"
+        )
+
+
 def reduced(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
     """Tensors of all ranks, one of each, as one: added in the order of ranks. Raises ``NotSimulated``."""
     found = next((one for name, one in _OPERATIONS.items() if operation == name), None)

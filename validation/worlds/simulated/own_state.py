@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from pipeproof.worlds.belongings import Belonging, belongings
+from pipeproof.worlds.simulated.own_modules import OwnModules
 
 _numpys: Any = np.random  # its stubs leave out what sets its generator
 _Value = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -21,35 +23,42 @@ _VALUES: tuple[_Value, ...] = (
 class OwnState:
     """One rank's, or the process's own before and after a run."""
 
-    def __init__(self, values: list[Any], dtype: torch.dtype, belonging: list[tuple[Belonging, Any]]) -> None:
+    def __init__(self, own: OwnModules, values: list[Any], belonging: list[tuple[Belonging, Any]]) -> None:
+        self._own = own
+        self._modules: dict[str, ModuleType] = {}
         self._values = values
-        self._dtype = dtype
+        self._dtype = torch.get_default_dtype()
         self._belonging = belonging
 
     @staticmethod
-    def now() -> "OwnState":
+    def now(own: OwnModules) -> "OwnState":
         """As it is in this process."""
         owned = [(one, one.value) for one in belongings()]
-        return OwnState([get() for get, _ in _VALUES], torch.get_default_dtype(), owned)
+        found = OwnState(own, [get() for get, _ in _VALUES], owned)
+        found._modules = own.here()
+        return found
 
     @staticmethod
-    def fresh(rank: int) -> "OwnState":
+    def fresh(rank: int, own: OwnModules) -> "OwnState":
         """As a process has it that has just started. What others draw from the system is seeded."""
         values = [torch.Generator().get_state(), random.Random(rank).getstate(), np.random.MT19937(rank)]
-        owned = [(one, one.fresh(one.value)) for one in belongings()]
-        return OwnState(values, torch.get_default_dtype(), owned)
+        return OwnState(own, values, [(one, one.fresh(one.value)) for one in belongings()])
 
     def take(self) -> None:
         """Put all of it in its place."""
+        self._own.put(self._modules)
         for (_, put), value in zip(_VALUES, self._values, strict=True):
             put(value)
         if torch.get_default_dtype() is not self._dtype:
             torch.set_default_dtype(self._dtype)
         for one, value in self._belonging:
             one.put(value)
+        for one in belongings()[len(self._belonging) :]:  # named since, by what another rank has imported
+            one.put(one.fresh(one.first))
 
     def leave(self) -> None:
         """Keep all of it as it is now."""
+        self._modules = self._own.here()
         self._values = [get() for get, _ in _VALUES]
         self._dtype = torch.get_default_dtype()
-        self._belonging = [(one, one.value) for one, _ in self._belonging]
+        self._belonging = [(one, one.value) for one in belongings()]

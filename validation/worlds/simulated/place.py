@@ -27,18 +27,32 @@ class Simulated:
         self.course: Course | None = None
         self._interleaving: int | Guide = 0
         self._transport, self._noted, self._timing = Transport.UNLIMITED, False, SLEEP_ALONE
+        self._own_modules: tuple[str, ...] = ()
         self._process = Processes(CPU, silent=silent)
 
-    def choose(self, interleaving: int | Guide, transport: Transport, *, timing: Timing, noted: bool = False) -> None:
-        """What decides the next runs, the rules of their messages, and what takes time; ``noted``: keep the course."""
+    def choose(
+        self,
+        interleaving: int | Guide,
+        transport: Transport,
+        *,
+        timing: Timing = SLEEP_ALONE,
+        noted: bool = False,
+        own_modules: Iterable[str] = (),
+    ) -> None:
+        """What decides the next runs, the rules of their messages, and packages that each rank imports anew.
+
+        ``timing``: what takes time. ``noted``: keep the course of each.
+        """
         self._interleaving, self._transport, self._timing, self._noted = interleaving, transport, timing, noted
+        self._own_modules = tuple(sorted(own_modules))
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
         self.course = None
-        asked = Order(order, ranks, self._interleaving, self._transport, timeout_s, self._noted, self._timing)
+        decided = self._interleaving, self._transport
+        asked = Order(order, ranks, *decided, timeout_s, self._noted, self._timing, self._own_modules)
         what = pack((sys.path, pack((play, (asked,)))))
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better

@@ -1,8 +1,10 @@
 """A whole run in this process: every rank's part of a job, and how each ended."""
 
+import gc
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.guided import Guided
 from pipeproof.worlds.simulated.history import History
 from pipeproof.worlds.simulated.network import Network
+from pipeproof.worlds.simulated.own_modules import OwnModules, attributes
 from pipeproof.worlds.simulated.own_state import OwnState
 from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
 from pipeproof.worlds.simulated.torch_inside import standing_in
 from pipeproof.worlds.stack import stack_of
-from pipeproof.worlds.worker import stack_text
+from pipeproof.worlds.worker import RankContext, obey, stack_text
 
 _END_BOUND_S = 5.0  # for ranks that are told to give up
 
@@ -35,7 +38,7 @@ class Order:
     """What to run: a packed job, on so many ranks, over a transport, by a seed or a guide for all that is left open.
 
     ``noted``: keep its course. ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a
-    loop, a lock.
+    loop, a lock. ``timing``: what takes time besides sleep. ``own_modules``: packages that each rank is to import anew.
     """
 
     job: bytes
@@ -45,6 +48,7 @@ class Order:
     timeout_s: float
     noted: bool = False
     timing: Timing = SLEEP_ALONE
+    own_modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,25 +66,38 @@ class Played:
 def play(context: Any, order: Order) -> Played:
     """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
     del context
+    before = attributes() if order.own_modules else {}
     with virtual_time():
         with suppress(Exception):  # each rank meets it again, and says so
             path_and_job = unpack(order.job)
             unpack(path_and_job[1])  # what it imports is there before anybody's state is noted
-        own = OwnState.now()
+        modules = OwnModules(order.own_modules)
+        modules.have_replaced(before)
+        own = OwnState.now(modules)
         try:
-            return _Run(order).played()
+            return _Run(order, modules).played()
         finally:
             own.take()
             Net.current = None
+            if order.own_modules:
+                gc.collect()  # what ends with an engine may import, and must not do so amid the next run's imports
+
+
+def _checked(modules: OwnModules, order: bytes, context: RankContext) -> object:
+    """A rank's part of a packed job. Raises where what it has imported on its way is shared and should not be."""
+    __tracebackhide__ = True
+    result = obey(order, context)
+    modules.check()
+    return result
 
 
 class _Run:
     """A run from its first turn to its last."""
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, order: Order, modules: OwnModules) -> None:
+        self._order, self._modules = order, modules
         self._told: dict[int, _Place] = {}
-        self._seats = [Seat(rank, OwnState.now(), Clock(order.timing)) for rank in range(order.ranks)]
+        self._seats = [Seat(rank, OwnState.now(modules), Clock(order.timing)) for rank in range(order.ranks)]
         self._history = History() if order.noted or isinstance(order.interleaving, Guide) else None
         adversary = self._adversary = _adversary(order, self._history)
         self._scheduler = Scheduler(self._seats, adversary, stuck=self._note_stuck, history=self._history)
@@ -90,9 +107,10 @@ class _Run:
     def played(self) -> Played:
         order, store = self._order, SharedStore(self._scheduler)
         with standing_in(SimulatedGroup, Bare, messages(), batch=self._network.batch):
-            threads = [Rank(rank, order.ranks, order.job, store, self._network) for rank in range(order.ranks)]
+            job = partial(_checked, self._modules, order.job)
+            threads = [Rank(rank, order.ranks, job, store, self._network) for rank in range(order.ranks)]
             for seat, thread in zip(self._seats, threads, strict=True):
-                seat.state, seat.thread = OwnState.fresh(seat.rank), thread
+                seat.state, seat.thread = OwnState.fresh(seat.rank, self._modules), thread
                 thread.start()
             self._scheduler.begin()
             in_time = self._scheduler.done.wait(order.timeout_s)

@@ -3,6 +3,9 @@
 Tested with torch 2.13 and 2.15. Each is said once what it is for, so that another torch can be told what is missing.
 """
 
+import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -12,14 +15,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import c10d_logger
+from torch.distributed import c10d_logger, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 
 from pipeproof.pipeline import waiting
 from pipeproof.worlds import posted_messages
-from pipeproof.worlds.belongings import belongs_to_rank
+from pipeproof.worlds.belongings import belongs_to_rank, once_imported
 
 _NAMES = {  # of torch.distributed's own record of groups
     "default_pg": None,
@@ -29,6 +33,7 @@ _NAMES = {  # of torch.distributed's own record of groups
     "comms": list,
 }
 _HOOKS = [name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)]
+_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
 _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
@@ -45,6 +50,8 @@ def _world(before: Any) -> SimpleNamespace:
 
 belongs_to_rank(c10d, "_world", fresh=_world)
 belongs_to_rank(modules, *_HOOKS, fresh=lambda hooks: hooks.copy())
+belongs_to_rank(optimizers, *_OPTIMIZER_HOOKS, fresh=lambda hooks: hooks.copy())
+belongs_to_rank(os.environ, "_data", fresh=lambda variables: variables.copy())  # such as RANK
 belongs_to_rank(torch.nn.Module, "zero_grad", fresh=lambda method: method)
 belongs_to_rank(torch.optim.Optimizer, "zero_grad", fresh=lambda method: method)
 belongs_to_rank(dist.ProcessGroup, *MESSAGES, fresh=lambda method: method)
@@ -54,6 +61,34 @@ belongs_to_rank(
     *("_posted", "_messages", "_parting", "_ways", "_from_any", "_sent", "_received"),
     fresh=lambda noted: type(noted)(),
 )
+
+
+_numbers = itertools.count()
+_number = next(_numbers)  # of the rank that has the turn, among those of all runs
+belongs_to_rank(__name__, "_number", fresh=lambda _: next(_numbers))
+
+
+def _dtensors() -> None:
+    """What DTensor keeps for a process."""
+    from torch.distributed.tensor import DTensor, _random
+    from torch.distributed.tensor._dispatch import OpDispatcher
+
+    handlers = "_custom_op_handlers"  # to which loss_parallel adds while it is open
+    belongs_to_rank(DTensor._op_dispatcher, handlers, fresh=lambda _: vars(OpDispatcher())[handlers])
+    belongs_to_rank(_random, "_rng_tracker", fresh=lambda _: None)
+
+
+once_imported("torch.distributed.tensor", _dtensors)
+
+
+def _mesh_of_a_rank(make: Callable[..., None]) -> Callable[..., None]:
+    """A mesh knows its rank's place. Meshes of two ranks are not equal, or one would be taken for the other."""
+
+    def made(mesh: Any, *given: Any, **named: Any) -> None:
+        make(mesh, *given, **named)
+        mesh._thread_id = _number
+
+    return made
 
 
 @contextmanager
@@ -67,6 +102,8 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
     changed = (*_BACKENDS, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
     kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
     kept += [(dist, _BACKENDS[0], getattr(dist, _BACKENDS[0])), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
+    mesh: Any = device_mesh.DeviceMesh
+    kept += [(mesh, "__init__", mesh.__init__)]
     kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
     for name in _BACKENDS:
         setattr(c10d, name, group)
@@ -80,6 +117,7 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
         batch(len(operations))
 
     setattr(c10d, _BATCH, noted)
+    mesh.__init__ = _mesh_of_a_rank(mesh.__init__)
     c10d.is_nccl_available = lambda: True
     setattr(c10d, _RECORDS, lambda *_, **__: None)
     c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
@@ -93,6 +131,7 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
         yield
     finally:
         isolated._set_thread_isolation_mode(False)
+        _forget_meshes()
         plugins.clear()
         plugins |= known
         for holder, name, value in kept:
@@ -100,6 +139,13 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
                 delattr(holder, name)
             else:
                 setattr(holder, name, value)
+
+
+def _forget_meshes() -> None:
+    """What DTensor remembers of meshes of a run, it keeps with all that the run had."""
+    remembered = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_gen_transform_infos", None)
+    if remembered is not None:
+        remembered.cache_clear()
 
 
 def _making(group: type, known: dict[str, Any]) -> dict[str, Any]:

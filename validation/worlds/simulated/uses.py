@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipeproof.worlds.simulated.network import Network, read_early
 from pipeproof.worlds.simulated.races import overlap
@@ -78,9 +79,11 @@ def _is_read(name: str, result: object, tensor: Tensor) -> bool:
 
 
 def tensors_in(values: object) -> Iterator[Tensor]:
-    """Those in a nest of tuples and lists, with memory to speak of."""
+    """Those in a nest of tuples and lists, with memory to speak of; of a DTensor and its like, what it consists of."""
     if isinstance(values, tuple | list):
         for value in values:
             yield from tensors_in(value)
+    elif is_traceable_wrapper_subclass(values):
+        yield from tensors_in([getattr(values, name) for name in values.__tensor_flatten__()[0]])
     elif isinstance(values, Tensor) and values.layout is torch.strided and has_memory(values):
         yield values

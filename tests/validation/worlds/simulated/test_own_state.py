@@ -1,0 +1,117 @@
+"""What a process keeps once is each simulated rank's own; what a rank takes of another's is refused by name."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+
+def in_its_environment(context: RankContext) -> list[str]:
+    os.environ.setdefault("OF_THIS_RANK", str(context.rank))
+    dist.barrier()
+    names = "OF_THIS_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    return [os.environ[name] for name in names]
+
+
+def test_the_environment_is_a_ranks_own_as_a_launcher_would_set_it(simulated: World, world: World) -> None:
+    real = world.run(in_its_environment, ranks=2)
+    for simulated.seed in range(2):
+        assert (
+            simulated.run(in_its_environment, ranks=2) == real == [["0", "0", "0", "2", "2"], ["1", "1", "1", "2", "2"]]
+        )
+
+
+def noted_optimizers(context: RankContext) -> int:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    seen = []
+    register_optimizer_step_post_hook(lambda optimizer, given, named: seen.append(optimizer))
+    dist.barrier()
+    weight = torch.nn.Parameter(torch.ones(1))
+    torch.optim.SGD([weight], lr=0.1).step()
+    dist.barrier()
+    return len(seen)
+
+
+def test_hooks_of_all_optimizers_are_those_of_a_ranks_own(simulated: World) -> None:
+    assert simulated.run(noted_optimizers, ranks=3) == [1, 1, 1]
+
+
+@pytest.fixture
+def emptied(simulated: World) -> Iterator[World]:
+    """What a module keeps that ranks share is not there before and after."""
+    simulated.run(forgets, ranks=1)
+    yield simulated
+    simulated.run(forgets, ranks=1)
+
+
+def forgets(context: RankContext) -> None:
+    vars(torch).pop(PLACE, None)
+
+
+PLACE = "_kept_by_a_test"
+
+
+def uses_what_is_kept(context: RankContext) -> str:
+    kept: Any = vars(torch).setdefault(PLACE, dist.group.WORLD)
+    kept.barrier().wait()
+    return "used"
+
+
+def test_a_group_that_another_rank_made_is_refused(emptied: World) -> None:
+    with pytest.raises(RankFailed, match=r"rank [01] used a process group of rank [01]: it is kept in a module"):
+        emptied.run(uses_what_is_kept, ranks=2)
+
+
+def test_a_group_of_an_earlier_run_is_refused(emptied: World) -> None:
+    assert emptied.run(uses_what_is_kept, ranks=1) == ["used"]
+    with pytest.raises(RankFailed, match="rank 0 used a process group of an earlier run's rank"):
+        emptied.run(uses_what_is_kept, ranks=1)
+
+
+def uneven_shards(context: RankContext) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, context.ranks // 2))
+    seen = []
+    for length in (3, 5):  # of which some ranks have less than others, or nothing
+        rows = distribute_tensor(torch.arange(3.0 * length).reshape(length, 3), mesh, [Shard(0), Shard(0)])
+        columns = rows.redistribute(mesh, [Shard(0), Shard(1)])
+        whole = columns.redistribute(mesh, [Shard(0), Replicate()])
+        seen += [one.to_local().tolist() for one in (rows, columns, whole)]
+    return seen
+
+
+@pytest.mark.long
+def test_what_dtensor_remembers_of_a_mesh_is_a_ranks_own(simulated: World, world: World) -> None:
+    real = world.run(uneven_shards, ranks=4)
+    for simulated.seed in range(2):
+        assert simulated.run(uneven_shards, ranks=4) == real
+
+
+def loss_of_shards(context: RankContext) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = init_device_mesh("cpu", (context.ranks,))
+    scores = distribute_tensor(torch.arange(8.0).reshape(2, 4).requires_grad_(), mesh, [Shard(1)])
+    with loss_parallel():
+        loss = torch.nn.functional.cross_entropy(scores, torch.tensor([1, 2]))
+        loss.backward()
+    return float(loss)
+
+
+def test_a_mode_of_dtensors_is_a_ranks_own(simulated: World) -> None:
+    """Whoever leaves it takes away what others still use, if they share it."""
+    expected = float(torch.nn.functional.cross_entropy(torch.arange(8.0).reshape(2, 4), torch.tensor([1, 2])))
+    for simulated.seed in range(3):
+        assert simulated.run(loss_of_shards, ranks=2) == pytest.approx([expected] * 2)
