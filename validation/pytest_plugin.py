@@ -47,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pipeproof-interleaving", type=parsed_interleaving, default=0, metavar="N", help=order)
     every = f"run every interleaving of simulated ranks that differs, at most N of each step (default: {MOST})"
     group.addoption("--pipeproof-exhaust", type=int, nargs="?", const=MOST, metavar="N", help=every)
+    often = "another simulated rank may also be next wherever one calls a function of torch"
+    group.addoption("--pipeproof-fine", action="store_true", help=often)
 
     most = "processes in which tests have left more process groups than this are replaced (default: never)"
     parser.addini("pipeproof_most_groups", most, default="")
@@ -63,8 +65,9 @@ def _exhausted(config: pytest.Config) -> None:
     most = config.getoption("--pipeproof-exhaust")
     if most is not None and most < 1:
         raise pytest.UsageError(f"--pipeproof-exhaust is {most}: expected the most interleavings of a step, as 100")
-    if most is not None and config.getoption("--pipeproof-world") == REAL:
-        raise pytest.UsageError("--pipeproof-exhaust has no effect without --pipeproof-world=simulated: leave it out")
+    given = {"exhaust": most is not None, "fine": config.getoption("--pipeproof-fine")}
+    for name in (one for one in given if given[one] and config.getoption("--pipeproof-world") == REAL):
+        raise pytest.UsageError(f"--pipeproof-{name} has no effect without --pipeproof-world=simulated: leave it out")
 
 
 def _transport(config: pytest.Config) -> str:
@@ -119,7 +122,7 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     kind, seed = (request.config.getoption(f"--pipeproof-{name}") for name in ("world", "interleaving"))
     simulated = {"kind": kind, "seed": seed, "transport": _transport(request.config)}
     with World(device=device, timeout_s=bound_s, most_groups=most, **simulated) as world:
-        world.most = request.config.getoption("--pipeproof-exhaust")
+        world.most, world.fine = (request.config.getoption(f"--pipeproof-{name}") for name in ("exhaust", "fine"))
         request.config.stash[_WORLD] = world
         yield world
 

@@ -13,7 +13,7 @@ from pipeproof.worlds.simulation import Simulation
 if TYPE_CHECKING:
     from pipeproof.cases.decisions import Decisions
 
-SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust")
+SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust", "--fine")
 ANY = "any"  # transport
 SEARCHED = 20  # seeds: each adversary three times
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
@@ -33,6 +33,8 @@ def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> N
     add_count(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", default=1)
     every = f"run every interleaving that differs, at most N of each case (default: {MOST})"
     group.add_argument("--exhaust", type=whole, nargs="?", const=MOST, metavar="N", help=every)
+    often = "another rank may also be next wherever one calls a function of torch: for what ranks share in Python"
+    group.add_argument("--fine", action="store_true", help=often)
 
 
 def add_virtual_time(group: argparse._ActionsContainer) -> None:
@@ -78,7 +80,7 @@ def simulation_of(options: argparse.Namespace) -> Simulation | None:
         without_effect(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
         counted("--exhaust", options.exhaust, most=MOST_ACTIONS)
     transport = transport_of("gloo" if options.transport == ANY else options.transport)
-    return Simulation(transport, options.interleaving, options.interleavings, options.exhaust)
+    return Simulation(transport, options.interleaving, options.interleavings, options.exhaust, options.fine)
 
 
 def decisions_of(options: argparse.Namespace) -> "Decisions | None":

@@ -13,18 +13,20 @@ from pipeproof.worlds.simulated.guide import Guide
 class Simulation:
     """Of a case: so many interleavings, by their seeds, from the first on, over a transport.
 
-    Or the one that a guide gives; or with ``most`` all that differ, but no more than so many.
+    Or the one that a guide gives; or with ``most`` all that differ, but no more than so many. ``fine``: another rank
+    may also be next wherever one calls a function of torch.
     """
 
     transport: Transport = Transport.UNLIMITED
     first: int | Guide = 0
     count: int = 1
     most: int | None = None
+    fine: bool = False
 
     def __str__(self) -> str:
         first, by = self.first, self.decider
         decided = f"interleaving {first}" if isinstance(first, Guide) else f"seed {first} ({by})"
-        return f"{SIMULATED}, transport {self.transport.value}, {decided}"
+        return f"{SIMULATED}, transport {self.transport.value}, {decided}{', fine' if self.fine else ''}"
 
     @property
     def decider(self) -> str:
@@ -39,12 +41,13 @@ class Simulation:
     @property
     def options(self) -> str:
         """As a command line has the first of them."""
-        return " ".join(f"--{name} {value}" for name, value in self._said)
+        return " ".join([f"--{name} {value}" for name, value in self._said] + ["--fine"] * self.fine)
 
     @property
     def pytest_options(self) -> str:
         """As pytest has it."""
-        return " ".join(f"--pipeproof-{name}={value}" for name, value in self._said)
+        said = [f"--pipeproof-{name}={value}" for name, value in self._said]
+        return " ".join(said + ["--pipeproof-fine"] * self.fine)
 
     @property
     def _said(self) -> tuple[tuple[str, object], ...]:

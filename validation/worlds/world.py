@@ -18,6 +18,7 @@ from pipeproof.worlds.simulated.clock import SLEEP_ALONE
 from pipeproof.worlds.simulated.exploration import Course, Exploration
 from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.place import Simulated
+from pipeproof.worlds.simulated.play import Manner
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.torchrun import Torchrun
@@ -59,7 +60,8 @@ class World:
         name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
         for races runs each case. With ``most`` it runs all interleavings that differ, but no more than so many, and
         adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. ``timing``: what
-        takes time besides sleep, which takes none of the machine's. Modules are shared by such ranks: what code keeps
+        takes time besides sleep, which takes none of the machine's. ``fine``: another rank may also be next wherever
+        one calls a function of torch. Modules are shared by such ranks: what code keeps
         there is not one rank's, but for packages that ``own_modules`` names.
         """
         if kind not in KINDS:
@@ -78,6 +80,7 @@ class World:
         self.seeds: Sequence[int | Guide] = ()
         self.most: int | None = None
         self.timing = SLEEP_ALONE
+        self.fine = False
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
         self.noted = False
@@ -88,12 +91,12 @@ class World:
     @property
     def simulation(self) -> Simulation | None:
         """What decides the next run; None where the machine does."""
-        return Simulation(self.transport, self.seed) if self.kind == SIMULATED else None
+        return Simulation(self.transport, self.seed, fine=self.fine) if self.kind == SIMULATED else None
 
     def decide(self, simulation: Simulation) -> None:
         """Let ``simulation`` say what decides the next runs."""
         self.transport, self.seed = simulation.transport, simulation.first
-        self.seeds, self.most = simulation.seeds, simulation.most
+        self.seeds, self.most, self.fine = simulation.seeds, simulation.most, simulation.fine
 
     @property
     def searches(self) -> bool:
@@ -145,7 +148,7 @@ class World:
         if self._source is None:
             self._source = self._started()
         if isinstance(self._source, Simulated):
-            self._choose(self._source, self.transport, noted=self.noted)
+            self._source.manner = self._manner(self.transport, noted=self.noted)
         run = partial(self._source.run, order, label=_label(job), ranks=ranks, timeout_s=bound_s)
         answers = run(meanwhile=meanwhile)
         if isinstance(self._source, Simulated):
@@ -159,13 +162,13 @@ class World:
             return {}
         found = {}
         for transport in Transport:
-            self._choose(self._source, transport)
+            self._source.manner = self._manner(transport)
             reports = self._again()
             found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
         return found
 
-    def _choose(self, source: Simulated, transport: Transport, *, noted: bool = False) -> None:
-        source.choose(self.seed, transport, timing=self.timing, noted=noted, own_modules=self.own_modules)
+    def _manner(self, transport: Transport, *, noted: bool = False) -> Manner:
+        return Manner(self.seed, transport, self.timing, noted, tuple(sorted(self.own_modules)), self.fine)
 
     def _started(self) -> Processes | Torchrun | Simulated:
         if self.kind == SIMULATED:

@@ -19,6 +19,13 @@ def test_validate_runs_on_simulated_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert 'seed=0" --world simulated --transport pair --interleaving 1' in out, "the last of two"
 
 
+def test_ranks_may_change_at_every_function_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", *RIGHT, *SIMULATED, "--interleaving", "4", "--fine", "-v"]) == 0
+    out = capsys.readouterr().out
+    assert "1 pass; 1 of 1 bit for bit" in out
+    assert "--world simulated --transport unlimited --interleaving 4 --fine\n" in out
+
+
 def test_a_replay_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     line = ["replay", LOST, *SIMULATED, "--transport", "buffered", "--interleaving", "7"]
@@ -86,6 +93,7 @@ def test_a_gate_runs_on_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> N
         ([*SIMULATED, "--exhaust", "--interleavings", "2"], "with --exhaust, which runs them all"),
         ([*SIMULATED, "--exhaust", "0"], "--exhaust"),
         (["--exhaust"], "--exhaust has no effect without --world simulated"),
+        (["--fine"], "--fine has no effect without --world simulated"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,10 +57,11 @@ class _Ends:
 class Network:
     """Carries messages between the ranks of a run, each at a moment that the scheduler chooses."""
 
-    def __init__(self, scheduler: Scheduler, rules: Rules, *, latency_s: float = 0.0) -> None:
+    def __init__(self, scheduler: Scheduler, rules: Rules, *, latency_s: float = 0.0, fine: bool = False) -> None:
         self.scheduler = scheduler
         self.rules = rules
         self.latency_s = latency_s
+        self.fine = fine
         self._works: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
         self._batches: dict[int, Batch] = {}
         self._ends: defaultdict[_Way, _Ends] = defaultdict(_Ends)

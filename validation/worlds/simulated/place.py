@@ -4,15 +4,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.shipping import pack, unpack
-from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Timing
 from pipeproof.worlds.simulated.exploration import Course
-from pipeproof.worlds.simulated.guide import Guide
-from pipeproof.worlds.simulated.play import Order, Played, play
+from pipeproof.worlds.simulated.play import Manner, Order, Played, play
 
 _SLACK_S = 10.0  # beyond the bound of a run, for the process to say what did not end
 
@@ -20,40 +17,20 @@ _SLACK_S = 10.0  # beyond the bound of a run, for the process to say what did no
 class Simulated:
     """Ranks that are threads of one process. Every run begins anew, and is the same for the same seed.
 
-    ``course``: what the last run was like, where that was to be noted.
+    ``manner``: how the next runs go. ``course``: what the last one was like, where that was to be noted.
     """
 
     def __init__(self, *, silent: bool = False) -> None:
         self.course: Course | None = None
-        self._interleaving: int | Guide = 0
-        self._transport, self._noted, self._timing = Transport.UNLIMITED, False, SLEEP_ALONE
-        self._own_modules: tuple[str, ...] = ()
+        self.manner = Manner()
         self._process = Processes(CPU, silent=silent)
-
-    def choose(
-        self,
-        interleaving: int | Guide,
-        transport: Transport,
-        *,
-        timing: Timing = SLEEP_ALONE,
-        noted: bool = False,
-        own_modules: Iterable[str] = (),
-    ) -> None:
-        """What decides the next runs, the rules of their messages, and packages that each rank imports anew.
-
-        ``timing``: what takes time. ``noted``: keep the course of each.
-        """
-        self._interleaving, self._transport, self._timing, self._noted = interleaving, transport, timing, noted
-        self._own_modules = tuple(sorted(own_modules))
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
         self.course = None
-        decided = self._interleaving, self._transport
-        asked = Order(order, ranks, *decided, timeout_s, self._noted, self._timing, self._own_modules)
-        what = pack((sys.path, pack((play, (asked,)))))
+        what = pack((sys.path, pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
             return [replace(answer, rank=rank) for rank in range(ranks)]

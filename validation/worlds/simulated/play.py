@@ -34,21 +34,32 @@ _END_BOUND_S = 5.0  # for ranks that are told to give up
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to run: a packed job, on so many ranks, over a transport, by a seed or a guide for all that is left open.
+class Manner:
+    """How runs go: by a seed or a guide for all that is left open, over a transport.
 
-    ``noted``: keep its course. ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a
-    loop, a lock. ``timing``: what takes time besides sleep. ``own_modules``: packages that each rank is to import anew.
+    ``timing``: what takes time besides sleep. ``noted``: keep the course. ``own_modules``: packages that each rank is
+    to import anew. ``fine``: another may also be next wherever a rank calls a function of torch.
+    """
+
+    interleaving: int | Guide = 0
+    transport: Transport = Transport.UNLIMITED
+    timing: Timing = SLEEP_ALONE
+    noted: bool = False
+    own_modules: tuple[str, ...] = ()
+    fine: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run: a packed job, on so many ranks, in some manner.
+
+    ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a loop, a lock.
     """
 
     job: bytes
     ranks: int
-    interleaving: int | Guide
-    transport: Transport
     timeout_s: float
-    noted: bool = False
-    timing: Timing = SLEEP_ALONE
-    own_modules: tuple[str, ...] = ()
+    manner: Manner
 
 
 @dataclass(frozen=True)
@@ -66,12 +77,12 @@ class Played:
 def play(context: Any, order: Order) -> Played:
     """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
     del context
-    before = attributes() if order.own_modules else {}
+    before = attributes() if order.manner.own_modules else {}
     with virtual_time():
         with suppress(Exception):  # each rank meets it again, and says so
             path_and_job = unpack(order.job)
             unpack(path_and_job[1])  # what it imports is there before anybody's state is noted
-        modules = OwnModules(order.own_modules)
+        modules = OwnModules(order.manner.own_modules)
         modules.have_replaced(before)
         own = OwnState.now(modules)
         try:
@@ -79,7 +90,7 @@ def play(context: Any, order: Order) -> Played:
         finally:
             own.take()
             Net.current = None
-            if order.own_modules:
+            if order.manner.own_modules:
                 gc.collect()  # what ends with an engine may import, and must not do so amid the next run's imports
 
 
@@ -97,11 +108,16 @@ class _Run:
     def __init__(self, order: Order, modules: OwnModules) -> None:
         self._order, self._modules = order, modules
         self._told: dict[int, _Place] = {}
-        self._seats = [Seat(rank, OwnState.now(modules), Clock(order.timing)) for rank in range(order.ranks)]
-        self._history = History() if order.noted or isinstance(order.interleaving, Guide) else None
+        self._seats = [Seat(rank, OwnState.now(modules), Clock(order.manner.timing)) for rank in range(order.ranks)]
+        self._history = History() if order.manner.noted or isinstance(order.manner.interleaving, Guide) else None
         adversary = self._adversary = _adversary(order, self._history)
         self._scheduler = Scheduler(self._seats, adversary, stuck=self._note_stuck, history=self._history)
-        self._network = Network(self._scheduler, RULES[order.transport], latency_s=order.timing.latency_s)
+        self._network = Network(
+            self._scheduler,
+            RULES[order.manner.transport],
+            latency_s=order.manner.timing.latency_s,
+            fine=order.manner.fine,
+        )
         Net.current = Net(self._network)
 
     def played(self) -> Played:
@@ -124,7 +140,7 @@ class _Run:
         return Played(reports, sound, self._course())
 
     def _course(self) -> Course | None:
-        if self._history is None or not self._order.noted:
+        if self._history is None or not self._order.manner.noted:
             return None
         events, by = self._history.events, self._adversary
         if not isinstance(by, Guided):
@@ -168,10 +184,10 @@ class _Run:
 
 
 def _adversary(order: Order, history: History | None) -> Adversary:
-    if isinstance(order.interleaving, Guide):
+    if isinstance(order.manner.interleaving, Guide):
         assert history is not None, "who follows a guide counts events"
-        return Guided(order.interleaving, history)
-    return Fair(order.interleaving, order.ranks)
+        return Guided(order.manner.interleaving, history)
+    return Fair(order.manner.interleaving, order.ranks)
 
 
 @dataclass(frozen=True)

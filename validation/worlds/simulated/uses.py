@@ -50,6 +50,8 @@ class Uses(TorchFunctionMode):
             if concerned:
                 self._look(func, taken, result, [work for work in concerned if work.due])
                 _note_writes(concerned)
+        if self._network.fine:
+            self._network.scheduler.pause()
         return result
 
     def _look(self, func: Callable[..., Any], taken: Sequence[Tensor], result: object, pending: Works) -> None:

@@ -145,3 +145,26 @@ def test_bad_options_are_told() -> None:
         World(kind="simulated", device="pretend")
     with pytest.raises(ValueError, match="transport 'carrier pigeon' is unknown: expected one of rendezvous, strict"):
         World(kind="simulated", transport="carrier pigeon")
+
+
+class Kept:
+    """What ranks that are threads share, unlike processes."""
+
+    rank = -1
+
+
+def keeping(context: RankContext) -> bool:
+    """Whether this rank finds its own where it put it."""
+    from tests.validation.worlds.simulated.test_place import Kept
+
+    Kept.rank = context.rank
+    torch.ones(2) + torch.ones(2)
+    return Kept.rank == context.rank
+
+
+def test_ranks_change_within_a_computation_only_where_that_is_asked_for(simulated: World) -> None:
+    for simulated.fine in (False, True):
+        found = set()
+        for simulated.seed in range(12):
+            found |= set(simulated.run(keeping, ranks=3))
+        assert found == ({True, False} if simulated.fine else {True})
