@@ -253,7 +253,8 @@ def _named(operation: Any) -> str:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+    """Types and numbers of elements: shapes are nothing to a transport."""
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]" for tensor in tensors)
 
 
 def _parts(tensor: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:

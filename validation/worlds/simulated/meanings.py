@@ -48,7 +48,7 @@ def reduced(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
     average = operation == dist.ReduceOp.AVG
 
     def combine(tensors: Sequence[Tensor]) -> Tensor:
-        whole = reduce(found, [tensor.data for tensor in tensors])
+        whole = reduce(found, [tensor.data.reshape(-1) for tensor in tensors])  # whatever their shapes
         return whole / len(tensors) if average else whole.clone()
 
     return combine

@@ -71,9 +71,13 @@ class SharedStore(Store):
         self._touch(key, changes=True)
         return self._values.pop(key, None) is not None
 
+    deleteKey = delete_key  # what a PrefixStore calls it
+
     def num_keys(self) -> int:
         """How many there are."""
         return len(self._values)
+
+    getNumKeys = num_keys
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """What is under each, once something is."""

@@ -143,6 +143,21 @@ def test_what_torch_builds_on_groups_runs_unchanged(simulated: World) -> None:
         assert simulated.run(built_on_groups, ranks=2) == [(True, 28.0, True)] * 2
 
 
+def of_other_shapes(context: RankContext) -> list[float]:
+    number = torch.ones(() if context.rank == 0 else (1, 1))
+    dist.all_reduce(number)
+    row = torch.arange(3.0).reshape((1, 3) if context.rank == 0 else (3, 1))
+    dist.all_reduce(row)
+    rows = torch.full((2, 3) if context.rank == 0 else (6,), float(context.rank))
+    dist.broadcast(rows, 1)
+    return [number.item(), *row.flatten().tolist(), *rows.flatten().tolist()]
+
+
+def test_shapes_may_differ_where_numbers_of_elements_do_not(simulated: World, world: World) -> None:
+    real = world.run(of_other_shapes, ranks=2)
+    assert simulated.run(of_other_shapes, ranks=2) == real == [[2.0, 0.0, 2.0, 4.0] + [1.0] * 6] * 2
+
+
 def divided(context: RankContext) -> None:
     dist.new_group([0, 1], backend="gloo")
     dist.monitored_barrier()

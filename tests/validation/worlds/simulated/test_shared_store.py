@@ -34,6 +34,16 @@ def test_what_one_rank_puts_there_others_get(simulated: World) -> None:
     assert len(firsts) > 1, "who comes first is left to the seed"
 
 
+def deletes(context: RankContext) -> tuple[bool, bool, bool]:
+    store = dist.PrefixStore("mine", context.group.get_group_store())
+    store.set("key", "value")
+    return store.delete_key("key"), store.delete_key("key"), store.num_keys() > 0
+
+
+def test_what_is_deleted_is_gone(simulated: World) -> None:
+    assert simulated.run(deletes, ranks=1) == [(True, False, True)]
+
+
 def waits(context: RankContext) -> None:
     context.group.get_group_store().get("never")
 
