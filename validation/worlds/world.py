@@ -19,6 +19,7 @@ from pipeproof.worlds.simulated.exploration import Course, Exploration
 from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.place import Simulated
 from pipeproof.worlds.simulated.play import Manner
+from pipeproof.worlds.simulated.torch_inside import too_old
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.torchrun import Torchrun
@@ -68,7 +69,7 @@ class World:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
         if kind == SIMULATED and device != CPU:
             raise ValueError(f"device is {device!r}: simulated ranks are on {CPU}, there is no other device in there")
-        if why := refusal(split(device)[0]):
+        if why := refusal(split(device)[0]) or (too_old() if kind == SIMULATED else ""):
             raise ValueError(why)
         self.device = device
         self.timeout_s = seconds(timeout_s)

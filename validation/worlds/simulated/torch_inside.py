@@ -1,6 +1,7 @@
 """The private names of torch on which the simulated world rests, all of them, and nothing else.
 
-Tested with torch 2.13 and 2.15. Each is said once what it is for, so that another torch can be told what is missing.
+Tested with torch 2.13, the oldest that they are for, and 2.14. Each is said once what it is for, so that another torch
+can be told what is missing.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.torch_version import TorchVersion
 
 from pipeproof.pipeline import waiting
 from pipeproof.worlds import posted_messages
@@ -39,8 +41,18 @@ _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's 
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _BACKENDS = ("ProcessGroupGloo", "ProcessGroupNCCL")
 MESSAGES = ("send", "recv", "recv_anysource")
+OLDEST = (
+    "2.13"  # before it, DTensor ends a process whose ranks are threads, and pipelining receives twice into a buffer
+)
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def too_old(version: str = torch.__version__) -> str:
+    """Why there are no simulated ranks with this torch; empty where there are."""
+    if TorchVersion(version) >= OLDEST:
+        return ""
+    return f"torch is {version}: simulated ranks want {OLDEST} or newer; use real ranks, in World()"
 
 
 def _world(before: Any) -> SimpleNamespace:

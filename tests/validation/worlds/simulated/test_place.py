@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeproof.worlds import world
 from pipeproof.worlds.rank_report import Ending, RankFailed
+from pipeproof.worlds.simulated.torch_inside import too_old
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -168,3 +170,16 @@ def test_ranks_change_within_a_computation_only_where_that_is_asked_for(simulate
         for simulated.seed in range(12):
             found |= set(simulated.run(keeping, ranks=3))
         assert found == ({True, False} if simulated.fine else {True})
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "1.13.1"])
+def test_a_torch_that_is_too_old_is_a_sentence(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "too_old", lambda: too_old(version))
+    with pytest.raises(ValueError, match=rf"torch is {re.escape(version)}: simulated ranks want 2.13 or newer"):
+        World(kind="simulated")
+    World()  # real ranks are as they were
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.1+cu130", "3.0.0"])
+def test_a_newer_torch_is_not_refused(version: str) -> None:
+    assert too_old(version) == ""
