@@ -41,9 +41,7 @@ _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's 
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _BACKENDS = ("ProcessGroupGloo", "ProcessGroupNCCL")
 MESSAGES = ("send", "recv", "recv_anysource")
-OLDEST = (
-    "2.13"  # before it, DTensor ends a process whose ranks are threads, and pipelining receives twice into a buffer
-)
+OLDEST = "2.13"  # before it, DTensor ends a process whose ranks are threads
 P = ParamSpec("P")
 T = TypeVar("T")
 
