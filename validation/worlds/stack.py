@@ -11,7 +11,7 @@ from types import FrameType
 
 _MOST = 3  # lines that are kept of a stack
 _LONGEST = 80  # characters of a line that are shown
-_MACHINERY = sys.stdlib_module_names | {"torch", "pipeproof"}
+_MACHINERY = sys.stdlib_module_names | {"torch", "pipeproof", "typing_extensions"}  # what it calls is called by these
 _PLANTED = "pipeproof.cases.specimens."  # plays the user's part, but for what plants it
 _PLANTING = f"{_PLANTED}planting"
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that are not the user's own

@@ -9,8 +9,9 @@ from torch import Tensor
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.meanings import Meaning
 from pipeproof.worlds.simulated.network import Network
-from pipeproof.worlds.simulated.races import copies, race
+from pipeproof.worlds.simulated.races import copies, described, fit, race
 from pipeproof.worlds.simulated.scheduler import Wait
+from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import Stack, own_stack
 
@@ -48,6 +49,7 @@ class Collectives:
         self._network = network
         self._meetings: dict[tuple[int, int], _Meeting] = {}
 
+    @unwatched
     def call(self, communicator: Communicator, rank: int, call: Call) -> SimulatedWork:
         """The next collective of the rank that has the turn. Raises the race where others call another."""
         scheduler, stack = self._network.scheduler, own_stack()
@@ -88,9 +90,8 @@ class Collectives:
         if work is not None and other.text != call.text:
             own = self._network.scheduler.running
             said = f"collective {number} of a group is {other.text} on rank {work.rank} and {call.text} on rank {own}"
-            raise race(
-                "desynchronised", own, said, **{f"rank_{work.rank}_called": work.stack, f"rank_{own}_called": stack}
-            )
+            lines = {f"rank_{work.rank}_called": work.stack, f"rank_{own}_called": stack}
+            self._network.scheduler.tell(race("desynchronised", own, said, **lines))
 
     def _happen(self, meeting: _Meeting) -> None:
         calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
@@ -100,4 +101,8 @@ class Collectives:
         results = [copies(gets) for gets in first.meaning([work.given.contents for _, work in calls])]
         at_s = max(work.posted_s for _, work in calls) + self._network.latency_s
         for (call, work), gets in zip(calls, results, strict=True):
-            work.end(gets if call.due else (), at_s=at_s)
+            came = gets if call.due else ()
+            if not fit(came, call.due):
+                said = f"{work.text} gave rank {work.rank} {described(came)}, and it received {described(call.due)}"
+                work.error, came = race("mismatched", work.rank, said, received=work.stack), ()
+            work.end(came, at_s=at_s)

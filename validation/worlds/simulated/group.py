@@ -206,7 +206,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         """Everybody gets a tensor of each rank."""
-        return self._call("all_to_all", inputs, outputs, meanings.exchanged)
+        told = f"{len(inputs)} tensors"
+        return self._call("all_to_all", inputs, outputs, meanings.exchanged, told)
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None

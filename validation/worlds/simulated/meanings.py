@@ -49,7 +49,7 @@ def reduced(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
 
     def combine(tensors: Sequence[Tensor]) -> Tensor:
         whole = reduce(found, [tensor.data.reshape(-1) for tensor in tensors])  # whatever their shapes
-        return whole / len(tensors) if average else whole.clone()
+        return (whole / len(tensors)).to(whole.dtype) if average else whole.clone()
 
     return combine
 

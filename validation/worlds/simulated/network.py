@@ -11,8 +11,9 @@ from pipeproof.pipeline.transports import Queue, Rules
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.held import Held
-from pipeproof.worlds.simulated.races import copies, overlap, race
+from pipeproof.worlds.simulated.races import copies, described, fit, overlap, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
+from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import Stack, own_stack
 
@@ -73,6 +74,7 @@ class Network:
         """The next so many messages of the rank that has the turn are posted in one call."""
         self._batches[self.scheduler.running] = Batch(count)
 
+    @unwatched
     def send(self, communicator: Communicator, rank: int, peer: int, tag: int, tensors: list[Tensor]) -> SimulatedWork:
         """Post a send of the rank that has the turn."""
         stack, given = own_stack(), [] if self.rules.buffered else tensors
@@ -83,6 +85,7 @@ class Network:
         self._post(End(communicator, rank, peer, tag, True, held, work, self._current()))
         return work
 
+    @unwatched
     def receive(
         self, communicator: Communicator, rank: int, peer: int | None, tag: int, tensors: list[Tensor]
     ) -> SimulatedWork:
@@ -101,12 +104,12 @@ class Network:
             said = f"rank {rank} posted two receives into one buffer"
             if work.posted_as != "received":
                 said = f"rank {rank} wanted two things in one buffer, of which one was {work.text}"
-            raise race("received-twice", rank, said, first_posted=work.stack, second_posted=stack)
+            self.scheduler.tell(race("received-twice", rank, said, first_posted=work.stack, second_posted=stack))
 
     def uses(self, tensors: Sequence[Tensor], stack: Stack) -> None:
         """What is called now reads these. Raises the race where they have not come yet."""
         if (work := self.pending_in(tensors)) is not None:
-            raise read_early(work, stack)
+            self.scheduler.tell(read_early(work, stack))
 
     def pending_in(self, tensors: Sequence[Tensor]) -> SimulatedWork | None:
         """What the rank that has the turn has not waited for, and lies there."""
@@ -140,11 +143,12 @@ class Network:
 
         A send may be left alone where the transport keeps what is sent.
         """
+        self.scheduler.tell_again()
         for work in self._works.pop(rank, ()):
             work.check()
             if not work.met and (work.due or not self.rules.keeps_sent):
                 said = f"rank {rank} returned and had never waited for {work.text}"
-                raise race("never-waited", rank, said, posted=work.stack)
+                self.scheduler.tell(race("never-waited", rank, said, posted=work.stack))
 
     def _current(self) -> Batch:
         return self._batches.get(self.scheduler.running) or Batch(1)
@@ -289,11 +293,10 @@ def _done(work: SimulatedWork) -> bool:
 
 def _mismatch(send: End, receive: End) -> str:
     """What two ends that met disagree on; empty if nothing."""
-    sent, due = ([(tensor.numel(), tensor.dtype) for tensor in end.held.before] for end in (send, receive))
-    if sent == due:
+    sent, due = send.held.before, receive.held.before
+    if fit(sent, due):
         return ""
-    told = [", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in end.held.before) for end in (send, receive)]
-    return f"rank {send.work.rank} sent {told[0]}, and rank {receive.work.rank} received it as {told[1]}"
+    return f"rank {send.work.rank} sent {described(sent)}, and rank {receive.work.rank} received it as {described(due)}"
 
 
 class _waiting:

@@ -36,6 +36,17 @@ def unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     return all(torch.equal(_bits(_bare(one)), _bits(other)) for one, other in zip(tensors, before, strict=True))
 
 
+def fit(contents: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether buffers have as many elements as ``contents``, of the same types."""
+    one, other = ([(tensor.numel(), tensor.dtype) for tensor in some] for some in (contents, tensors))
+    return one == other
+
+
+def described(tensors: Sequence[Tensor]) -> str:
+    """Their types and shapes."""
+    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+
+
 def place_of(tensor: Tensor) -> int:
     """Where the memory begins of which a tensor is all or a part."""
     return tensor.untyped_storage().data_ptr()

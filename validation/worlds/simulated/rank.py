@@ -47,6 +47,10 @@ class Rank(Thread):
         if (history := self._network.scheduler.history) is not None:
             history.joins(self._rank)
         with Uses(self._network, self._rank):
-            result = self._part(RankContext(self._rank, self._ranks, "cpu", group))
+            try:
+                result = self._part(RankContext(self._rank, self._ranks, "cpu", group))
+            except Exception:
+                self._network.scheduler.tell_again()
+                raise
             self._network.leave(self._rank)
         return result

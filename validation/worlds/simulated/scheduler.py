@@ -6,12 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import NoReturn
 
+from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.adversaries import Adversary
 from pipeproof.worlds.simulated.clock import Clock
 from pipeproof.worlds.simulated.event import Actor, Message
 from pipeproof.worlds.simulated.history import History
 from pipeproof.worlds.simulated.own_state import OwnState
+from pipeproof.worlds.simulated.torch_inside import unwatched
 
 _PATIENCE = 2  # how often one may ask for the same in vain before it is known to go round and round
 
@@ -68,6 +71,7 @@ class Scheduler:
         self._spinning: set[int] = set()
         self._stuck = stuck
         self._running: int | None = None
+        self._races: dict[int, Race] = {}  # the first that each rank was told of
         for seat in seats:
             seat.turn.acquire()
 
@@ -97,9 +101,13 @@ class Scheduler:
         if self.history is None:
             return
         self.history.touch(thing, changes=changes)
-        for rank in [one for one in self._spinning if changes and thing in self._asked[one]]:
+        if not changes:
+            return
+        for rank in [one for one in self._spinning if thing in self._asked[one]]:
             self._spinning.remove(rank)
             self._ready.append(rank)
+        for asked in self._asked.values():
+            asked.pop(thing, None)
 
     def ask(self, thing: Hashable, there: Callable[[], bool]) -> bool:
         """Whether something is there, asked by the rank that has the turn.
@@ -119,6 +127,16 @@ class Scheduler:
         for one in asked:
             self.history.touch(one, changes=False)
         return there()
+
+    def tell(self, found: Race) -> NoReturn:
+        """Raise the race in the rank that has the turn, whose code may catch it."""
+        self._races.setdefault(self.running, found)
+        raise found
+
+    def tell_again(self) -> None:
+        """Raise the race that the rank that has the turn was told of first: what came of it counts less."""
+        if (found := self._races.get(self.running)) is not None:
+            raise found
 
     @property
     def ended(self) -> int:
@@ -205,6 +223,7 @@ class Scheduler:
         self._running = rank
         self.seats[rank].turn.release()
 
+    @unwatched
     def _following(self) -> int | None:
         """Who is next; None once all have ended."""
         while not self.over:

@@ -30,25 +30,31 @@ class SharedStore(Store):
     def get(self, key: str) -> bytes:
         """What is there, once something is."""
         self.wait([key])
+        self._look_again(key)
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 where there is none."""
         self._scheduler.pause()
+        if not amount:
+            self._look_again(key)
         number = int(self._values.get(key, b"0")) + amount
-        self._put(key, str(number))
+        if amount or key not in self._values:
+            self._put(key, str(number))
         return number
 
     def compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
         """Put ``desired`` there if that is what is expected, or if nothing is; what is there then."""
-        self._touch(key, changes=True)
-        there = self._values.get(key)
-        if there == _bytes(expected) or (there is None and not expected):
-            self._put(key, desired)
-        return self._values.get(key, _bytes(expected))
+        if _is_ours(key):
+            return self._compared(key, expected, desired)
+        self._scheduler.pause()
+        if not self._is(key, expected):
+            self._look_again(key)
+        return self._compared(key, expected, desired)
 
     def append(self, key: str, value: _Key) -> None:
         """Put it behind what is there."""
+        self._scheduler.pause()
         self._put(key, self._values.get(key, b"") + _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -68,16 +74,16 @@ class SharedStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Whether it was there: now it is not."""
+        self._scheduler.pause()
         self._touch(key, changes=True)
         return self._values.pop(key, None) is not None
 
-    deleteKey = delete_key  # what a PrefixStore calls it
-
     def num_keys(self) -> int:
         """How many there are."""
+        self._scheduler.pause()
         return len(self._values)
 
-    getNumKeys = num_keys
+    deleteKey, getNumKeys = delete_key, num_keys  # as torch calls them
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """What is under each, once something is."""
@@ -92,6 +98,15 @@ class SharedStore(Store):
         """Whether it has all of this."""
         return True
 
+    def _is(self, key: str, expected: _Key) -> bool:
+        there = self._values.get(key)
+        return there == _bytes(expected) or (there is None and not expected)
+
+    def _compared(self, key: str, expected: _Key, desired: _Key) -> bytes:
+        if self._is(key, expected):
+            self._put(key, desired)
+        return self._values.get(key, _bytes(expected))
+
     def _put(self, key: str, value: _Key) -> None:
         self._values[key] = _bytes(value)
         self._made.setdefault(key, self._scheduler.now)
@@ -100,9 +115,19 @@ class SharedStore(Store):
             del self._waiting[rank]
             self._scheduler.wake(rank)
 
+    def _look_again(self, key: str) -> None:
+        """Who reads the same key again and again waits for what others put there, as who asks whether it is there."""
+        before = self._values.get(key)
+        self._scheduler.ask(("key", key), lambda: self._values.get(key) != before)
+
     def _touch(self, key: str, *, changes: bool) -> None:
-        if not key.endswith(MEETING):
+        if not _is_ours(key):
             self._scheduler.touch(("key", key), changes=changes)
+
+
+def _is_ours(key: str) -> bool:
+    """Whether nobody but a communicator asks for it: of that there are no events."""
+    return key.endswith(MEETING)
 
 
 def _bytes(value: Any) -> bytes:

@@ -3,8 +3,7 @@
 By functions and not by operators: a mode that sees operators changes what autograd keeps, and an observer must not.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from pipeproof.worlds.simulated.torch_inside import has_memory, places_of
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
-# For a shape, a type or another tensor: names begin so, or are these.
-_ONLY_ASK = ("new_", "empty", "zeros", "ones", "full", "rand", "__get__", "grad", "broadcast_tensors")
+_ONLY_ASK = frozenset(("__get__", "broadcast_tensors"))  # for a shape or a type
+_LIKE_FIRST = ("new_", "empty", "zeros", "ones", "full", "rand")  # of their first argument they do; names begin so
 _READ = frozenset(
-    "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__".split()
+    "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__ __array__ "
+    "__format__ __setitem__".split()
 )
 Works = Sequence[SimulatedWork]
 
@@ -42,31 +42,38 @@ class Uses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         unmet = self._network.unmet(self._rank)
-        result = func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        result = func(*args, **named)
         if unmet:
-            taken = [*tensors_in((args, tuple((kwargs or {}).values())))]
+            taken = [*tensors_in((args, tuple(named.values())))]
             places = {place for tensor in taken for place in places_of(tensor)}
             concerned = [work for work in unmet if not work.met and not places.isdisjoint(work.places)]
             if concerned:
-                self._look(func, taken, result, [work for work in concerned if work.due])
+                name = getattr(func, "__name__", "")
+                self._look(name, _used(name, args, named), result, [work for work in concerned if work.due])
                 _note_writes(concerned)
         if self._network.fine:
             self._network.scheduler.pause()
         return result
 
-    def _look(self, func: Callable[..., Any], taken: Sequence[Tensor], result: object, pending: Works) -> None:
-        name = getattr(func, "__name__", "")
-        if _only_asks(name):
-            return
-        for tensor in taken:
+    def _look(self, name: str, used: Iterable[Tensor], result: object, pending: Works) -> None:
+        for tensor in used:
             for work in pending:
                 if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
-                    raise read_early(work, own_stack())
+                    self._network.scheduler.tell(read_early(work, own_stack()))
 
 
-@cache
-def _only_asks(name: str) -> bool:
-    return name.startswith(_ONLY_ASK) or name.rstrip("_").endswith("_as")
+def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a function may read: of some that it takes it asks only for a shape or a type."""
+    if name in _ONLY_ASK:
+        return
+    if name.rstrip("_").endswith("_as"):
+        args, named = args[:1], {}
+    elif name.startswith(_LIKE_FIRST):
+        args, named = args[1:], {key: value for key, value in named.items() if key != "input"}
+    elif name == "__setitem__":
+        args = args[1:]
+    yield from tensors_in((*args, *named.values()))
 
 
 def _note_writes(concerned: Works) -> None:

@@ -12,7 +12,7 @@ from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.held import NOTHING_HELD, Held
 from pipeproof.worlds.simulated.races import overlap, poison, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
-from pipeproof.worlds.simulated.torch_inside import places_of
+from pipeproof.worlds.simulated.torch_inside import places_of, unwatched
 from pipeproof.worlds.stack import Stack
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class SimulatedWork(Work):
             self._scheduler.needed(self._moved)
             self._scheduler.clock.reach(self._done_s)
 
+    @unwatched
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Until it is done, with all that ends as one with it.
 
@@ -105,6 +106,7 @@ class SimulatedWork(Work):
             work._meet()
         return True
 
+    @unwatched
     def is_completed(self) -> bool:
         """Whether it is done; who is told so may use the buffers."""
         self._scheduler.pause()
@@ -175,4 +177,4 @@ class SimulatedWork(Work):
     def check(self) -> None:
         """Raise the race that was found."""
         if self.error is not None:
-            raise self.error
+            self._scheduler.tell(self.error)

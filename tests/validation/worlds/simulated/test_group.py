@@ -1,5 +1,7 @@
 """Everything that torch.distributed calls on a simulated group gives what it gives on real ranks."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof.pipeline.transports import Transport
-from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -166,3 +168,23 @@ def divided(context: RankContext) -> None:
 def test_what_is_not_there_says_so(simulated: World) -> None:
     with pytest.raises(RankFailed, match="monitored_barrier"):
         simulated.run(divided, ranks=2)
+
+
+def scatters_less(context: RankContext) -> None:
+    parts = [torch.ones(1)] * context.ranks if context.rank == 0 else None
+    dist.scatter(torch.empty(2), parts)
+
+
+def gathers_less(context: RankContext) -> None:
+    dist.all_gather_into_tensor(torch.empty(3), torch.ones(1))
+
+
+@pytest.mark.parametrize("job", [scatters_less, gathers_less])
+def test_what_does_not_fit_where_a_collective_puts_it_is_told(job: Callable[..., None], simulated: World) -> None:
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(job, ranks=2)
+    race = failed.value.cause
+    assert isinstance(race, Race)
+    assert race.kind == "mismatched"
+    ((_, line),) = race.lines
+    assert Path(line.file).name == "test_group.py"

@@ -183,3 +183,22 @@ def test_a_torch_that_is_too_old_is_a_sentence(version: str, monkeypatch: pytest
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.1+cu130", "3.0.0"])
 def test_a_newer_torch_is_not_refused(version: str) -> None:
     assert too_old(version) == ""
+
+
+def waits_in_turn(context: RankContext) -> list[float]:
+    """Messages and collectives as they come, with functions of torch between them."""
+    buffer, found = torch.zeros(4), []
+    for k in range(3):
+        buffer.fill_(k) if context.rank == 0 else None
+        work: Any = dist.isend(buffer, 1) if context.rank == 0 else dist.irecv(buffer, 0)
+        work.wait()
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        found.append(float(total.sum() + buffer.sum()))
+    return found
+
+
+def test_where_ranks_may_change_anywhere_no_message_is_lost(simulated: World) -> None:
+    simulated.fine = True
+    for simulated.seed in range(12):
+        assert simulated.run(waits_in_turn, ranks=2) == [[4.0, 8.0, 12.0]] * 2

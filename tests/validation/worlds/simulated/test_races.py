@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,11 @@ def used(context: RankContext, use: Use) -> None:
     assert buffer.tolist() == [1.0] * 4
 
 
+def gradient_of(buffer: Tensor, work: Any) -> object:
+    inputs = torch.ones(4, requires_grad=True)
+    return torch.autograd.grad(inputs * 2, inputs, grad_outputs=buffer)
+
+
 READS: list[Use] = [
     lambda buffer, work: buffer + 1,
     lambda buffer, work: buffer.sum(),
@@ -39,6 +45,13 @@ READS: list[Use] = [
     lambda buffer, work: buffer.view(2, 2)[0].clone(),
     lambda buffer, work: torch.nn.functional.gelu(buffer),
     lambda buffer, work: dist.isend(buffer, 0),
+    lambda buffer, work: torch.zeros(8).__setitem__(slice(4), buffer),
+    lambda buffer, work: buffer.type_as(torch.zeros(1, dtype=torch.float64)),
+    lambda buffer, work: torch.full((2,), buffer[0]),  # type: ignore[arg-type]  # a tensor of one number is one
+    lambda buffer, work: torch.zeros(2).new_tensor(buffer),
+    lambda buffer, work: np.asarray(buffer),
+    lambda buffer, work: f"{buffer[0]:.2f}",
+    gradient_of,
 ]
 NO_READS: list[Use] = [
     lambda buffer, work: (
@@ -56,6 +69,10 @@ NO_READS: list[Use] = [
         buffer[1:],
         buffer.unbind(),
         torch.ones(4).view_as(buffer),
+        torch.ones(4).type_as(other=buffer),  # type: ignore[call-arg]  # as torch names it
+        torch.empty_like(input=buffer),
+        torch.full_like(buffer, 2.0),
+        buffer.new_tensor([1.0]),
     ),
     lambda buffer, work: (buffer.requires_grad, buffer.grad, buffer.data_ptr(), buffer.untyped_storage()),
     lambda buffer, work: (work.wait(), buffer + 1),
@@ -176,3 +193,26 @@ def test_a_send_is_to_be_waited_for_with_gloo_alone(transport: Transport, simula
         simulated.run(left_alone, ranks=2)
     assert isinstance(failed.value.cause, Race)
     assert (failed.value.cause.kind, failed.value.cause.rank) == ("never-waited", 0)
+
+
+def swallows(context: RankContext, ending: type[Exception] | None) -> None:
+    """Rank 1 reads too early, and its code catches what it is told."""
+    if context.rank == 0:
+        dist.send(torch.ones(4), 1)
+        return
+    buffer = torch.zeros(4)
+    work: Any = dist.irecv(buffer, 0)
+    try:
+        buffer.sum()
+    except Exception as error:
+        if ending is not None:
+            raise ending("a stage failed") from error
+    work.wait()
+
+
+@pytest.mark.parametrize("ending", [None, RuntimeError])
+def test_a_race_is_told_though_code_catches_it(ending: type[Exception] | None, simulated: World) -> None:
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(swallows, ending, ranks=2)
+    assert isinstance(failed.value.cause, Race)
+    assert failed.value.cause.kind == "read-before-wait"

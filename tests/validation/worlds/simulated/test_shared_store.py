@@ -1,5 +1,7 @@
 """The store of a simulated run: calls come back when there is something, and never hold up another rank."""
 
+import time
+
 import pytest
 import torch.distributed as dist
 
@@ -53,3 +55,24 @@ def test_what_never_comes_is_told(simulated: World) -> None:
         RankFailed, match=r"can never go on at test_shared_store.py:\d+, waiting for the store's key \S*never"
     ):
         simulated.run(waits, ranks=2)
+
+
+def goes_round(context: RankContext, reads: str) -> int:
+    """Reads until all have counted, or until it has the lock."""
+    store = dist.distributed_c10d._get_default_store()
+    if reads == "lock":
+        while store.compare_set("lock", "", str(context.rank)) != str(context.rank).encode():
+            time.sleep(0.1)
+        store.delete_key("lock")
+        return context.ranks
+    total = store.add("count", 1)
+    while total < context.ranks:
+        total = int(store.get("count")) if reads == "get" else store.add("count", 0)
+    return total
+
+
+@pytest.mark.parametrize("reads", ["get", "add", "lock"])
+def test_who_reads_again_and_again_does_not_keep_others_from_their_turn(reads: str, simulated: World) -> None:
+    for simulated.most, simulated.seeds in ((20, ()), (None, range(6))):
+        for _ in simulated.interleavings():
+            assert simulated.run(goes_round, reads, ranks=2) == [2, 2]
