@@ -153,18 +153,23 @@ class World:
         run = partial(self._source.run, order, label=_label(job), ranks=ranks, timeout_s=bound_s)
         answers = run(meanwhile=meanwhile)
         if isinstance(self._source, Simulated):
-            self._again = partial(run, meanwhile=())
+            self._again = partial(run, meanwhile=()) if self._source.in_time else None
             self.course, self.noted = self._source.course if self.noted else self.course, False
         return _results(answers)
 
     def hangs_on(self) -> Mapping[Transport, bool]:
-        """Whether the last run hangs, by the transport: it runs again on each. Empty where ranks are real."""
+        """Whether the last run hangs, by the transport: it runs again on each.
+
+        Empty where ranks are real, and where some rank computes or sleeps for ever, of which nobody knows that.
+        """
         if not isinstance(self._source, Simulated) or self._again is None:
             return {}
         found = {}
         for transport in Transport:
             self._source.manner = self._manner(transport)
             reports = self._again()
+            if not self._source.in_time:
+                return {}
             found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
         return found
 

@@ -66,12 +66,13 @@ class Order:
 class Played:
     """Every rank's report. ``sound``: no rank's thread is left, so that this process can have another run.
 
-    ``course``: what happened, where that is noted.
+    ``course``: what happened, where that is noted. ``in_time``: no rank was out of the network when the bound came.
     """
 
     reports: tuple[RankReport, ...]
     sound: bool
     course: Course | None = None
+    in_time: bool = True
 
 
 def play(context: Any, order: Order) -> Played:
@@ -132,7 +133,7 @@ class _Run:
             in_time = self._scheduler.done.wait(order.timeout_s)
             if not in_time:
                 self._note_late()
-                return Played(self._late(threads), sound=False)
+                return Played(self._late(threads), sound=False, in_time=False)
             for thread in threads:
                 thread.join(_END_BOUND_S)
         sound = not any(thread.is_alive() for thread in threads)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds import world
 from pipeproof.worlds.rank_report import Ending, RankFailed
 from pipeproof.worlds.simulated.torch_inside import too_old
@@ -202,3 +203,18 @@ def test_where_ranks_may_change_anywhere_no_message_is_lost(simulated: World) ->
     simulated.fine = True
     for simulated.seed in range(12):
         assert simulated.run(waits_in_turn, ranks=2) == [[4.0, 8.0, 12.0]] * 2
+
+
+def spins(context: RankContext) -> None:
+    while context.rank == 0:
+        pass
+    dist.barrier()
+
+
+def test_where_else_a_run_hangs_is_known_of_those_alone_that_wait_for_ever(simulated: World) -> None:
+    with pytest.raises(RankFailed):
+        simulated.run(both_receive, ranks=2)
+    assert simulated.hangs_on() == dict.fromkeys(Transport, True)
+    with pytest.raises(RankFailed, match="did not come back to the network within 1 s"):
+        simulated.run(spins, ranks=2, timeout_s=1)
+    assert simulated.hangs_on() == {}, "it may only be slow"
