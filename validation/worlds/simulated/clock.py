@@ -95,14 +95,21 @@ def _sleeping() -> Callable[[float], None]:
     real = time.sleep
 
     def sleep(secs: float, /) -> None:
-        if _own.clock is None or not secs >= 0:  # which the real one refuses
-            real(secs)
+        if _own.clock is None or not _can_sleep(secs):
+            real(secs)  # which says why not
             return
         _own.clock.sleep(float(secs))
         assert _own.pause is not None, "who has a clock has a turn to give up"
         _own.pause()
 
     return sleep
+
+
+def _can_sleep(secs: Any) -> bool:
+    try:
+        return bool(0 <= secs <= threading.TIMEOUT_MAX)
+    except TypeError:
+        return False
 
 
 _INSTEAD: dict[str, Callable[..., Any]] = {

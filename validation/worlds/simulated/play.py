@@ -20,11 +20,12 @@ from pipeproof.worlds.simulated.group import Bare, Net, SimulatedGroup, messages
 from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.guided import Guided
 from pipeproof.worlds.simulated.history import History
+from pipeproof.worlds.simulated.meanings import NotSimulated
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.own_modules import OwnModules, attributes
 from pipeproof.worlds.simulated.own_state import OwnState
 from pipeproof.worlds.simulated.rank import Rank
-from pipeproof.worlds.simulated.scheduler import Scheduler, Seat
+from pipeproof.worlds.simulated.scheduler import STRANGERS, Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
 from pipeproof.worlds.simulated.torch_inside import standing_in
 from pipeproof.worlds.stack import stack_of
@@ -168,7 +169,11 @@ class _Run:
         place = self._told.get(rank, _Place())
         if any(one.report is not None and one.report.failed for one in self._threads()):
             return place.report(rank, Ending.STOPPED, "")
-        return place.report(rank, Ending.STUCK, f"can never go on{place.line}")
+        return place.report(rank, Ending.STUCK, self._why(f"can never go on{place.line}"))
+
+    def _why(self, told: str) -> str:
+        """What a rank is told that does not end: a thread that was refused may be what it waits for."""
+        return str(NotSimulated(STRANGERS)) if self._scheduler.strangers else told
 
     def _threads(self) -> list[Rank]:
         return [seat.thread for seat in self._seats if isinstance(seat.thread, Rank)]
@@ -176,7 +181,7 @@ class _Run:
     def _late(self, threads: list[Rank]) -> tuple[RankReport, ...]:
         """The rank that has the turn keeps it; the others are as they are."""
         running, reports = self._scheduler.running, []
-        why = f"did not come back to the network within {self._order.timeout_s:g} s"
+        why = self._why(f"did not come back to the network within {self._order.timeout_s:g} s")
         for rank, thread in enumerate(threads):
             place = self._told.get(rank, _Place())
             stopped = (Ending.STUCK, why) if rank == running else (Ending.STOPPED, "")

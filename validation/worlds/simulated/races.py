@@ -52,6 +52,7 @@ def place_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@unwatched
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have memory in common."""
     if place_of(one) != place_of(other):

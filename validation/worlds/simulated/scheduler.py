@@ -13,9 +13,11 @@ from pipeproof.worlds.simulated.adversaries import Adversary
 from pipeproof.worlds.simulated.clock import Clock
 from pipeproof.worlds.simulated.event import Actor, Message
 from pipeproof.worlds.simulated.history import History
+from pipeproof.worlds.simulated.meanings import NotSimulated
 from pipeproof.worlds.simulated.own_state import OwnState
 from pipeproof.worlds.simulated.torch_inside import unwatched
 
+STRANGERS = "torch.distributed in threads that a rank starts"
 _PATIENCE = 2  # how often one may ask for the same in vain before it is known to go round and round
 
 
@@ -63,6 +65,7 @@ class Scheduler:
         self.history = history
         self._adversary = adversary
         self.over = False
+        self.strangers = False  # whether a thread that is no rank's has called
         self.done = threading.Event()
         self._ready = [seat.rank for seat in seats]
         self._moves: dict[Actor, Callable[[], None]] = {}
@@ -135,6 +138,7 @@ class Scheduler:
 
     def tell_again(self) -> None:
         """Raise the race that the rank that has the turn was told of first: what came of it counts less."""
+        self._refuse_strangers()
         if (found := self._races.get(self.running)) is not None:
             raise found
 
@@ -145,6 +149,7 @@ class Scheduler:
 
     def call(self) -> Message:
         """The name of what the rank that has the turn asks of the network now."""
+        self._refuse_strangers()
         self._calls[self.running] += 1
         self._asked.pop(self.running, None)
         return self.running, self._calls[self.running] - 1
@@ -171,6 +176,7 @@ class Scheduler:
 
     def pause(self) -> None:
         """Anybody may be next."""
+        self._refuse_strangers()
         self._hand_over(self.running)
 
     def block(self, wait: Callable[[], Wait]) -> None:
@@ -202,6 +208,14 @@ class Scheduler:
             self.done.set()
         else:
             self._give(following)
+
+    def _refuse_strangers(self) -> None:
+        """Raises where a thread calls that is not the rank's that has the turn; from then on in every rank's too."""
+        rank = self._running
+        if rank is None or threading.current_thread() is not self.seats[rank].thread:
+            self.strangers = True
+        if self.strangers:
+            raise NotSimulated(STRANGERS)
 
     def _hand_over(self, rank: int) -> None:
         if self.over:

@@ -1,7 +1,11 @@
 """Virtual time: what a simulated rank sleeps, waits and computes, by its own clock; nothing of it takes real time."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -101,13 +105,27 @@ def test_who_asks_now_and_then_learns_it_after_it_came(simulated: World) -> None
         assert sent == 1 <= learnt < 60
 
 
-def refused(context: RankContext) -> None:
-    time.sleep(-1)
+def refused(context: RankContext, secs: Any) -> tuple[str, str]:
+    said = []
+    for sleep in (time.sleep, partial(asks_the_real_one, secs)):
+        try:
+            sleep(secs)
+        except (ValueError, TypeError, OverflowError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    one, other = said
+    return one, other
 
 
-def test_what_real_sleep_refuses_is_refused(simulated: World) -> None:
-    with pytest.raises(Exception, match="sleep length must be non-negative"):
-        simulated.run(refused, ranks=1)
+def asks_the_real_one(secs: Any, _: Any) -> None:
+    """In a thread that is no rank's."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(time.sleep, secs).result()
+
+
+@pytest.mark.parametrize("secs", [-1, None, "1", float("nan"), float("inf"), threading.TIMEOUT_MAX * 2])
+def test_what_real_sleep_refuses_is_refused(secs: Any, simulated: World) -> None:
+    ((one, other),) = simulated.run(refused, secs, ranks=1)
+    assert one == other
 
 
 def busy(context: RankContext) -> float:

@@ -5,6 +5,8 @@ import random
 import re
 import threading
 import time
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -218,3 +220,46 @@ def test_where_else_a_run_hangs_is_known_of_those_alone_that_wait_for_ever(simul
     with pytest.raises(RankFailed, match="did not come back to the network within 1 s"):
         simulated.run(spins, ranks=2, timeout_s=1)
     assert simulated.hangs_on() == {}, "it may only be slow"
+
+
+def in_a_thread(context: RankContext, waits: str) -> None:
+    """Rank 0 sends in a thread of its own, and waits for that so long."""
+    sent: Queue[bool] = Queue()
+
+    def send() -> None:
+        dist.send(torch.ones(1), 1)
+        sent.put(True)
+
+    if context.rank == 0:
+        thread = Thread(target=send, daemon=True)
+        thread.start()
+        thread.join()
+        if waits == "for ever":
+            sent.get()
+    elif waits != "not":
+        dist.recv(torch.zeros(1), 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("waits", ["not", "until it ended", "for ever"])
+def test_threads_that_ranks_start_are_refused_in_a_sentence(waits: str, simulated: World) -> None:
+    with pytest.raises(RankFailed, match=r"has no torch\.distributed in threads that a rank starts"):
+        simulated.run(in_a_thread, waits, ranks=2, timeout_s=2)
+    assert simulated.run(waits_in_turn, ranks=2) == [[4.0, 8.0, 12.0]] * 2, "the next run is sound"
+
+
+def computes_in_a_thread(context: RankContext) -> float:
+    """What uses no torch.distributed may have threads."""
+    found: Queue[float] = Queue()
+    total = torch.ones(1)
+    work = dist.all_reduce(total, async_op=True)
+    thread = Thread(target=lambda: found.put(float(torch.ones(3).sum())))
+    thread.start()
+    thread.join()
+    assert work is not None
+    work.wait()
+    return found.get() + float(total)
+
+
+def test_threads_that_only_compute_are_as_they_are(simulated: World) -> None:
+    assert simulated.run(computes_in_a_thread, ranks=2) == [5.0] * 2
