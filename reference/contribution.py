@@ -16,11 +16,13 @@ class Contribution:
     """What one microbatch gives: its undivided loss, and its gradient in every site.
 
     uses: of a parameter that is used several times, by its first name, what each use gives, where that is known apart.
+    inputs: by number, what flows to those inputs that want a gradient, as a stage hands it on.
     """
 
     loss: float
     gradients: Mapping[Site, Gradient]
     uses: Mapping[str, tuple[Gradient, ...]] = field(default_factory=dict)
+    inputs: Mapping[int, Gradient] = field(default_factory=dict)
 
     def under(self, owner: Mapping[str, Stage]) -> "Contribution":
         """The same, with every parameter name's site at that name's ``owner``."""

@@ -51,6 +51,16 @@ class Batch:
         """Whether it is of tensors alone: a user's may have other things in it, which stay as they are."""
         return all(isinstance(one, Tensor) for one in (*self.inputs, self.target))
 
+    @property
+    def wanting(self) -> dict[int, Tensor]:
+        """The inputs that want a gradient, by their numbers."""
+        return {k: one for k, one in enumerate(self.inputs) if isinstance(one, Tensor) and one.requires_grad}
+
+    def of_leaves(self) -> "Batch":
+        """This microbatch, where those inputs are tensors of which nobody else has a gradient."""
+        own = {k: one.detach().requires_grad_() for k, one in self.wanting.items()}
+        return replace(self, inputs=tuple(own.get(k, one) for k, one in enumerate(self.inputs))) if own else self
+
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         *inputs, target = (change(x) if isinstance(x, Tensor) else x for x in (*self.inputs, self.target))
         return replace(self, inputs=tuple(inputs), target=target)

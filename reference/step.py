@@ -198,15 +198,19 @@ class Reference:
 
     def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
+        batch = batch.of_leaves()
         loss, leaves, uses = self._forward(batch, loss_fn)
-        each, parameters = zip(*leaves.values(), strict=True)
+        each, parameters = [leaf for leaf, _ in leaves.values()], [own for _, own in leaves.values()]
         apart = ByUse(loss, each if self._by_use else ())
-        found = dict(zip(map(id, each), graded(loss / divisor, each, parameters), strict=True))
+        wanting = batch.wanting
+        made = graded(loss / divisor, (*each, *wanting.values()), (*parameters, *wanting.values()))
+        found = dict(zip(map(id, each), made, strict=False))
+        flowing = dict(zip(wanting, made[len(each) :], strict=True))
         gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
         gradients = dict.fromkeys(self._sites.values()) | gradients
         whole = {site: None if g is None else dense(g) for site, g in gradients.items()}
         told = {name: apart.of(leaf, found[id(leaf)]) for name, leaf in uses.items()}
-        return Contribution(loss.item(), whole, {name: given for name, given in told.items() if given})
+        return Contribution(loss.item(), whole, {name: given for name, given in told.items() if given}, flowing)
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
         """Each microbatch's loss with its graph, and what it is divided by, one after another."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard
-from pipeproof.observers.watching import Call
 from pipeproof.pipeline.sizes import MOST_RANKS, some
 from pipeproof.reference.step import Contribution, Gradient, Site
 

@@ -17,9 +17,9 @@ from pipeproof.foreign.survey import Both
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
 from pipeproof.judging.tolerance import error, same_bits
+from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
 from pipeproof.observers.shards import Shard, gathered, sized, untiled
-from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Site

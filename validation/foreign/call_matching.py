@@ -8,10 +8,10 @@ from itertools import chain, pairwise
 
 from pipeproof.diagnosis.sketches import recognised
 from pipeproof.foreign.survey import Both, Places
+from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch
-from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Kind
 
 Which = Callable[[Sequence[Call], int], Sequence[Call]]  # of a stage's calls, and how many microbatches there are

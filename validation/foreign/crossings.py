@@ -11,11 +11,11 @@ from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_s
 from pipeproof.foreign.boundary_places import Cuts, structured
 from pipeproof.foreign.call_matching import Column, Order, Which, at_once, columns, every_call, orders, without_trial
 from pipeproof.foreign.survey import Both, is_part
+from pipeproof.observers.calls import Call
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.observed import OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed
 from pipeproof.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from pipeproof.observers.sketch import Sketch
-from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.worlds.posted_messages import Came
 

@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import Local, Names, renamed
+from pipeproof.observers.calls import Call
 from pipeproof.observers.initial_weights import FirstUse
 from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, flat_shard, placed_as, shard_at, shard_of
 from pipeproof.observers.sketch import contents, digest
-from pipeproof.observers.watching import Call, Watcher, watching
+from pipeproof.observers.watching import Watcher, watching
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.step import dense

@@ -4,9 +4,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import partial, wraps
 from itertools import count
 from threading import get_ident
 from typing import Any, TypeVar
@@ -14,113 +13,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
+from pipeproof.reference.again import Called
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.posted_messages import Came, received_at
 from pipeproof.worlds.stack import Stack, own_stack
 
-Note = Callable[[Tensor], Callable[[], None]]  # looks at a gradient; what it returns writes down what was seen
-
-
-@dataclass
-class Flows:
-    """The backwards through one call: those that bring a gradient to what the call made.
-
-    A tensor that a runtime receives into may come into many calls, and a hook at it is told of the gradients of all.
-    What a call itself made is no other's, so the backwards that reach that are its own.
-    """
-
-    _own: set[int] = field(default_factory=set)
-    _early: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
-
-    def made(self, tensor: Tensor, note: Note) -> None:
-        """``tensor`` is the call's own: note the gradients that flow to it."""
-
-        def flowed(gradient: Tensor) -> None:
-            backward = torch._C._current_graph_task_id()
-            self._own.add(backward)
-            note(gradient)()
-            for other, write in self._early:
-                if other == backward:
-                    write()
-            self._early = [one for one in self._early if one[0] != backward]
-
-        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
-
-    def borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
-        """``tensor`` may belong to other calls as well: note what flows to it in this one's backwards.
-
-        One that is ``handed_on`` as it is may have its gradient before anything that the call made.
-        """
-
-        def flowed(gradient: Tensor) -> None:
-            backward = torch._C._current_graph_task_id()
-            if backward in self._own:
-                note(gradient)()
-            elif handed_on:
-                self._early.append((backward, note(gradient)))
-
-        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
-
-
 Module = TypeVar("Module", bound=nn.Module)
-
-
-class Mode(Enum):
-    """What a call of a module is to a training step."""
-
-    FORWARD = "forward"
-    SILENT = "without gradients"  # a trial, a metric, or a forward that a backward will run again
-    AGAIN = "recompute"  # inside a backward
-
-
-@dataclass
-class Call:
-    """One call of a watched module. Gradients are by the number of the tensor that they belong to.
-
-    ``backwards`` has an entry, a count over all that this rank's calls do, for each time that gradients came out of it.
-    ``mixed``: parts of the module were in training mode, and others were not. ``needing`` are the inputs that want a
-    gradient, ``giving`` the outputs that bring one; ``unread``: those are DTensors, which nobody reads.
-    A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
-    ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
-    its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
-    where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
-    ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
-    """
-
-    training: bool
-    inputs: list[Sketch] = field(default_factory=list)
-    outputs: list[Sketch] = field(default_factory=list)
-    output_gradients: dict[int, Sketch] = field(default_factory=dict)
-    input_gradients: dict[int, Sketch] = field(default_factory=dict)
-    kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs that it needs, when the backward begins
-    backwards: list[int] = field(default_factory=list)
-    rank: int | None = None
-    silent: bool = False
-    mixed: bool = False
-    stacks: dict[Kind, Stack] = field(default_factory=dict)
-    came: dict[tuple[Kind, int], Came] = field(default_factory=dict)
-    cleared: Stack = ()
-    needing: frozenset[int] = frozenset()
-    giving: frozenset[int] = frozenset()
-    unread: bool = False
-    began: int | None = None
-    flowed: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def ran(self) -> list[int]:
-        """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
-        return self.backwards or [*self.flowed.values()][:1]
-
-    def later(self, time: int, *, rank: int) -> "Call":
-        """The same on ``rank``, by so much later."""
-        began = None if self.began is None else self.began + time
-        flowed = {backward: time + end for backward, end in self.flowed.items()}
-        return replace(self, backwards=[time + end for end in self.backwards], flowed=flowed, began=began, rank=rank)
 
 
 @dataclass
@@ -153,29 +58,36 @@ class _Watched:
             found.backwards, found.flowed, found.stacks, found.came
         )  # fmt: skip
         found.needing, found.giving = again.needing, again.giving
+        again.again = found.again
         return found
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a module was called with, as it was then, and from where."""
+    """What a module was called with, as it was then, and from where; ``again`` as a call has it."""
 
     taken: list[Sketch]
     versions: list[int]
     stack: Stack
     came: dict[tuple[Kind, int], Came]
+    again: Called | None
 
     @staticmethod
-    def of(inputs: Sequence[Tensor]) -> "_Entry":
+    def of(inputs: Sequence[Tensor], again: Called | None) -> "_Entry":
         came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
-        return _Entry(list(map(sketch, inputs)), [tensor._version for tensor in inputs], own_stack(), came)
+        return _Entry(list(map(sketch, inputs)), [tensor._version for tensor in inputs], own_stack(), came, again)
 
 
 class Watcher:
-    """Notes the calls of watched modules. ``compiled``: ``torch.compile`` took some in, whose calls it cannot see."""
+    """Notes the calls of watched modules. ``compiled``: ``torch.compile`` took some in, whose calls it cannot see.
 
-    def __init__(self) -> None:
+    keep: copies a tensor to where it is kept, so that calls can be run again; None: none is kept.
+    """
+
+    def __init__(self, *, keep: Callable[[Tensor], Tensor] | None = None) -> None:
         self.compiled = False
+        self._keep = keep
+        self._hooks: list[RemovableHandle] = []
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
         self._times = count()
@@ -184,8 +96,17 @@ class Watcher:
         """Hook ``module``, once; calls count while ``when`` holds."""
         if id(module) not in self._watched:
             self._watched[id(module)] = _Watched(module, when or (lambda: True))
-            module.register_forward_pre_hook(self._entered, with_kwargs=True)
-            module.register_forward_hook(self._called, with_kwargs=True)
+            self._hooks.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._called, with_kwargs=True))
+
+    def close(self) -> None:
+        """From now on note no more calls; of those that were noted, gradients still are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __deepcopy__(self, memo: object) -> "Watcher":
+        return self  # the copy of a module that is watched has its hooks
 
     def calls(self, module: nn.Module) -> list[Call] | None:
         """The forwards of ``module``, or of the one watched module inside it or around it; None if there is none.
@@ -231,8 +152,10 @@ class Watcher:
         if torch.compiler.is_compiling():
             self.compiled = True
         elif self._watched[id(module)].when():
-            inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
-            self._entering[get_ident()].append(_Entry.of(inputs))
+            inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
+            keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep)
+            again = keep(module, arguments, named) if keep else None
+            self._entering[get_ident()].append(_Entry.of(inputs, again))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         if torch.compiler.is_compiling():
@@ -240,7 +163,7 @@ class Watcher:
         watched, mode = self._watched[id(module)], _mode()
         if not watched.when():
             return
-        inputs, outputs = _tensors((arguments, named)), _tensors(result)
+        inputs, outputs = tensors_in((arguments, named)), tensors_in(result)
         modes = {part.training for part in module.modules()}
         entry = self._entering[get_ident()].pop()
         needing, giving = map(_differentiable, (inputs, outputs))
@@ -248,7 +171,7 @@ class Watcher:
         made, began = list(map(sketch, outputs)), next(self._times)
         stacks = {Kind.FORWARD: entry.stack}
         call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=stacks, began=began)
-        call.came = entry.came
+        call.came, call.again = entry.came, entry.again
         call.needing, call.giving = frozenset(needing), frozenset(giving)
         if mode is Mode.SILENT:
             watched.calls.append(call)
@@ -312,6 +235,8 @@ class Watcher:
         call.flowed.setdefault(torch._C._current_graph_task_id(), next(self._times))
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
+        keep = self._keep if into is call.output_gradients else None
+
         def note(gradient: Tensor) -> Callable[[], None]:
             seen = None if (held := held_whole(gradient)) is None else sketch(held)
             if Kind.BACKWARD not in call.stacks:
@@ -319,9 +244,13 @@ class Watcher:
             if into is call.output_gradients and (came := received_at(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
 
+            kept = None if keep is None or held is None else keep(held)
+
             def write() -> None:
                 if seen is not None:
                     into[number] = seen
+                if kept is not None and call.again is not None:
+                    call.again.flows[number] = kept
                 if counts:
                     call.backwards.append(next(self._times))
 
@@ -374,7 +303,7 @@ def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
     return module
 
 
-def _tensors(values: object) -> list[Tensor]:
+def tensors_in(values: object) -> list[Tensor]:
     """Those that this rank has whole: what is asked of a DTensor, all of its ranks must ask."""
     return [leaf for leaf in _leaves(values, Tensor) if not leaf.is_meta and not isinstance(leaf, InShards)]
 

@@ -8,43 +8,33 @@ there, so that all ranks have the same.
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
-from typing import Any
+from typing import Self
 
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.comparison import Comparison
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
-from pipeproof.observers.wrappers import AroundGradients
-from pipeproof.pipeline.step import Parts
 from pipeproof.records.as_given import (
-    bound_of,
     check_operation,
     gradients_of,
     losses_of,
-    named_by,
     number,
-    pairs_of,
     source_of,
-    stages_of,
 )
+from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.checked_step import CheckError as CheckError
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.rank_part import (
     MOST,
     AdapterNames,
-    Arrival,
     Kept,
-    RankStages,
     Rename,
     Run,
     other_run,
@@ -53,36 +43,18 @@ from pipeproof.records.rank_part import (
     run_of,
     told,
 )
-from pipeproof.records.record import (
-    ContentError,
-    Record,
-    RecordedOperation,
-    RecordError,
-    against,
-    microbatch_digests,
-    upstream,
-)
+from pipeproof.records.record import Record, RecordedOperation, RecordError, against, upstream
 from pipeproof.records.record_evidence import Step, checked, explained
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
 from pipeproof.records.step_record import Pairs
-from pipeproof.worlds.rank_report import Ending, RankReport
-from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
-
-_OTHERS_S = 300.0  # how long the others are waited for where the bound that is given is none
-_LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
+from pipeproof.worlds.rank_report import RankReport
+from pipeproof.worlds.side_store import RanksAbsent
 
 
-class CheckError(ValueError):
-    """A check that is used in the wrong order."""
-
-
-class StepCheck:
-    """A context manager around one step of a job. Every rank enters it.
-
-    Call ``gradients`` between backward and clipping, and ``report`` anywhere. After the block there is a ``verdict``.
-    """
+class StepCheck(CheckedStep):
+    """A step held against a record, or against the model beside the job."""
 
     def __init__(
         self,
@@ -101,51 +73,24 @@ class StepCheck:
         to the record's name. operation: which one of the record's. timeout_s: bounds each wait for the other ranks,
         and so for the reference.
         """
-        self._modules, self._rename = modules, rename
-        self._given = microbatches
-        self._timeout_s, self._bound_s = timeout_s, _OTHERS_S
+        super().__init__(modules, microbatches, laws=EVERY_LAW, rename=rename, timeout_s=timeout_s)
         self._source = against
-        self._own = RankStages({}, own_name)  # as long as nobody knows that what was given is of use
         self._number = operation
-        self._ledger = Ledger(EVERY_LAW)
         self._held: HeldInCommon | None = None  # as ``_at``
         self._shards: Mapping[str, Shard] = {}
         self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
         self._expected: RecordedOperation | None = None
         self._norm: float | None = None
-        self._no_norm = ""  # why, where this rank was told one and reports none
         self._record: Record | None = None
         self._beside: ReferenceBeside | None = None
-        self._problem = ""  # of this rank, with the record
-        self._crash: Crash | None = None  # of this rank, which ends no job
-        self._obstacle = ""  # why there is nothing to compare
-        self._absent: RanksAbsent | None = None  # who did not come
-        self._verdict: Verdict | None = None
-        self._run = Run((0,), (), (None,))
 
-    def __enter__(self) -> "StepCheck":
-        self._began = perf_counter()
-        self._exchange: Exchange = exchange()
+    def __enter__(self) -> Self:
+        super().__enter__()
         self._kept = Kept(self._exchange.rank, MOST // self._exchange.ranks)
-        with self.noting():
-            try:
-                self._obstacle = self._begin()
-            except RanksAbsent as absent:
-                self._absent = absent
-            if self._at is not None:
+        if self._at is not None:
+            with self.noting():
                 self._kept.begin(self._own.gradients)
         return self
-
-    def refuse(self, why: str) -> None:
-        """Say why this rank's part cannot be judged, before the block or in it: the step is unknown then."""
-        self._problem = self._problem or why
-
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict of all ranks together, the same on each. Raises ``CheckError`` before the end of the block."""
-        if self._verdict is None:
-            raise CheckError("the verdict is known at the end of the with block, on every rank")
-        return self._verdict
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
         """Compare this rank's gradients now: they must be complete, and not clipped yet.
@@ -196,58 +141,29 @@ class StepCheck:
                 self._norm = number("norm", norm)
                 self._at.norm(self._norm, rank=rank)
 
-    def miss_norm(self, why: str) -> None:
-        """Say why this rank does not report the norm that it was told."""
-        self._no_norm = why
-
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         """Say what gradients will be added to, by the record's names: what is there by then is no part of the step."""
         if self._at is not None:
             with self.noting():
                 self._kept.begin({n: one for n, one in gradients.items() if one is None or isinstance(one, Tensor)})
 
-    def wrap(self, parts: Parts) -> Parts:
-        """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
-        return replace(parts, gradients=_Checked(parts, self))
+    def _finish(self) -> None:
+        if self._at is not None:
+            self._compare_in_common(self._at)
+            self._compare_after(self._at)
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Keep what is raised inside for all ranks to know in the end: it is the check that failed, and not the job."""
-        try:
-            yield
-        except (RecordError, ContentError, WhiteBoxError) as error:
-            self._problem = self._problem or str(error)
-        except Exception as error:  # no one type, and no reason to end a job
-            self._crash = self._crash or Crash.of(error)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._at is not None and error is None:
-            with self.noting():
-                self._compare_in_common(self._at)
-                self._compare_after(self._at)
-        ending = Ending.FINISHED if error is None else Ending.RAISED
-        message = "" if error is None else f"{type(error).__name__}: {error}"
-        about = RankReport(self._exchange.rank, ending, message)
+    def _part(self, about: RankReport) -> StepPart:
         why = self._why if self._at is None else self._problem
-        mine = StepPart(about, self._ledger, self._kept.notes, self._norm, why, self._crash, self._no_norm)
-        what = "the end of the checked step"
-        bound_s = self._bound_s if error is None else min(self._bound_s, _LAST_WORDS_S)
-        try:
-            parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
-        except RanksAbsent as absent:
-            parts, self._absent = [mine], self._absent or absent
-        self._verdict = self._explained(self._joined(parts), parts)
+        return StepPart(about, self._ledger, self._kept.notes, self._norm, why, self._crash, self._no_norm)
+
+    def _concluded(self, parts: Sequence[StepPart]) -> Verdict:
+        return self._explained(self._joined(parts), parts)
+
+    def _clear(self) -> None:
         if self._held is not None:
             self._held.clear()
         if self._beside is not None:
             self._beside.clear()
-
-    @property
-    def _why(self) -> str:
-        """What stands in the way of a comparison on this rank, or nothing."""
-        return self._problem or ("" if self._crash is None else f"the check raised {self._crash.said}")
 
     def _compare_in_common(self, at: Comparison) -> None:
         """Compare the gradients of which ranks have parts, and hold against each other what several have."""
@@ -270,21 +186,14 @@ class StepCheck:
         at.close()
 
     def _begin(self) -> str:
-        """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
         record: Record | None = None
-        digests: tuple[str, ...] | None = None
-        places: dict[str, int] = {}
         with self.noting():
-            self._bound_s = bound_of(self._timeout_s)
             self._take_given()
             record = self._read()
-            digests = None if self._given is None else microbatch_digests(self._given)
-            self._own.check_names()
-            places, self._shards = self._own.places, self._own.shards
+            self._shards = self._own.shards
             if record is not None:
                 self._own.check_start(record.operations[self._number])
-        mine = Arrival(places, digests, self._why, self._shards)
-        arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
+        arrivals = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
         problems = problems or wrong
@@ -305,11 +214,9 @@ class StepCheck:
         return ""
 
     def _take_given(self) -> None:
-        """Take what the user gave. Raises ``RecordError`` for what is of no use."""
+        super()._take_given()
         source = source_of(self._source)
         check_operation(self._number, source)
-        self._own = RankStages(stages_of(self._modules, self._exchange.rank), named_by(self._rename))
-        self._given = pairs_of(self._given)
         if isinstance(source, SingleDevice):
             renamable = not isinstance(self._rename, AdapterNames)
             self._beside = ReferenceBeside(source, self._exchange, timeout_s=self._bound_s, renamable=renamable)
@@ -378,21 +285,6 @@ class StepCheck:
             model=None if self._beside is None else self._beside.update,
         )
         return found if self._held is None else replace(found, shards=self._held.shards, replicas=self._run.members)
-
-    def _gather(self, value: object, what: str) -> list[Any]:
-        return self._exchange.gather(value, what=what, bound_s=self._bound_s)
-
-
-class _Checked(AroundGradients):
-    """Gradient work that has gradients compared between the tied reduction and the clipping."""
-
-    def __init__(self, parts: Parts, check: StepCheck) -> None:
-        super().__init__(parts.gradients, parts.stages)
-        self._check = check
-
-    def reduce_tied(self) -> None:
-        self.inner.reduce_tied()
-        self._check.gradients()
 
 
 check_step = StepCheck  # as users call it

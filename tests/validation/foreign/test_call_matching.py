@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.survey import Places, Survey
+from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.sketch import Sketch, sketch
-from pipeproof.observers.watching import Call, Watcher
+from pipeproof.observers.watching import Watcher
 from pipeproof.reference.data import Batch
 from tests.support.two_ranks import (
     WIDTH,

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.survey import Places, Survey
+from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.sketch import sketch
-from pipeproof.observers.watching import Call, Watcher
+from pipeproof.observers.watching import Watcher
 from pipeproof.reference.data import Batch
 from tests.support.steps import loss_fn
 

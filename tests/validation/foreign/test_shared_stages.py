@@ -15,8 +15,8 @@ from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims, joined_parts
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard
-from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action
 from tests.support.steps import blocks, pairs
 

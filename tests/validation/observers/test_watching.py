@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.calls import Call
 from pipeproof.observers.sketch import sketch
-from pipeproof.observers.watching import Call, Watcher, watching
+from pipeproof.observers.watching import Watcher, watching
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.two_ranks import Call as Way
 from tests.support.two_ranks import called, named, passes, plain, step, without_second

@@ -130,7 +130,7 @@ def build() -> nn.Sequential:
 def checked(monkeypatch: pytest.MonkeyPatch, against: Any, **options: Any) -> Verdict:
     """The verdict on a right step in which each rank has a layer; ``options`` is what goes wrong."""
     shared, model, ranks = Shared(), build(), threading.local()
-    monkeypatch.setattr("pipeproof.records.step_check.exchange", lambda: BetweenThreads(ranks.number, shared))
+    monkeypatch.setattr("pipeproof.records.checked_step.exchange", lambda: BetweenThreads(ranks.number, shared))
     losses: list[float] = []
     ready, done = threading.Barrier(2), threading.Barrier(2)
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline import PipelineSchedule
-from pipeproof.records import step_check
+from pipeproof.records import checked_step
 from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import CheckError, check_step
@@ -274,7 +274,7 @@ class Lonely(Exchange):
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_rank_that_never_came_is_named_first(path: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_check, "exchange", lambda: Lonely(late))
+    monkeypatch.setattr(checked_step, "exchange", lambda: Lonely(late))
     verdict = step(path, timeout_s=4.0)
     why = "within 4 s" if late else "as it had ended its part already"
     head = f"{'HANG' if late else 'ERROR'} rank 1 did not come to the end of the checked step {why}"

@@ -1,0 +1,160 @@
+"""A stage as a model of its own: its calls run again as they ran, and what flowed back to each is its objective."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
+
+
+@dataclass(frozen=True)
+class State:
+    """What a call of a module depends on besides its inputs and its weights, as it was when the call began.
+
+    ``drawn``: the state of each device's random numbers, by device. ``training``: of each module inside, in order.
+    ``autocast``: by device, whether it is on, and its type. ``buffers`` by name.
+    """
+
+    drawn: Mapping[torch.device, Tensor]
+    training: tuple[bool, ...]
+    autocast: Mapping[str, tuple[bool, torch.dtype]]
+    buffers: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(module: nn.Module) -> "State":
+        """The state that a call of ``module`` would have now."""
+        devices = {torch.device("cpu"), *(one.device for one in module.parameters() if not one.is_meta)}
+        return State(
+            {device: _random(device).get_rng_state(*_at(device)) for device in devices},
+            tuple(part.training for part in module.modules()),
+            {
+                device.type: (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+                for device in devices
+            },
+            {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+        )
+
+    @contextmanager
+    def resumed(self, module: nn.Module) -> Iterator[None]:
+        """While this is open, a call of ``module`` has this state; then all is as it was before."""
+        before = State.of(module)
+        with ExitStack() as stack:
+            self._set(module)
+            stack.callback(before._set, module)
+            for kind, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+    def _set(self, module: nn.Module) -> None:
+        for device, state in self.drawn.items():
+            _random(device).set_rng_state(state, *_at(device))
+        for part, training in zip(module.modules(), self.training, strict=True):
+            part.training = training
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in self.buffers:
+                    buffer.copy_(self.buffers[name])
+
+
+def _random(device: torch.device) -> Any:
+    """Who has the random numbers of ``device``."""
+    return torch if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _at(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "cpu" else (device,)
+
+
+class _Here:
+    """In the place of a tensor that is kept apart."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call of a module, as it was when it began: its tensors, what else it was given, and its state.
+
+    ``wanting`` are the numbers of those tensors that want a gradient. ``flows`` are the gradients that came to what it
+    gave, by number; whoever sees them come notes them here.
+    """
+
+    tensors: tuple[Tensor, ...]
+    others: tuple[object, ...]
+    form: TreeSpec
+    state: State
+    wanting: frozenset[int]
+    flows: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        module: nn.Module,
+        arguments: Sequence[Any],
+        named: Mapping[str, Any],
+        *,
+        tensors: Tensors,
+        copy: Callable[[Tensor], Tensor],
+    ) -> "Called":
+        """The call that begins now; ``copy`` copies a tensor to where it is kept."""
+        leaves, form = tree_flatten((tuple(arguments), dict(named)))
+        own = {id(one) for one in tensors(leaves)}
+        seen = [one for one in leaves if id(one) in own]
+        others = tuple(_Here() if id(one) in own else one for one in leaves)
+        wanting = frozenset(k for k, one in enumerate(seen) if one.requires_grad)
+        return Called(tuple(copy(one.detach()) for one in seen), others, form, State.of(module), wanting)
+
+    def given(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it was called with, with these in place of its tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(one, _Here) else one for one in self.others]
+        arguments, named = tree_unflatten(leaves, self.form)
+        return arguments, named
+
+    def __deepcopy__(self, memo: object) -> "Called":
+        return self  # whoever copies a model, or what it is given, has no use for another
+
+
+class Again(nn.Module):
+    """``stage``, called as it was: of a call and its tensors, what the stage makes of them."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, called: Called, *tensors: Tensor) -> Any:
+        """What the stage returns."""
+        arguments, named = called.given(tensors)
+        with called.state.resumed(self.stage):
+            return self.stage(*arguments, **named)
+
+
+class _Flow(torch.autograd.Function):
+    """One number made of tensors, in whose backward each gets its own gradient, bit for bit."""
+
+    @staticmethod
+    def forward(ctx: Any, flows: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.flows = [flow.to(one.device, one.dtype) for flow, one in zip(flows, tensors, strict=True)]
+        products = [(one * flow.conj()).sum().real.double() for one, flow in zip(tensors, ctx.flows, strict=True)]
+        return torch.stack([one.cpu() for one in products]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return None, *(flow * gradient.to(flow.device, flow.real.dtype) for flow in ctx.flows)
+
+
+def flowed(output: object, flows: Mapping[int, Tensor], *, tensors: Tensors = tree_leaves) -> Tensor:
+    """The objective of a stage to whose ``output`` these gradients came: its backward hands them on as they are.
+
+    Its value is the product of both, which other random numbers would change.
+    """
+    every = tensors(output)
+    pairs = [(every[number], flow) for number, flow in flows.items() if every[number].requires_grad]
+    if not pairs:
+        return torch.zeros((), dtype=torch.float64)
+    made, given = zip(*pairs, strict=True)
+    found: Tensor = _Flow.apply(given, *made)  # type: ignore[no-untyped-call]  # in torch
+    return found

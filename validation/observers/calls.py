@@ -1,0 +1,112 @@
+"""Calls of a watched module, and the gradients that flow through them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from pipeproof.observers.sketch import Sketch
+from pipeproof.pipeline.action import Kind
+from pipeproof.reference.again import Called
+from pipeproof.worlds.posted_messages import Came
+from pipeproof.worlds.stack import Stack
+
+Note = Callable[[Tensor], Callable[[], None]]  # looks at a gradient; what it returns writes down what was seen
+
+
+@dataclass
+class Flows:
+    """The backwards through one call: those that bring a gradient to what the call made.
+
+    A tensor that a runtime receives into may come into many calls, and a hook at it is told of the gradients of all.
+    What a call itself made is no other's, so the backwards that reach that are its own.
+    """
+
+    _own: set[int] = field(default_factory=set)
+    _early: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+
+    def made(self, tensor: Tensor, note: Note) -> None:
+        """``tensor`` is the call's own: note the gradients that flow to it."""
+
+        def flowed(gradient: Tensor) -> None:
+            backward = torch._C._current_graph_task_id()
+            self._own.add(backward)
+            note(gradient)()
+            for other, write in self._early:
+                if other == backward:
+                    write()
+            self._early = [one for one in self._early if one[0] != backward]
+
+        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+
+    def borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
+        """``tensor`` may belong to other calls as well: note what flows to it in this one's backwards.
+
+        One that is ``handed_on`` as it is may have its gradient before anything that the call made.
+        """
+
+        def flowed(gradient: Tensor) -> None:
+            backward = torch._C._current_graph_task_id()
+            if backward in self._own:
+                note(gradient)()
+            elif handed_on:
+                self._early.append((backward, note(gradient)))
+
+        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+
+
+class Mode(Enum):
+    """What a call of a module is to a training step."""
+
+    FORWARD = "forward"
+    SILENT = "without gradients"  # a trial, a metric, or a forward that a backward will run again
+    AGAIN = "recompute"  # inside a backward
+
+
+@dataclass
+class Call:
+    """One call of a watched module. Gradients are by the number of the tensor that they belong to.
+
+    ``backwards`` has an entry, a count over all that this rank's calls do, for each time that gradients came out of it.
+    ``mixed``: parts of the module were in training mode, and others were not. ``needing`` are the inputs that want a
+    gradient, ``giving`` the outputs that bring one; ``unread``: those are DTensors, which nobody reads.
+    A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
+    ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
+    its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
+    where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
+    ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
+    ``again``: what it takes to run it again, where somebody wants that.
+    """
+
+    training: bool
+    inputs: list[Sketch] = field(default_factory=list)
+    outputs: list[Sketch] = field(default_factory=list)
+    output_gradients: dict[int, Sketch] = field(default_factory=dict)
+    input_gradients: dict[int, Sketch] = field(default_factory=dict)
+    kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs that it needs, when the backward begins
+    backwards: list[int] = field(default_factory=list)
+    rank: int | None = None
+    silent: bool = False
+    mixed: bool = False
+    stacks: dict[Kind, Stack] = field(default_factory=dict)
+    came: dict[tuple[Kind, int], Came] = field(default_factory=dict)
+    cleared: Stack = ()
+    needing: frozenset[int] = frozenset()
+    giving: frozenset[int] = frozenset()
+    unread: bool = False
+    began: int | None = None
+    flowed: dict[int, int] = field(default_factory=dict)
+    again: Called | None = None
+
+    @property
+    def ran(self) -> list[int]:
+        """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
+        return self.backwards or [*self.flowed.values()][:1]
+
+    def later(self, time: int, *, rank: int) -> "Call":
+        """The same on ``rank``, by so much later."""
+        began = None if self.began is None else self.began + time
+        flowed = {backward: time + end for backward, end in self.flowed.items()}
+        return replace(self, backwards=[time + end for end in self.backwards], flowed=flowed, began=began, rank=rank)
