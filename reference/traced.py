@@ -60,7 +60,8 @@ class Run:
 class Traced:
     """One step of any model on one device, as ``Pairings``.
 
-    ``held``: the parameters of every stage, by their names in the model. ``losses``: each microbatch's. Everything is
+    ``held``: the parameters of every stage, by their names in the model; it begins with the first stage that has any,
+    as where it is a part of a larger one. ``losses``: each microbatch's. Everything is
     in fp64 unless the model does not run in it, or draws other random numbers there. ``ends``: the places where a
     stage is known to end; what is not known is looked for.
     """
@@ -77,6 +78,7 @@ class Traced:
     ) -> None:
         self._held, self._loss, self._ends = sorted(held), loss, ends
         self.stages = 1 + max(stage for stage, _ in held)
+        self._first = min(stage for stage, _ in held)
         self._model, self.batches = model, list(batches)
         self._flowing: dict[tuple[Stage, int], tuple[Gradient, ...]] = {}
         wide = self._in_double(losses)
@@ -157,7 +159,7 @@ class Traced:
         size = max(sum(one.numel() for one in self.parameters(stage).values()) for stage in range(self.stages))
         if size * self.microbatches**2 > _MOST:
             return f"the pairs of {self.microbatches} microbatches with stages of {size} parameters are too many to try"
-        if any(cut is None for cut in self._cuts) or not self._flows_through():
+        if any(cut is None for cut in self._cuts[self._first :]) or not self._flows_through():
             return "where the reference passes from stage to stage could not be found, so exchanges were not tried"
         return ""
 
@@ -248,7 +250,7 @@ class Traced:
         """For every stage but the last, its last tensors by microbatch; None where they are not known."""
         stage_of = {id(leaf): stage for (stage, _), leaf in self._leaves.items()}
         deep = [depths(ends_of(run.outputs), stage_of) for run in self._runs]
-        return [self._cut(stage, deep) for stage in range(self.stages - 1)]
+        return [self._cut(stage, deep) if stage >= self._first else None for stage in range(self.stages - 1)]
 
     def _cut(self, stage: Stage, deep: Sequence[Mapping[Any, int]]) -> list[Tensors] | None:
         given, own = self._ends.get(stage), self._put_out_until(stage)
@@ -287,7 +289,7 @@ class Traced:
 
     def _between(self, stage: Stage, i: int) -> tuple[Tensors, Tensors]:
         """What microbatch i has where ``stage`` begins, and where it ends."""
-        before = self._cuts[stage - 1] if stage else None
+        before = self._cuts[stage - 1] if stage > self._first else None
         after = self._cuts[stage] if stage < self.stages - 1 else None
         return () if before is None else before[i], self._runs[i].outputs if after is None else after[i]
 
@@ -314,7 +316,7 @@ class Traced:
 
     def _flows_through(self) -> bool:
         """Whether what passes the ends of stages gives what each microbatch gives."""
-        every = [(stage, j) for stage in range(self.stages - 1) for j in range(self.microbatches)]
+        every = [(stage, j) for stage in range(self._first, self.stages - 1) for j in range(self.microbatches)]
         return all(self._own_flow_gives_own(stage, j) for stage, j in every)
 
     def _own_flow_gives_own(self, stage: Stage, j: int) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
+    from pipeproof.foreign.composed import Composed as Composed
     from pipeproof.foreign.reference_run import WhiteBoxError as WhiteBoxError
     from pipeproof.judging.verdict import NoVerdict as NoVerdict
     from pipeproof.judging.verdict import PipelineMismatch as PipelineMismatch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Case": "cases.case",
+    "Composed": "foreign.composed",
     "CaseError": "cases.case",
     "NeedsMoreRanks": "worlds.rank_report",
     "NoVerdict": "judging.verdict",
@@ -63,6 +65,7 @@ _FRAMEWORKS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", 
 __all__ = [
     "Case",
     "CaseError",
+    "Composed",
     "NeedsMoreRanks",
     "NoVerdict",
     "PipelineMismatch",

@@ -80,11 +80,11 @@ class _Watched:
 
     def passed(self, late: float | None) -> dict[int, Passed]:
         """What is known; ``late`` as in what crossings are judged by."""
-        sent = _sent(self.stages, self.orders)
+        sent = sent_by(self.stages, self.orders)
         return {
             stage: replace(
-                _passed(stage, *there, _Context(stage, self.orders[stage], sent, late)),
-                detached=_detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
+                passed_of(stage, *there, Context(stage, self.orders[stage], sent, late)),
+                detached=detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
             )
             for stage, there in self.stages.items()
         }
@@ -113,7 +113,7 @@ def _late(stages: Stages, orders: Mapping[int, Order]) -> float | None:
     return common if sum(_near(factor, common) for factor in factors) * 2 > len(factors) else None
 
 
-def _detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
+def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
     """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them."""
     made = {call.outputs[number].digest for call in before for number in call.giving}
     cut = {
@@ -131,7 +131,7 @@ _ONE_FACTOR = 1e-2  # how far apart, relative to their size, factors that are on
 Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and which tensor there
 
 
-def _sent(stages: Stages, orders: Mapping[int, Order]) -> Sent:
+def sent_by(stages: Stages, orders: Mapping[int, Order]) -> Sent:
     """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged.
 
     Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.
@@ -147,7 +147,7 @@ def _sent(stages: Stages, orders: Mapping[int, Order]) -> Sent:
     return {digest: next(iter(those.values())) for digest, those in found.items() if len(those) == 1}
 
 
-def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: "_Context") -> Passed:
+def passed_of(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: "Context") -> Passed:
     order = context.order
     backs = sorted((end, order.numbers[k]) for k, call in enumerate(calls) for end in call.ran)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in order.numbers]
@@ -198,16 +198,27 @@ def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
 
 
 @dataclass(frozen=True)
-class _Context:
-    """What a stage's crossings are judged by. ``late``: by what gradients may still be divided; None: nothing."""
+class Context:
+    """What a stage's crossings are judged by. ``late``: by what gradients may still be divided; None: nothing.
+
+    ``limits``: how far rounding may put a tensor, by where it is, its number and its call's; what is not there is to be
+    the same to the bit. None: half of the digits are as many as another kernel leaves.
+    """
 
     stage: int
     order: Order
     sent: Sent
     late: float | None
+    limits: Mapping[tuple[str, int, int], float] | None = None
+
+    def limit(self, column: Column, k: int, expected: Sketch) -> float:
+        """How far from what is ``expected`` the tensor of call ``k`` may be."""
+        if self.limits is None:
+            return expected.limit
+        return self.limits.get((column.where, column.number, k), 0.0)
 
 
-def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator[Crossing]:
+def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[Crossing]:
     seen, microbatch = column.seen[k], context.order.numbers[k]
     place = column.place if column.where == GIVEN else ""
     crossing = Crossing(
@@ -235,16 +246,16 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
             yield replace(crossing, really=Likeness("missing"))
         return
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
-    same, exact = seen.is_like(expected) and not is_rounded_sketch(seen, expected), seen.digest == expected.digest
+    error, limit, exact = seen.distance(expected), context.limit(column, k, expected), seen.digest == expected.digest
+    same = exact or (error <= limit and (limit > 0 or context.limits is None) and not is_rounded_sketch(seen, expected))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = same or _near(seen.factor(expected), context.late)
     really = None if same else _really(column, seen, expected, k, context)
-    error, limit = seen.distance(expected), expected.limit
     faint = not same and error <= _FAINT * limit
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
 
 
-def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Context) -> Likeness:
+def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Context) -> Likeness:
     """What ``seen`` is, the one of call ``k``, in place of the expected one."""
     microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
     forward = column.where in (*FORWARD_POINTS, KEPT)
@@ -272,6 +283,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     activation, gradient = (column.places, column.elsewhere) if forward else (column.elsewhere, column.places)
     for flow, of in ((activation, ""), (gradient, "gradient of ")):
         for place, owner in flow.find(seen) if seen.norm else ():
+            if (place, owner) == (column.place, microbatch):
+                continue  # nearly its own
             if owner == microbatch and is_part(place, column.place):
                 return Likeness("different", words=f"a part of its own alone: {place}")
             whose = f"the {of}{place}{OF_ANOTHER_PLACE}" if owner == microbatch else f"microbatch {owner}'s {of}{place}"

@@ -31,8 +31,12 @@ class Places:
 
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """``tensor`` passed there."""
-        made = self.by_place.setdefault(place, {})[microbatch] = sketch(tensor)
-        self._by_content.setdefault(made.digest, []).append((place, microbatch))
+        self.add(place, microbatch, sketch(tensor))
+
+    def add(self, place: str, microbatch: int, seen: Sketch) -> None:
+        """What is ``seen`` passed there."""
+        self.by_place.setdefault(place, {})[microbatch] = seen
+        self._by_content.setdefault(seen.digest, []).append((place, microbatch))
 
     def find(self, seen: Sketch) -> Iterator[tuple[str, int]]:
         """Every (place, microbatch) whose tensor ``seen`` is: bit for bit, or if none is, up to rounding."""

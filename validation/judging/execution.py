@@ -1,22 +1,54 @@
 """What was observed of an operation's actions and parameters, held against the laws about them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from pipeproof.judging.comparison import hold_claim
 from pipeproof.judging.ledger import NOWHERE, Heading, Headings, Ledger
-from pipeproof.judging.oracle import Requirements
 from pipeproof.judging.verdict import Mismatch, Value, What, names_of
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
+from pipeproof.reference.step import Site
 
 _IN_ACTION = (GIVEN, MADE, KEPT, RECEIVED, HANDED_ON)  # in which order tensors cross
+
+
+class Conditions(Protocol):
+    """What must hold of actions and parameters, as ``Requirements`` has it."""
+
+    @property
+    def plan(self) -> tuple[str, ...]: ...
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def due(self) -> frozenset[Site]: ...
+
+    @property
+    def unmatched(self) -> Mapping[Site, str]: ...
+
+    @property
+    def unseen(self) -> Collection[int]: ...
+
+    @property
+    def uncalled(self) -> Collection[int]: ...
+
+    @property
+    def frozen(self) -> Collection[int]: ...
+
+    @property
+    def traced(self) -> Collection[int]: ...
+
+    @property
+    def mode_matters(self) -> Callable[[], bool]: ...
 
 
 class Execution:
     """Enters into ``ledger`` how what was observed kept the laws about actions and parameters."""
 
-    def __init__(self, required: Requirements, observed: Observed, ledger: Ledger) -> None:
+    def __init__(self, required: Conditions, observed: Observed, ledger: Ledger) -> None:
         self._required = required
         self._observed = observed
         self._ledger = ledger

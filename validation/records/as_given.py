@@ -66,7 +66,7 @@ def named_by(rename: Any) -> Rename:
 def source_of(against: Any) -> str | Path | Record | SingleDevice:
     """What a step is held against."""
     if not isinstance(against, str | Path | Record | SingleDevice):
-        wanted = "a record, the path of its file, or SingleDevice(build, loss_fn)"
+        wanted = "a record, the path of its file, SingleDevice(build, loss_fn) or Composed(loss_fn)"
         raise RecordError(f"against is {shown(against)}: expected {wanted}")
     return against
 

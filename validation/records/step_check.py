@@ -17,6 +17,7 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.judging.comparison import Comparison
 from pipeproof.judging.verdict import Verdict
@@ -30,6 +31,7 @@ from pipeproof.records.as_given import (
 )
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.checked_step import CheckError as CheckError
+from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.rank_part import (
     MOST,
@@ -287,4 +289,26 @@ class StepCheck(CheckedStep):
         return found if self._held is None else replace(found, shards=self._held.shards, replicas=self._run.members)
 
 
-check_step = StepCheck  # as users call it
+def check_step(
+    modules: nn.Module | Mapping[int, nn.Module],
+    microbatches: Pairs | None,
+    *,
+    against: str | Path | Record | SingleDevice | Composed,
+    rename: Rename = own_name,
+    operation: int = 0,
+    timeout_s: float = 300.0,
+) -> CheckedStep:
+    """A context manager around one step of a job. Every rank enters it.
+
+    Call ``gradients`` between backward and clipping, and ``report`` anywhere. After the block there is a ``verdict``.
+
+    modules: this rank's stages by number. A single module is the stage of this rank's number.
+    microbatches: pairs of inputs and target. None on a rank that does not have them; for a ``SingleDevice``, rank 0
+    must, and for ``Composed`` the ranks of the first and of the last stage. against: a record, its file, the model
+    beside the job, or the step itself, link by link. rename: from a stage's number and a name in it to the name in the
+    whole model, or in the record. operation: which one of the record's. timeout_s: bounds each wait for the other ranks,
+    and so for the reference.
+    """
+    if isinstance(against, Composed):
+        return ComposedCheck(modules, microbatches, against=against, rename=rename, timeout_s=timeout_s)
+    return StepCheck(modules, microbatches, against=against, rename=rename, operation=operation, timeout_s=timeout_s)

@@ -48,7 +48,7 @@ def joined(
 
     absent: who did not come. obstacle: why nothing was compared, or nothing. replicas: how many there are.
     """
-    ended = _ended_otherwise(parts, absent)
+    ended = ended_otherwise([part.report for part in parts], absent)
     obstacle = obstacle or told({part.report.rank: part.problem for part in parts})
     if ended is None and not obstacle and due is not None:
         return _compared(parts, *due, replicas=replicas, rerun=rerun, seconds=seconds)
@@ -60,11 +60,10 @@ def joined(
     return replace(blank, headline=headline(known), failure=details(known), ended=how)
 
 
-def _ended_otherwise(
-    parts: Sequence[StepPart], absent: RanksAbsent | None
+def ended_otherwise(
+    reports: Sequence[RankReport], absent: RanksAbsent | None
 ) -> tuple[list[RankReport], Literal["error", "hang"]] | None:
     """How all ranks ended, and what to call that; None where every one finished its step."""
-    reports = [part.report for part in parts]
     missing = {} if absent is None else absent.reasons
     known = [one for one in reports if one.failed or one.rank not in missing]
     came = {one.rank for one in known}

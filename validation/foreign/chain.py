@@ -1,0 +1,244 @@
+"""The chain of a step: what each stage received is what another sent, and what it sent is what it gives again.
+
+Structure is known here and not looked for: a stage's outputs are its own, and its inputs are what other stages sent, or
+data. By what they have in common, call by call, it is known which microbatch each call is about.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipeproof.foreign.call_matching import Column, Order
+from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
+from pipeproof.foreign.own_links import Link
+from pipeproof.foreign.survey import Places
+from pipeproof.observers.calls import Call
+from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
+from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from pipeproof.observers.sketch import Sketch
+from pipeproof.pipeline.action import Kind
+
+Data = Sequence[Sequence[Sketch]]  # of each microbatch, its tensors
+Source = tuple[int | None, int]  # the stage that a tensor is an output of, and its number; None: of the data
+_AS_SENT = "its call came in the order of those before it"
+
+
+@dataclass(frozen=True)
+class StageSeen:
+    """A stage on its rank, and its calls."""
+
+    rank: int
+    calls: tuple[Call, ...]
+
+
+def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
+    """The calls that are about microbatches: where there are too many, those that gradients came back to."""
+    trained = [call for call in calls if call.ran]
+    return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
+
+
+class Chain:
+    """The calls of all ``stages``, by number; ``data`` is what each microbatch brings."""
+
+    def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
+        self.stages = dict(sorted(stages.items()))
+        self._data = data
+
+    @property
+    def microbatches(self) -> int:
+        return len(self._data)
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return max(self.stages)
+
+    @cached_property
+    def sources(self) -> dict[tuple[int, int], Source]:
+        """Where each stage's inputs come from, by their numbers, as far as that is known."""
+        found: dict[tuple[int, int], Source] = {}
+        for stage, seen in self.stages.items():
+            count = max((len(call.inputs) for call in seen.calls), default=0)
+            for number in range(count):
+                came = [call.inputs[number] for call in seen.calls if number < len(call.inputs)]
+                if (source := self._source(stage, number, came, set(found.values()))) is not None:
+                    found[stage, number] = source
+        return found
+
+    @cached_property
+    def orders(self) -> dict[int, Order]:
+        """The microbatch of every call."""
+        found: dict[int, Order] = {}
+        for stage in self.stages:
+            found[stage] = self._order(stage, found)
+        return found
+
+    def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
+        """What passed every stage, where its calls give ``links`` when they are run again."""
+        again, sent = self._places(links)
+        columns = {stage: list(self._columns(stage, again, sent)) for stage in self.stages}
+        stages = {stage: (seen.calls, columns[stage]) for stage, seen in self.stages.items()}
+        content = sent_by(stages, self.orders)
+        found: dict[int, Passed] = {}
+        for stage, (calls, seen_there) in stages.items():
+            limits = {(*at, k): limit for k, link in enumerate(links[stage]) for at, limit in link.limits.items()}
+            context = Context(stage, self.orders[stage], content, None, limits)
+            before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
+            lost = detached(before, calls, self.orders[stage])
+            found[stage] = replace(passed_of(stage, calls, seen_there, context), detached=lost)
+        return found
+
+    def unplaced(self) -> Iterator[tuple[int, int, bool]]:
+        """The inputs of which nobody is known to have sent them: stage, number, and whether a gradient flows there."""
+        for stage, seen in self.stages.items():
+            for number in range(max((len(call.inputs) for call in seen.calls), default=0)):
+                if (stage, number) not in self.sources:
+                    yield stage, number, any(number in call.needing for call in seen.calls)
+
+    def _source(self, stage: int, number: int, came: Sequence[Sketch], taken: set[Source]) -> Source | None:
+        """Where most of what ``came`` as this input was sent from; if nothing is as it was sent, what has its form."""
+        own = {one.digest for one in came}
+        votes = {source: len(own & {one.digest for one in sent}) for source, sent in self._sent(stage)}
+        best = max(votes, default=None, key=lambda source: votes[source])
+        if best is not None and votes[best]:
+            return best
+        forms = {one.shape for one in came}
+        alike = [source for source, sent in self._sent(stage) if forms <= {one.shape for one in sent}]
+        beside = [source for source in alike if source[0] is not None and source not in taken]
+        return next((source for source in beside if source[1] == number), next(iter(beside or alike), None))
+
+    def _sent(self, stage: int) -> Iterator[tuple[Source, list[Sketch]]]:
+        """What can come into a stage: outputs of those before it, the nearest first, and data; for the first, data."""
+        for other in sorted((one for one in self.stages if one < stage), reverse=True):
+            calls = self.stages[other].calls
+            for number in range(max((len(call.outputs) for call in calls), default=0)):
+                yield (other, number), [call.outputs[number] for call in calls if number < len(call.outputs)]
+        for number in range(max(map(len, self._data), default=0)):
+            yield (None, number), [one[number] for one in self._data if number < len(one)]
+
+    def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
+        calls = self.stages[stage].calls
+        numbers: list[int | None] = [None] * len(calls)
+        owners = [self._owners(stage, call, before) for call in calls]
+        for k, those in enumerate(owners):
+            free = sorted(those - {number for number in numbers if number is not None})
+            if those:
+                numbers[k] = (free or sorted(those))[0]
+        usual = [n for one in [before.get(stage - 1)] if one is not None for n in one.numbers if n >= 0]
+        left = [m for m in dict.fromkeys((*usual, *range(self.microbatches))) if m not in numbers]
+        inferred: dict[int, str] = {}
+        for k, number in enumerate(numbers):
+            if number is None and left:
+                numbers[k], inferred[k] = left.pop(0), _AS_SENT
+        told = tuple(UNKNOWN_MICROBATCH if number is None else number for number in numbers)
+        return Order(told, tuple(sorted(set(range(self.microbatches)) - set(told))), inferred)
+
+    def _owners(self, stage: int, call: Call, before: Mapping[int, Order]) -> set[int]:
+        """The microbatches of which all that ``call`` was given may be; of one that is nobody's, nothing is told."""
+        told = []
+        for number, one in enumerate(call.inputs):
+            other, at = self.sources.get((stage, number), (None, -1))
+            if other is not None:
+                pairs = zip(self.stages[other].calls, before[other].numbers, strict=True)
+                told.append(
+                    {m for sent, m in pairs if at < len(sent.outputs) and sent.outputs[at].digest == one.digest}
+                )
+            elif at >= 0:
+                told.append({m for m, brought in enumerate(self._data) if brought[at].digest == one.digest})
+        known = [those - {UNKNOWN_MICROBATCH} for those in told if those]
+        common = set.intersection(*known) if known else set()
+        if common or not known:
+            return common
+        said = Counter(m for those in known for m in those)
+        most = max(said.values())
+        return {m for m, count in said.items() if count == most}
+
+    def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[tuple[Places, Places], tuple[Places, Places]]:
+        """What stages give again, and what they sent: tensors, and what flows back."""
+        again, sent = (Places(), Places()), (Places(), Places())
+        for number in range(max(map(len, self._data), default=0)):
+            for m, brought in enumerate(self._data):
+                sent[0].add(f"{INPUT} {number}", m, brought[number])
+        for stage, seen in self.stages.items():
+            for call, m, link in zip(seen.calls, self.orders[stage].numbers, links[stage], strict=True):
+                if m == UNKNOWN_MICROBATCH:
+                    continue
+                for number, one in enumerate(call.outputs):
+                    sent[0].add(_output(stage, number), m, one)
+                for number, one in call.input_gradients.items():
+                    sent[1].add(_handed(stage, number), m, one)
+                for (where, number), one in link.gives.items():
+                    name = _handed(stage, number) if where == HANDED_ON else _output(stage, number)
+                    again[where != MADE].add(name, m, one)
+        return again, sent
+
+    def _columns(self, stage: int, again: tuple[Places, Places], sent: tuple[Places, Places]) -> Iterator[Column]:
+        calls = self.stages[stage].calls
+        consumers: dict[int, list[tuple[int, int]]] = {}
+        for (other, number), (source, at) in self.sources.items():
+            flows = any(number in call.needing for call in self.stages[other].calls)
+            if source == stage and flows:
+                consumers.setdefault(at, []).append((other, number))
+        for where, what, part in _PARTS:
+            rows = [getattr(call, part) for call in calls]
+            members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
+            places, elsewhere, named = self._flow(stage, where, consumers, again=again, sent=sent)
+            due = {number for number, place in named.items() if place in places.by_place}
+            for number in sorted(set().union(due, *members)):
+                seen = tuple(member.get(number) for member in members)
+                place = named.get(number, "")
+                kind = Kind.FORWARD if where in (GIVEN, MADE) else Kind.BACKWARD
+                name = f"{what} {number}" if number else what
+                own = (place,) if place and kind is Kind.FORWARD else ()
+                judged = where == KEPT or bool(place)
+                yield Column(kind, where, name, number, seen, places, elsewhere, own, place, judged)
+
+    def _flow(
+        self,
+        stage: int,
+        where: str,
+        consumers: Mapping[int, Sequence[tuple[int, int]]],
+        *,
+        again: tuple[Places, Places],
+        sent: tuple[Places, Places],
+    ) -> tuple[Places, Places, dict[int, str]]:
+        """What should pass there, what flows the other way, and the place of each tensor by its number."""
+        inputs = {number: source for (of, number), source in self.sources.items() if of == stage}
+        if where in (GIVEN, KEPT):
+            return sent[0], sent[1], {n: _place(source) for n, source in inputs.items()}
+        if where == MADE:
+            count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
+            return again[0], again[1], {n: _output(stage, n) for n in range(count)}
+        if where == HANDED_ON:
+            return again[1], again[0], {n: _handed(stage, n) for n in range(self._inputs(stage))}
+        if stage == self.last:
+            count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
+            return again[1], again[0], {n: _output(stage, n) for n in range(count)}
+        single = {n: _handed(*those[0]) for n, those in consumers.items() if len(those) == 1}
+        return sent[1], sent[0], single
+
+    def _inputs(self, stage: int) -> int:
+        return max((len(call.inputs) for call in self.stages[stage].calls), default=0)
+
+
+_PARTS = (
+    (GIVEN, "input", "inputs"),
+    (MADE, "output", "outputs"),
+    (KEPT, "input when the backward begins", "kept"),
+    (RECEIVED, "output gradient", "output_gradients"),
+    (HANDED_ON, "input gradient", "input_gradients"),
+)
+
+
+def _place(source: Source) -> str:
+    stage, number = source
+    return f"{INPUT} {number}" if stage is None else _output(stage, number)
+
+
+def _output(stage: int, number: int) -> str:
+    return f"output {number} of stage {stage}"
+
+
+def _handed(stage: int, number: int) -> str:
+    return f"gradient of input {number} of stage {stage}"

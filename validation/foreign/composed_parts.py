@@ -1,0 +1,273 @@
+"""What each rank saw of a step and made of it again, and the one verdict that follows from all of it."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.foreign.chain import Chain, Data, StageSeen
+from pipeproof.foreign.own_links import Link
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.comparison import Comparison, Due
+from pipeproof.judging.execution import Execution
+from pipeproof.judging.judge import concluded
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.measuring import ran_of
+from pipeproof.judging.tolerance import FP32, Floor, Precision, unmeasured
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed, Passed, RankOperation
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.reference.step import Expected, Site
+
+LAWS = (
+    "parameters-once",  # every parameter of the model is in one stage, where the model is known
+    "microbatches",  # every stage ran forward and backward once for each microbatch
+    "boundaries",  # what stages received is what was sent, and what they gave is what they give again
+    "loss",  # each microbatch's, and the whole step's, on every rank that reports it
+    "presence",  # a gradient is None exactly where nothing is contributed
+    "gradient",  # every parameter's is the sum of what microbatches contribute
+    "grad-norm",  # of all gradients together, on every rank that reports it
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank reported of a step: losses in the order of its microbatches (``in_order``), their sum, the norm."""
+
+    losses: tuple[float, ...] | None = None
+    loss: float | None = None
+    norm: float | None = None
+    in_order: bool = True
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What one rank has to say: its stages with their calls, what these give again, and what it compared itself.
+
+    ``squares``: of what its gradients must be, by name. ``causes`` of what is wrong with its gradients, and why none is
+    known of some.
+    """
+
+    ledger: Ledger
+    stages: Mapping[int, StageSeen] = field(default_factory=dict)
+    links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
+    squares: Mapping[str, float] = field(default_factory=dict)
+    told: tuple[Told, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    undecided: tuple[str, ...] = ()
+    precision: Precision = FP32
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The parts of all ranks, with what the step was of: ``data``, and what its losses are divided by.
+
+    ``held``: the ranks and stages of each parameter; ``due``: those of the model, None where nobody knows.
+    """
+
+    parts: Sequence[OwnPart]
+    data: Data
+    divisor: float
+    held: Mapping[str, Sequence[tuple[int, int]]]
+    due: Collection[str] | None
+    no_norm: str = ""
+
+    def verdict(self, title: str, *, rerun: str, seconds: float) -> Verdict:
+        """The verdict on the step, with its causes."""
+        ledger = Ledger(LAWS)
+        for part in reversed(self.parts):
+            ledger.join(part.ledger)
+        self._enter(ledger)
+        order = LAWS.index
+        found = sorted(ledger.mismatches, key=lambda one: order(one.law))
+        ledger.mismatches[:] = found
+        precision = next((part.precision for part in self.parts if part.links), FP32)
+        verdict = concluded(ledger, title, otherwise=precision, rerun=rerun, seconds=seconds)
+        verdict = replace(verdict, measured=replace(verdict.measured, ran=ran_of(self._observed, 0)))
+        return self._explained(verdict) if verdict.mismatches else verdict
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The calls of all stages."""
+        return Chain({stage: seen for part in self.parts for stage, seen in part.stages.items()}, self.data)
+
+    @cached_property
+    def _links(self) -> dict[int, tuple[Link, ...]]:
+        return {stage: links for part in self.parts for stage, links in part.links.items()}
+
+    @cached_property
+    def _passed(self) -> dict[int, Passed]:
+        return self.chain.passed(self._links)
+
+    def _enter(self, ledger: Ledger) -> None:
+        observed, at = self._observed, Execution(self._conditions, self._observed, ledger)
+        if self.due is None:
+            ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
+        else:
+            self._enter_parameters(ledger, self.due)
+        at.orders(0, frozenset(), backward=True)
+        at.crossings(0, frozenset())
+        for stage, number, flows in self.chain.unplaced():
+            name = f"input {number} of stage {stage}"
+            if flows:
+                ledger.leave_out("boundaries", [name], "nobody is known to have sent it")
+            else:
+                ledger.remark("boundaries", f"{name} is no stage's and no data: it was taken as it came")
+        for stage, links in self._links.items():
+            if any(link.strange for link in links):
+                ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
+        self._enter_told(ledger)
+        if any(one.uncompared for rank in observed.ranks for one in rank):
+            at.uncompared(0)
+
+    def _enter_parameters(self, ledger: Ledger, due: Collection[str]) -> None:
+        at = Comparison(Due("train", (), ()), _Unmeasured(FP32), ledger)
+        for name in dict.fromkeys([*due, *self.held]):
+            places = self.held.get(name, ())
+            rank, stage = next(iter(places), (None, None))
+            count = len(places) if name not in due or not places else 1
+            at.held(name, count, due=int(name in due), rank=rank, stage=stage)
+
+    def _enter_told(self, ledger: Ledger) -> None:
+        """Enter what ranks reported, held against what the last stage and all gradients give."""
+        made = self._expected
+        known = not any(map(math.isnan, made.losses)) or len(self._losses) == self.chain.microbatches
+        due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
+        at = Comparison(due, _Unmeasured(self.parts[0].precision), ledger)
+        for rank, part in enumerate(self.parts):
+            for told in part.told:
+                if told.losses is not None and known:
+                    at.losses(told.losses, rank=rank, in_order=told.in_order)
+                if told.loss is not None and known:
+                    at.loss(told.loss, rank=rank)
+                if told.norm is not None:
+                    at.norm(told.norm, rank=rank)
+        reported = [one for part in self.parts for one in part.told]
+        if not any(one.losses is not None or one.loss is not None for one in reported):
+            ledger.miss("loss", "the job reports none")
+        elif not known:
+            ledger.doubt("loss", "the last stage was not called once for each microbatch")
+        if all(one.norm is None for one in reported):
+            ledger.miss("grad-norm", self.no_norm or "the job reports none")
+
+    @cached_property
+    def _losses(self) -> dict[int, float]:
+        """By microbatch, those that the last stage gives again."""
+        last, numbers = self._links.get(self.chain.last, ()), self.chain.orders[self.chain.last].numbers
+        return {m: link.loss for m, link in zip(numbers, last, strict=False) if link.loss is not None}
+
+    @cached_property
+    def _expected(self) -> Expected:
+        """What the links give together."""
+        losses = tuple(self._losses.get(m, math.nan) for m in range(self.chain.microbatches))
+        squares = {name: one for part in self.parts for name, one in part.squares.items()}
+        finite = all(map(math.isfinite, squares.values()))
+        norm = math.sqrt(math.fsum(squares.values())) if finite else math.nan
+        return Expected("train", losses, sum(losses) / self.divisor, norm=norm)
+
+    @cached_property
+    def _observed(self) -> Observed:
+        rows = [(self._operation(part),) for part in self.parts]
+        placement = tuple(self.chain.stages[stage].rank for stage in sorted(self.chain.stages))
+        schedule = Schedule("job", self.chain.microbatches, placement, tuple(() for _ in rows))
+        return Observed(schedule, tuple(rows))
+
+    def _operation(self, part: OwnPart) -> RankOperation:
+        flows = [self._passed[stage] for stage in part.stages]
+        return RankOperation(
+            "train",
+            (),
+            tuple(_done(flows)),
+            called=tuple(call for flow in flows for call in flow.called),
+            crossings=tuple(crossing for flow in flows for crossing in flow.crossings),
+            uncompared=sum(flow.uncompared for flow in flows),
+            norm=next((told.norm for told in part.told if told.norm is not None), None),
+        )
+
+    @property
+    def _conditions(self) -> "_Conditions":
+        frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
+        return _Conditions(self.chain.microbatches, frozen=frozenset(frozen) - {self.chain.last})
+
+    def _explained(self, verdict: Verdict) -> Verdict:
+        """``verdict`` with the causes of what the chain shows, then those that ranks found in their own gradients."""
+        evidence = Evidence(
+            verdict,
+            self._observed.schedule.placement,
+            self.chain.microbatches,
+            len(self.parts),
+            gradients={},
+            norms=[row[0].norm for row in self._observed.ranks],
+            seen=self._observed,
+            passed=self._passed,
+            due=_Due(self._expected),
+        )
+        passing = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
+        found = sought(verdict, lambda: explained(evidence)) if passing else verdict
+        places = {cause.stage for cause in found.cause} | {s for cause in found.cause for s in cause.stages}
+        own = [cause for part in self.parts for cause in part.causes if cause.stage not in places]
+        undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
+        return replace(found, cause=(*found.cause, *own), undecided=() if found.cause or own else tuple(undecided))
+
+
+@dataclass(frozen=True)
+class _Due:
+    """What a diagnosis of the chain knows of the right step: not what gradients are made of, which ranks find out."""
+
+    expected: Expected
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def update(self) -> Update:
+        raise AssertionError("no gradients are there to be explained")
+
+
+@dataclass(frozen=True)
+class _Conditions:
+    """What must hold of actions: of every stage once for each microbatch, but backwards of the ``frozen`` ones."""
+
+    microbatches: int
+    frozen: Collection[int]
+    plan: tuple[str, ...] = ("train",)
+    due: frozenset[Site] = frozenset()
+    unmatched: Mapping[Site, str] = field(default_factory=dict)
+    unseen: Collection[int] = ()
+    uncalled: Collection[int] = ()
+    traced: Collection[int] = ()
+    mode_matters: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True)
+class _Unmeasured:
+    """What rounding may do to what was computed once more by the very same operations."""
+
+    precision: Precision
+
+    def loss(self, microbatch: int) -> Floor:
+        return unmeasured(self.precision)
+
+    def total(self) -> Floor:
+        return unmeasured(self.precision)
+
+    def norm(self) -> Floor:
+        return unmeasured(self.precision)
+
+    def gradient(self, name: str) -> Floor:
+        return unmeasured(self.precision)
+
+    def update(self, name: str) -> Floor:
+        return unmeasured(self.precision)
+
+
+def _done(flows: Sequence[Passed]) -> Iterator[Action]:
+    """The actions of a rank's stages, in the order in which they were, as far as that is known."""
+    every = [action for flow in flows for action in flow.actions]
+    times = [time for flow in flows for time in flow.times]
+    order = sorted(range(len(every)), key=times.__getitem__) if len(times) == len(every) else range(len(every))
+    yield from (every[k] for k in order)

@@ -1,0 +1,94 @@
+"""What is wrong with a stage's gradients, as the rank finds out that has the stage: what they are made of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.foreign.own_links import OwnStage
+from pipeproof.judging.judge import concluded
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.copied import copied
+from pipeproof.reference.step import Expected, Site
+from pipeproof.reference.traced import Traced
+from pipeproof.worlds.drawing import drawing_apart
+
+
+def own_causes(
+    own: OwnStage,
+    ledger: Ledger,
+    numbers: Sequence[int],
+    seen: Mapping[str, Any],
+    names: Mapping[str, str],
+    rank: int,
+) -> Verdict:
+    """A verdict on the gradients of ``own`` alone, with the causes of what is wrong with them.
+
+    ``ledger`` has what was found wrong; ``numbers``: the microbatch of each of its calls; ``seen``: gradients by the
+    model's names, of which ``names`` has those of the stage.
+    """
+    local = concluded(ledger, f"stage {own.stage}")
+    site = {full: own.named(name)[1] for full, name in names.items()}
+    full_name = {name: full for full, name in site.items()}
+    wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in site]
+    mismatches = tuple(replace(one, parameter=site[str(one.parameter)]) for one in wrong)
+    local = replace(local, mismatches=mismatches)
+    due = _OwnDue(own, seen, names, rank)
+    batches = [numbers[k] for k in own.numbers]
+    placement = (rank,) * (own.stage + 1)
+    evidence = Evidence(local, placement, len(batches), 1, gradients=due.gradients, norms=(), due=due)
+    found = sought(local, lambda: explained(evidence))
+    causes = [
+        replace(
+            cause,
+            rank=rank,
+            stage=own.stage,
+            microbatches=tuple(sorted(batches[m] for m in cause.microbatches)),
+            parameter=None if cause.parameter is None else full_name.get(cause.parameter, cause.parameter),
+        )
+        for cause in found.cause
+    ]
+    return replace(found, cause=tuple(causes))
+
+
+@dataclass(frozen=True)
+class _OwnDue:
+    """What one stage must give, as a model of its own."""
+
+    own: OwnStage
+    seen: Mapping[str, Any]
+    names: Mapping[str, str]
+    rank: int
+
+    @cached_property
+    def gradients(self) -> dict[Site, Tensor | None]:
+        """Those that were seen."""
+        return {self.own.named(name): self.seen[full] for full, name in self.names.items() if full in self.seen}
+
+    @cached_property
+    def expected(self) -> Expected:
+        return self.own.expected
+
+    @cached_property
+    def update(self) -> Update:
+        with drawing_apart():
+            now = Traced(
+                copied(self.own.model),
+                held=list(self.expected.gradients),
+                batches=self.own.batches,
+                loss=self.own.loss,
+                losses=self.expected.losses,
+                ends={},
+            )
+        placement = (self.rank,) * (self.own.stage + 1)
+        return Update(self.gradients, self.expected.gradients, now, old={}, placement=placement)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.expected.before

@@ -1,0 +1,230 @@
+"""A rank's own links of the chain: its stages run once more, each call as it was, and what that gives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.judging.oracle import Floors, Pending
+from pipeproof.judging.tolerance import error, precision_of
+from pipeproof.observers.calls import Call
+from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
+from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.watching import tensors_in
+from pipeproof.reference.accumulation import Accumulation
+from pipeproof.reference.again import Again, flowed
+from pipeproof.reference.copied import copied
+from pipeproof.reference.data import Batch
+from pipeproof.reference.model import LossFn
+from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, widened
+
+_PREFIX = "stage."  # of the parameters' names in a model that is a stage
+Point = tuple[str, int]  # where at a call, and the tensor's number there
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a call gives when it is run again, by where and number: tensors, and what flows.
+
+    ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another each
+    time that it is run. ``loss``: in the last stage, undivided.
+    """
+
+    gives: Mapping[Point, Sketch]
+    limits: Mapping[Point, float] = field(default_factory=dict)
+    strange: frozenset[Point] = frozenset()
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What comes after the last stage: the loss of each call's output with its target, and what it is divided by."""
+
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    divisor: float
+    targets: Sequence[Any]
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The loss, undivided."""
+        found = output if self.loss_fn is None else self.loss_fn(output, target)
+        assert isinstance(found, Tensor), "Reference says so of a loss that is none"
+        return found
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One run of a call: its tensors, what flowed, and what it contributes."""
+
+    tensors: Mapping[Point, Tensor]
+    contribution: Contribution | None
+
+
+class OwnStage:
+    """A stage of this rank, as its ``calls`` used it: a model of its own, with the weights that it has now.
+
+    ``ending``: what comes after it, if it is the last one; else what flowed back to it is where its backwards begin.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        calls: Sequence[Call],
+        *,
+        ending: Ending | None,
+        accumulation: Accumulation,
+    ) -> None:
+        self.stage, self._calls, self._ending = stage, list(calls), ending
+        self._model = Again(module)
+        loss: LossFn = self._flow if ending is None else self._ending_loss
+        recipe = Recipe(Loss(loss, 1.0 if ending is None else ending.divisor), accumulation=accumulation)
+        names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
+        self._reference = Reference(self._model, owner=dict.fromkeys(names, stage), recipe=recipe)
+        self._noted: dict[Point, Tensor] = {}
+        self.links: list[Link] = []
+        self._sums: dict[tuple[int, str], Gradient] = {}
+
+    def run(self) -> None:
+        """Run each call once more, in the order in which gradients were added up."""
+        found: dict[int, Link] = {}
+        for k in self._order:
+            made = self._again(self._reference, self._batches[k])
+            found[k] = self._link(k, made)
+            if made.contribution is not None and self._calls[k].ran:
+                orders = {self.stage: [0]}
+                self._sums = self._reference.accumulate([made.contribution], orders=orders, onto=self._sums)
+        self.links = [found[k] for k in range(len(self._calls))]
+
+    @property
+    def gradients(self) -> dict[str, Gradient]:
+        """What the step must have added up in each parameter, by its name in the stage."""
+        names = [name for name, _ in self._model.stage.named_parameters(remove_duplicate=False)]
+        return {name: self._sums.get((self.stage, _PREFIX + name)) for name in names}
+
+    def named(self, name: str) -> tuple[int, str]:
+        """The site of one of the stage's parameters, in the floors and in the reference."""
+        return self.stage, _PREFIX + name
+
+    @cached_property
+    def floors(self) -> Floors:
+        """What rounding alone may do to these gradients: each call is run several times more."""
+        return Floors(self._reference, [Pending(self.expected, self.batches, {self.stage: range(len(self.batches))})])
+
+    @cached_property
+    def expected(self) -> Expected:
+        """The stage's own step, with what each of its calls contributes."""
+        contributions = self._reference.contribute(self.batches)
+        before = {name: one.detach() for name, one in self._model.named_parameters(remove_duplicate=False)}
+        losses = tuple(one.loss for one in contributions)
+        sums = {(self.stage, name): self._sums.get((self.stage, name)) for name in before}
+        return Expected("train", losses, sum(losses), contributions, before, gradients=sums)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """What the calls that contribute were given, in the order of their backwards."""
+        return [self._batches[k] for k in self._order if self._calls[k].ran]
+
+    @property
+    def model(self) -> nn.Module:
+        """The stage as a model of what its calls were given."""
+        return self._model
+
+    @property
+    def loss(self) -> Loss:
+        """The objective of one call."""
+        assert isinstance(self._reference.recipe.loss, Loss), "it is one of our own"
+        return self._reference.recipe.loss
+
+    @property
+    def numbers(self) -> list[int]:
+        """The calls that contribute, in the order of their backwards."""
+        return [k for k in self._order if self._calls[k].ran]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        ends = {k: call.ran[0] for k, call in enumerate(self._calls) if call.ran}
+        return sorted(range(len(self._calls)), key=lambda k: (k not in ends, ends.get(k, k)))
+
+    @cached_property
+    def _batches(self) -> list[Batch]:
+        return [self._batch(k, call) for k, call in enumerate(self._calls)]
+
+    def _batch(self, k: int, call: Call) -> Batch:
+        again = call.again
+        assert again is not None, "the calls of a stage that is checked so are kept"
+        tensors = [one.requires_grad_(n in again.wanting) for n, one in enumerate(again.tensors)]
+        target = again.flows if self._ending is None else self._ending.targets[k]
+        return Batch((again, *tensors), target, 1)  # type: ignore[arg-type]  # the model takes what it is
+
+    def _flow(self, output: Any, flows: Any) -> Tensor:
+        """The objective of an inner stage, which notes what the stage gave."""
+        self._noted = {(MADE, n): one for n, one in enumerate(tensors_in(output))}
+        return flowed(output, flows, tensors=tensors_in)
+
+    def _ending_loss(self, output: Any, target: Any) -> Tensor:
+        """The loss, which notes what the last stage gave, and what flows back to that."""
+        assert self._ending is not None, "only the last stage has one"
+        made = tensors_in(output)
+        noted = self._noted = {(MADE, n): one for n, one in enumerate(made)}
+        for n, one in enumerate(made):
+            if one.requires_grad:
+                one.register_hook(partial(noted.__setitem__, (RECEIVED, n)))  # type: ignore[no-untyped-call]  # in torch
+        return self._ending.loss(output, target)
+
+    def _again(self, reference: Reference, batch: Batch) -> _Made:
+        loss = self.loss
+        try:
+            contribution = reference.contribution(batch, loss.function, loss.divisor)
+        except LossError:
+            if self._ending is not None and self._noted.get((MADE, 0)) is None:
+                raise
+            contribution = None
+        tensors = {at: one.detach() for at, one in self._noted.items()}
+        for n, one in (contribution.inputs if contribution is not None else {}).items():
+            if one is not None:
+                tensors[HANDED_ON, n - 1] = one  # the first input is the call itself
+        self._noted = {}
+        return _Made(tensors, contribution)
+
+    def _link(self, k: int, made: _Made) -> Link:
+        gives = {at: sketch(one) for at, one in made.tensors.items()}
+        contribution = made.contribution
+        loss = None if self._ending is None or contribution is None else contribution.loss
+        link = Link(gives, loss=loss)
+        other = [at for at, one in gives.items() if (seen := _seen(self._calls[k], at)) and seen.digest != one.digest]
+        return self._measured(k, link, made, other) if other else link
+
+    def _measured(self, k: int, link: Link, made: _Made, other: Sequence[Point]) -> Link:
+        """``link``, where some points are not as they were: whether they are ever the same, and how rounded."""
+        twice = self._again(self._reference, self._batches[k]).tensors
+        try:
+            wide = self._again(self._wide, self._batches[k].cast(torch.float64)).tensors
+        except Exception:  # no one type: it is the user's code, which may know of one type only
+            wide = {}
+        limits = {at: _limit(made.tensors[at], wide.get(at)) for at in other}
+        strange = frozenset(at for at in other if not _near(made.tensors[at], twice.get(at), limits[at]))
+        return replace(link, limits=limits, strange=strange)
+
+    @cached_property
+    def _wide(self) -> Reference:
+        return self._reference.of(widened(copied(self._model)))
+
+
+def _seen(call: Call, at: Point) -> Sketch | None:
+    where, number = at
+    if where == MADE:
+        return call.outputs[number] if number < len(call.outputs) else None
+    return (call.output_gradients if where == RECEIVED else call.input_gradients).get(number)
+
+
+def _near(made: Tensor, again: Tensor | None, limit: float) -> bool:
+    return again is not None and again.shape == made.shape and error(again, made) <= limit
+
+
+def _limit(made: Tensor, wide: Tensor | None) -> float:
+    precision = precision_of(made.dtype)
+    floor = 0.0 if wide is None or wide.shape != made.shape else error(made, wide.to(made.device))
+    return min(precision.most, max(precision.least, precision.factor * floor))
