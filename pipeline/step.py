@@ -122,6 +122,11 @@ class PipelineSchedule:
         """For each stage here with split backwards: what could not be put off to the second half so far, and why."""
         return {stage.index: tuple(stage.undeferred) for stage in self._own if stage.undeferred}
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What takes this rank's steps, if it was given one."""
+        return self._optimizer
+
     def wrapped(self, wrap: Callable[[Parts], Parts]) -> "PipelineSchedule":
         """This schedule with its parts replaced by ``wrap(parts)``; it shares modules and optimizer with this one."""
         other = object.__new__(type(self))

@@ -41,11 +41,22 @@ class State:
 
     @contextmanager
     def resumed(self, module: nn.Module) -> Iterator[None]:
-        """While this is open, a call of ``module`` has this state; then all is as it was before."""
-        before = State.of(module)
+        """While this is open, a call of ``module`` has this state; then all is as it was before.
+
+        Buffers are others meanwhile: a backward may still need those that a call has written to.
+        """
+        before, buffers = State.of(module), [(part, dict(part._buffers)) for part in module.modules()]
         with ExitStack() as stack:
-            self._set(module)
             stack.callback(before._set, module)
+            stack.callback(_put_back, buffers)
+            self._set(module)
+            for name, kept in self.buffers.items():
+                prefix, _, leaf = name.rpartition(".")
+                part = module.get_submodule(prefix)
+                own = part._buffers.get(leaf)
+                if own is not None:
+                    dtype = own.dtype if own.is_floating_point() else kept.dtype
+                    part._buffers[leaf] = kept.to(own.device, dtype, copy=True)
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
@@ -55,10 +66,11 @@ class State:
             _random(device).set_rng_state(state, *_at(device))
         for part, training in zip(module.modules(), self.training, strict=True):
             part.training = training
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in self.buffers:
-                    buffer.copy_(self.buffers[name])
+
+
+def _put_back(buffers: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> None:
+    for part, own in buffers:
+        part._buffers.update(own)
 
 
 def _random(device: torch.device) -> Any:
@@ -118,17 +130,23 @@ class Called:
 
 
 class Again(nn.Module):
-    """``stage``, called as it was: of a call and its tensors, what the stage makes of them."""
+    """A ``stage``, called as it was: of a call and its tensors, what the stage makes of them.
+
+    It has the stage's own members, under the names that they have there.
+    """
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
-        self.stage = stage
+        self.__dict__["stage"] = stage
+        for members in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[members] = stage.__dict__[members]
 
     def forward(self, called: Called, *tensors: Tensor) -> Any:
         """What the stage returns."""
+        stage: nn.Module = self.__dict__["stage"]
         arguments, named = called.given(tensors)
-        with called.state.resumed(self.stage):
-            return self.stage(*arguments, **named)
+        with called.state.resumed(stage):
+            return stage(*arguments, **named)
 
 
 class _Flow(torch.autograd.Function):

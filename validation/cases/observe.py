@@ -102,9 +102,9 @@ def observe_rank(context: RankContext, case: Case, record: bool = False) -> list
         deterministic(context.device)
         return observe_torch(context, case)
     model, schedule = assemble(context, case)
-    planted = _planted(case, schedule)
+    prepared = planted(case, schedule)
     recorder = Recorder() if record else None
-    watched = (planted.wrapped(recorder.wrap) if recorder else planted).wrapped(_watch)
+    watched = (prepared.wrapped(recorder.wrap) if recorder else prepared).wrapped(_watch)
     steps = specimen(case.specimen).drive(watched)
     started = parameters_of(_modules(watched.parts.stages))
     done = []
@@ -137,7 +137,7 @@ def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]
     return model, schedule
 
 
-def _planted(case: Case, schedule: PipelineSchedule) -> PipelineSchedule:
+def planted(case: Case, schedule: PipelineSchedule) -> PipelineSchedule:
     """``schedule`` with the case's specimen in its program and its parts."""
     one = specimen(case.specimen)
     return schedule.wrapped(lambda parts: one.plant(replace(parts, program=one.reorder(parts.program))))

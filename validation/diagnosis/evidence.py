@@ -102,7 +102,7 @@ class Evidence:
 
     ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
     ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
-    option ``renamed_by`` says which they are.
+    option ``renamed_by`` says which they are. ``lengths``: the norms of gradients that are with their ranks alone.
     What is costly is worked out when first asked for.
     """
 
@@ -128,6 +128,7 @@ class Evidence:
     frozen: range = range(0)
     strange: bool = False
     renamed_by: str = ""
+    lengths: Mapping[Site, float] = field(default_factory=dict)
 
     @property
     def setup(self) -> Setup:
@@ -142,6 +143,12 @@ class Evidence:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def sizes(self) -> Mapping[Site, float]:
+        """The norms of gradients."""
+        known = {site: float(one.double().norm()) for site, one in self.gradients.items() if one is not None}
+        return known or self.lengths
 
     def holders(self, stage: int) -> list[int]:
         """The ranks that hold ``stage``."""

@@ -36,7 +36,7 @@ def name_causes(
     each = {one.stage: filled(one, by_activation=one.stage in left) for one in shown}
     faults = {one.stage: f for one in shown if (f := _decided_faults(update, one, each[one.stage])) is not None}
     sums = mixed(stages, update)
-    causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update, tied)]
+    causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update.tied, tied)]
     causes += untrained(update)
     causes = [_with_rank(update, _or_twice(update, cause)) for cause in causes if not _follows(cause, causes)]
     causes = [_or_multiplied(_but_for_right(cause, stages), causes) for cause in causes]

@@ -184,9 +184,9 @@ def _sum(parts: Sequence[Gradient]) -> Gradient:
     return torch.stack(found).sum(dim=0) if found else None
 
 
-def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
-    """One cause for each tied parameter, with a stage if only one of its copies is wrong."""
-    for copies in update.tied:
+def of_copies(every: Sequence[Mapping[Stage, str]], tied: Sequence[Shares]) -> Iterator[Cause]:
+    """One cause for each tied parameter, with its copies in ``every``, and a stage if only one of them is wrong."""
+    for copies in every:
         wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
         if wrong and wrong[0].apart:
             groups = "; ".join(", ".join(map(str, stages)) for stages in wrong[0].apart)

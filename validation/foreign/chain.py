@@ -64,7 +64,31 @@ class Chain:
                 came = [call.inputs[number] for call in seen.calls if number < len(call.inputs)]
                 if (source := self._source(stage, number, came, set(found.values()))) is not None:
                     found[stage, number] = source
+        for stage, at in self._unreceived(found):
+            if (due := self._due_at(stage, at, found)) is not None:
+                found[stage + 1, due] = stage, at
         return found
+
+    def unreceived(self) -> list[tuple[int, int]]:
+        """The outputs through which gradients should flow that no stage is known to have received, by stage."""
+        return self._unreceived(self.sources)
+
+    def _unreceived(self, sources: Mapping[tuple[int, int], Source]) -> list[tuple[int, int]]:
+        giving = {(s, at) for s, seen in self.stages.items() for call in seen.calls for at in call.giving}
+        return sorted(one for one in giving - {*sources.values()} if one[0] != self.last)
+
+    def _due_at(self, stage: int, at: int, sources: Mapping[tuple[int, int], Source]) -> int | None:
+        """The input of the next stage at which an output is due that nobody received: one of its form, of another."""
+        sent = {call.outputs[at].shape for call in self.stages[stage].calls if at < len(call.outputs)}
+        calls = self.stages[stage + 1].calls if stage + 1 in self.stages else ()
+        fitting = [
+            number
+            for number in range(max((len(call.inputs) for call in calls), default=0))
+            if sources.get((stage + 1, number), (None, 0))[0] != stage
+            and sent >= {call.inputs[number].shape for call in calls if number < len(call.inputs)}
+            and any(number in call.needing for call in calls)
+        ]
+        return at if at in fitting else next(iter(fitting), None)
 
     @cached_property
     def orders(self) -> dict[int, Order]:

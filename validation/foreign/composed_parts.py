@@ -10,6 +10,7 @@ from torch import Tensor
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain, Data, StageSeen
 from pipeproof.foreign.own_links import Link
 from pipeproof.judging.cause import Cause
@@ -33,6 +34,7 @@ LAWS = (
     "presence",  # a gradient is None exactly where nothing is contributed
     "gradient",  # every parameter's is the sum of what microbatches contribute
     "grad-norm",  # of all gradients together, on every rank that reports it
+    "updated-parameters",  # what the optimizer makes of the gradients
 )
 
 
@@ -50,17 +52,20 @@ class Told:
 class OwnPart:
     """What one rank has to say: its stages with their calls, what these give again, and what it compared itself.
 
-    ``squares``: of what its gradients must be, by name. ``causes`` of what is wrong with its gradients, and why none is
-    known of some.
+    ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
+    it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
+    its optimizer makes of them.
     """
 
     ledger: Ledger
     stages: Mapping[int, StageSeen] = field(default_factory=dict)
     links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
-    squares: Mapping[str, float] = field(default_factory=dict)
+    lengths: Mapping[Site, float] = field(default_factory=dict)
     told: tuple[Told, ...] = ()
+    copies: tuple[Shares, ...] = ()
     causes: tuple[Cause, ...] = ()
     undecided: tuple[str, ...] = ()
+    foreseen: bool = False
     precision: Precision = FP32
 
 
@@ -68,14 +73,15 @@ class OwnPart:
 class Whole:
     """The parts of all ranks, with what the step was of: ``data``, and what its losses are divided by.
 
-    ``held``: the ranks and stages of each parameter; ``due``: those of the model, None where nobody knows.
+    ``held``: the ranks and stages of each parameter; ``first``: of each name in the model, the first that the parameter
+    has, None where nobody knows the model.
     """
 
     parts: Sequence[OwnPart]
     data: Data
     divisor: float
     held: Mapping[str, Sequence[tuple[int, int]]]
-    due: Collection[str] | None
+    first: Mapping[str, str] | None
     no_norm: str = ""
 
     def verdict(self, title: str, *, rerun: str, seconds: float) -> Verdict:
@@ -107,10 +113,10 @@ class Whole:
 
     def _enter(self, ledger: Ledger) -> None:
         observed, at = self._observed, Execution(self._conditions, self._observed, ledger)
-        if self.due is None:
+        if self.first is None:
             ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
         else:
-            self._enter_parameters(ledger, self.due)
+            self._enter_parameters(ledger, self.first)
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
         for stage, number, flows in self.chain.unplaced():
@@ -119,15 +125,21 @@ class Whole:
                 ledger.leave_out("boundaries", [name], "nobody is known to have sent it")
             else:
                 ledger.remark("boundaries", f"{name} is no stage's and no data: it was taken as it came")
+        lost = [f"output {number} of stage {stage}" for stage, number in self.chain.unreceived()]
+        ledger.leave_out("boundaries", lost, "nobody is known to have received it")
         for stage, links in self._links.items():
             if any(link.strange for link in links):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
+            for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
+                ledger.doubt("boundaries", f"run again, {told}")
         self._enter_told(ledger)
+        if not any(part.foreseen for part in self.parts):
+            ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         if any(one.uncompared for rank in observed.ranks for one in rank):
             at.uncompared(0)
 
     def _enter_parameters(self, ledger: Ledger, due: Collection[str]) -> None:
-        at = Comparison(Due("train", (), ()), _Unmeasured(FP32), ledger)
+        at = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)
         for name in dict.fromkeys([*due, *self.held]):
             places = self.held.get(name, ())
             rank, stage = next(iter(places), (None, None))
@@ -139,7 +151,7 @@ class Whole:
         made = self._expected
         known = not any(map(math.isnan, made.losses)) or len(self._losses) == self.chain.microbatches
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
-        at = Comparison(due, _Unmeasured(self.parts[0].precision), ledger)
+        at = Comparison(due, Unmeasured(self.parts[0].precision), ledger)
         for rank, part in enumerate(self.parts):
             for told in part.told:
                 if told.losses is not None and known:
@@ -166,10 +178,12 @@ class Whole:
     def _expected(self) -> Expected:
         """What the links give together."""
         losses = tuple(self._losses.get(m, math.nan) for m in range(self.chain.microbatches))
-        squares = {name: one for part in self.parts for name, one in part.squares.items()}
-        finite = all(map(math.isfinite, squares.values()))
-        norm = math.sqrt(math.fsum(squares.values())) if finite else math.nan
+        norm = norm_of(self._lengths, self.first or {})
         return Expected("train", losses, sum(losses) / self.divisor, norm=norm)
+
+    @property
+    def _lengths(self) -> dict[Site, float]:
+        return {site: one for part in self.parts for site, one in part.lengths.items()}
 
     @cached_property
     def _observed(self) -> Observed:
@@ -182,11 +196,12 @@ class Whole:
         flows = [self._passed[stage] for stage in part.stages]
         return RankOperation(
             "train",
-            (),
+            next((told.losses for told in part.told if told.losses is not None), ()),
             tuple(_done(flows)),
             called=tuple(call for flow in flows for call in flow.called),
             crossings=tuple(crossing for flow in flows for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in flows),
+            loss=next((told.loss for told in part.told if told.loss is not None), None),
             norm=next((told.norm for told in part.told if told.norm is not None), None),
         )
 
@@ -207,13 +222,26 @@ class Whole:
             seen=self._observed,
             passed=self._passed,
             due=_Due(self._expected),
+            lengths=self._lengths,
         )
-        passing = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
-        found = sought(verdict, lambda: explained(evidence)) if passing else verdict
-        places = {cause.stage for cause in found.cause} | {s for cause in found.cause for s in cause.stages}
-        own = [cause for part in self.parts for cause in part.causes if cause.stage not in places]
+        others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
+        found = sought(verdict, lambda: explained(evidence)) if others else verdict
+        told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
+        vague = {cause.stage for cause in found.cause if cause.kind == "computation"} & {cause.stage for cause in told}
+        causes = [cause for cause in found.cause if cause.stage not in vague]
+        places = {cause.stage for cause in causes} | {stage for cause in causes for stage in cause.stages}
+        causes += [cause for cause in told if cause.stage is None or cause.stage not in places]
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
-        return replace(found, cause=(*found.cause, *own), undecided=() if found.cause or own else tuple(undecided))
+        return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
+
+    def _of_copies(self) -> Iterator[Cause]:
+        """What is wrong with parameters that stages share."""
+        groups: dict[str, dict[int, str]] = {}
+        for name, places in self.held.items():
+            for _, stage in places:
+                groups.setdefault((self.first or {}).get(name, name), {})[stage] = name
+        shared = [copies for copies in groups.values() if len(copies) > 1]
+        return of_copies(shared, [copy for part in self.parts for copy in part.copies])
 
 
 @dataclass(frozen=True)
@@ -244,7 +272,7 @@ class _Conditions:
 
 
 @dataclass(frozen=True)
-class _Unmeasured:
+class Unmeasured:
     """What rounding may do to what was computed once more by the very same operations."""
 
     precision: Precision
@@ -271,3 +299,10 @@ def _done(flows: Sequence[Passed]) -> Iterator[Action]:
     times = [time for flow in flows for time in flow.times]
     order = sorted(range(len(every)), key=times.__getitem__) if len(times) == len(every) else range(len(every))
     yield from (every[k] for k in order)
+
+
+def norm_of(lengths: Mapping[Site, float], first: Mapping[str, str]) -> float:
+    """The norm over logical parameters: of copies, which have one ``first`` name, one counts."""
+    one_each = {first.get(name, name): length for (_, name), length in lengths.items()}
+    finite = all(map(math.isfinite, one_each.values()))
+    return math.sqrt(math.fsum(length**2 for length in one_each.values())) if finite else math.nan

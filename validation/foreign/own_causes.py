@@ -26,20 +26,21 @@ def own_causes(
     numbers: Sequence[int],
     seen: Mapping[str, Any],
     names: Mapping[str, str],
+    begun: Mapping[str, Tensor | None],
+    *,
     rank: int,
 ) -> Verdict:
     """A verdict on the gradients of ``own`` alone, with the causes of what is wrong with them.
 
     ``ledger`` has what was found wrong; ``numbers``: the microbatch of each of its calls; ``seen``: gradients by the
-    model's names, of which ``names`` has those of the stage.
+    model's names, of which ``names`` has those of the stage. ``begun``: what these were before the step.
     """
     local = concluded(ledger, f"stage {own.stage}")
-    site = {full: own.named(name)[1] for full, name in names.items()}
-    full_name = {name: full for full, name in site.items()}
-    wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in site]
-    mismatches = tuple(replace(one, parameter=site[str(one.parameter)]) for one in wrong)
+    full_name = {name: full for full, name in names.items()}
+    wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in names]
+    mismatches = tuple(replace(one, parameter=names[str(one.parameter)]) for one in wrong)
     local = replace(local, mismatches=mismatches)
-    due = _OwnDue(own, seen, names, rank)
+    due = _OwnDue(own, seen, names, begun, rank)
     batches = [numbers[k] for k in own.numbers]
     placement = (rank,) * (own.stage + 1)
     evidence = Evidence(local, placement, len(batches), 1, gradients=due.gradients, norms=(), due=due)
@@ -64,16 +65,18 @@ class _OwnDue:
     own: OwnStage
     seen: Mapping[str, Any]
     names: Mapping[str, str]
+    begun: Mapping[str, Tensor | None]
     rank: int
 
     @cached_property
     def gradients(self) -> dict[Site, Tensor | None]:
         """Those that were seen."""
-        return {self.own.named(name): self.seen[full] for full, name in self.names.items() if full in self.seen}
+        return {(self.own.stage, name): self.seen[full] for full, name in self.names.items() if full in self.seen}
 
     @cached_property
     def expected(self) -> Expected:
-        return self.own.expected
+        due = self.own.expected
+        return replace(due, gradients={site: one for site, one in due.gradients.items() if site in self.gradients})
 
     @cached_property
     def update(self) -> Update:
@@ -87,7 +90,8 @@ class _OwnDue:
                 ends={},
             )
         placement = (self.rank,) * (self.own.stage + 1)
-        return Update(self.gradients, self.expected.gradients, now, old={}, placement=placement)
+        old = {(self.own.stage, self.names[full]): one for full, one in self.begun.items() if one is not None}
+        return Update(self.gradients, self.expected.gradients, now, old=old, placement=placement)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import error, precision_of
+from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
@@ -21,7 +22,6 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, widened
 
-_PREFIX = "stage."  # of the parameters' names in a model that is a stage
 Point = tuple[str, int]  # where at a call, and the tensor's number there
 
 
@@ -30,13 +30,19 @@ class Link:
     """What a call gives when it is run again, by where and number: tensors, and what flows.
 
     ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another each
-    time that it is run. ``loss``: in the last stage, undivided.
+    time that it is run. ``loss``: in the last stage, undivided. ``obstacle``: why it cannot be run.
     """
 
     gives: Mapping[Point, Sketch]
     limits: Mapping[Point, float] = field(default_factory=dict)
     strange: frozenset[Point] = frozenset()
     loss: float | None = None
+    obstacle: str = ""
+
+    @property
+    def closed(self) -> bool:
+        """Whether what the call gives is known."""
+        return not self.strange and not self.obstacle
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,11 @@ class OwnStage:
         """Run each call once more, in the order in which gradients were added up."""
         found: dict[int, Link] = {}
         for k in self._order:
-            made = self._again(self._reference, self._batches[k])
+            try:
+                made = self._again(self._reference, self._batches[k])
+            except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
+                found[k] = Link({}, obstacle=f"stage {self.stage} raised {raised(error)}")
+                continue
             found[k] = self._link(k, made)
             if made.contribution is not None and self._calls[k].ran:
                 orders = {self.stage: [0]}
@@ -101,12 +111,8 @@ class OwnStage:
     @property
     def gradients(self) -> dict[str, Gradient]:
         """What the step must have added up in each parameter, by its name in the stage."""
-        names = [name for name, _ in self._model.stage.named_parameters(remove_duplicate=False)]
-        return {name: self._sums.get((self.stage, _PREFIX + name)) for name in names}
-
-    def named(self, name: str) -> tuple[int, str]:
-        """The site of one of the stage's parameters, in the floors and in the reference."""
-        return self.stage, _PREFIX + name
+        names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
+        return {name: self._sums.get((self.stage, name)) for name in names}
 
     @cached_property
     def floors(self) -> Floors:
@@ -179,8 +185,6 @@ class OwnStage:
         try:
             contribution = reference.contribution(batch, loss.function, loss.divisor)
         except LossError:
-            if self._ending is not None and self._noted.get((MADE, 0)) is None:
-                raise
             contribution = None
         tensors = {at: one.detach() for at, one in self._noted.items()}
         for n, one in (contribution.inputs if contribution is not None else {}).items():

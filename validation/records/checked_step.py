@@ -1,7 +1,7 @@
 """What every check of a step in a running job is: it begins on all ranks, tells nobody but them, and ends no job."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -113,7 +113,7 @@ class CheckedStep(ABC):
 
     def wrap(self, parts: Parts) -> Parts:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
-        return replace(parts, gradients=_Checked(parts, self))
+        return looked_at(parts, self.gradients)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -190,13 +190,16 @@ class CheckedStep(ABC):
         return self._exchange.gather(value, what=what, bound_s=self._bound_s)
 
 
-class _Checked(AroundGradients):
-    """Gradient work that has gradients compared between the tied reduction and the clipping."""
+def looked_at(parts: Parts, look: Callable[[], None]) -> Parts:
+    """``parts`` that have somebody ``look`` at gradients between the tied reduction and the clipping."""
+    return replace(parts, gradients=_LookedAt(parts, look))
 
-    def __init__(self, parts: Parts, check: CheckedStep) -> None:
+
+class _LookedAt(AroundGradients):
+    def __init__(self, parts: Parts, look: Callable[[], None]) -> None:
         super().__init__(parts.gradients, parts.stages)
-        self._check = check
+        self._look = look
 
     def reduce_tied(self) -> None:
         self.inner.reduce_tied()
-        self._check.gradients()
+        self._look()

@@ -1,5 +1,6 @@
 """One step of a running job, held against itself link by link, so that no rank needs more than its own stages."""
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,25 +13,30 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain, StageSeen, counting
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole
+from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Ending, OwnStage
-from pipeproof.judging.cause import Cause
+from pipeproof.foreign.own_update import OwnUpdate
+from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.judging.comparison import Comparison, Due
-from pipeproof.judging.tolerance import Floor, precision_among
+from pipeproof.judging.tolerance import FP32, Floor, precision_among
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
-from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.calls import Call
+from pipeproof.observers.shards import is_plain
+from pipeproof.observers.sketch import Sketch, any_nonzero, sketch
 from pipeproof.observers.watching import Watcher, tensors_in
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
+from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
+from pipeproof.reference.step import Site, clip_factor
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
-from pipeproof.worlds.side_store import RanksAbsent
+from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNSPLIT = "replicas of stages are not checked so yet: check one replica, or against a SingleDevice"
 _IN_PARTS = "stages of which ranks have parts are not checked so yet: check against a SingleDevice"
@@ -63,17 +69,27 @@ class ComposedCheck(CheckedStep):
         self._by = against
         self._watcher = Watcher(keep=against.keep)
         self._places: dict[str, list[RankStage]] = {}
-        self._model_names: tuple[str, ...] | None = None
+        self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
         self._data: list[list[Sketch]] = []
         self._told: list[Told] = []
+        self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
+        self._update: OwnUpdate | None = None
+        self._begun: dict[str, Tensor] = {}
         self._part_of_chain: OwnPart | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """How many the step is of."""
+        return len(self._data)
 
     @property
     def _divisor(self) -> float:
         return float(self._by.loss_divisor or len(self._data) or 1)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
-        """What gradients are added to is seen by this check itself."""
+        with self.noting():
+            there = {name: one for name, one in gradients.items() if isinstance(one, Tensor) and is_plain(one)}
+            self._begun = {name: self._by.keep(one) for name, one in there.items() if any_nonzero(one)}
 
     def report(
         self,
@@ -103,7 +119,7 @@ class ComposedCheck(CheckedStep):
             self._take_given()
             self._by.check()
             self._refuse_parts()
-            self._model_names = self._names_of_model()
+            self._one_name = self._names_of_model()
         arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
@@ -114,6 +130,7 @@ class ComposedCheck(CheckedStep):
         own = None if self._given is None else [list(map(sketch, tensors_in(inputs))) for inputs, _ in self._given]
         every = self._gather(own, "the microbatches of the checked step")
         self._data = next(one for one in every if one is not None)
+        self.begin(self._own.gradients)
         for module in self._own.modules.values():
             self._watcher.watch(module)
         return ""
@@ -122,17 +139,19 @@ class ComposedCheck(CheckedStep):
         if self._own.shards:
             raise RecordError(_IN_PARTS)
 
-    def _names_of_model(self) -> tuple[str, ...] | None:
+    def _names_of_model(self) -> dict[str, str] | None:
         if self._by.build is None:
             return None
         with drawing_apart(), torch.device("meta"):
             model = self._by.build()
-        return tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+        check_module(f"build, {name_of(self._by.build)}, returned", model)
+        first: dict[int, str] = {}
+        return {n: first.setdefault(id(one), n) for n, one in model.named_parameters(remove_duplicate=False)}
 
     def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
         calls = {
-            stage: counting(self._watcher.calls(module) or [], len(self._data))
+            stage: counting(self._watcher.calls(module) or [], self.microbatches)
             for stage, module in self._own.modules.items()
         }
         seen = {
@@ -141,68 +160,96 @@ class ComposedCheck(CheckedStep):
         }
         every = self._gather(seen, "what stages received and sent in the checked step")
         chain = Chain({stage: one for part in every for stage, one in part.items()}, self._data)
-        stages = []
-        for stage, module in sorted(self._own.modules.items(), reverse=True):
-            numbers = chain.orders[stage].numbers
-            ending = self._ending(numbers) if stage == chain.last else None
-            own = OwnStage(stage, module, calls[stage], ending=ending, accumulation=self._by.accumulation)
-            own.run()
-            stages.append(own)
+        stages: list[OwnStage] = []
+        with self.noting():
+            stages = [self._run_again(stage, chain, own) for stage, own in sorted(calls.items(), reverse=True)]
+        sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
+        self._shares = StageShares(self._exchange, self._one_name or {}, self._places, self._own.places, self._bound_s)
+        due = sums | self._shares.join(None if self._why else sums)
         found = self._own.gradients if named is None else gradients_of(named, self._own.places)
-        due = self._due(stages)
-        causes: list[Cause] = []
-        undecided: list[str] = []
+        part = OwnPart(self._ledger, seen)
         for own in stages:
-            before = len(self._ledger.mismatches)
-            self._compare(own, due, found)
-            if len(self._ledger.mismatches) > before:
-                some = own_causes(
-                    own, self._ledger, chain.orders[own.stage].numbers, found, self._named(own), self._exchange.rank
-                )
-                causes += some.cause
-                undecided += some.undecided
-        held = [one for _, module in self._own.modules.items() for one in module.parameters()]
-        squares = {
-            name: float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2
-            for name, one in due.items()
-            if one is not None
-        }
+            part = self._compared(part, own, chain.orders[own.stage].numbers, due, found)
+        lengths = {(self._own.places[name], name): _norm(one) for name, one in due.items() if one is not None}
+        self._foresee(lengths)
+        held = [one for module in self._own.modules.values() for one in module.parameters()]
         links = {own.stage: tuple(own.links) for own in stages}
-        return OwnPart(self._ledger, seen, links, squares, (), tuple(causes), tuple(undecided), precision_among(held))
+        foreseen = self._update is not None
+        return replace(part, links=links, lengths=lengths, foreseen=foreseen, precision=precision_among(held))
+
+    def _run_again(self, stage: int, chain: Chain, calls: Sequence[Call]) -> OwnStage:
+        """A stage of this rank, run once more."""
+        ending = self._ending(chain.orders[stage].numbers) if stage == chain.last else None
+        own = OwnStage(stage, self._own.modules[stage], calls, ending=ending, accumulation=self._by.accumulation)
+        own.run()
+        return own
 
     def _ending(self, numbers: Sequence[int]) -> Ending:
         if self._given is None:
             raise RecordError("the last stage is here, and its targets are not: pass microbatches on its rank, too")
-        return Ending(self._by.loss_fn, self._divisor, [self._given[m][1] for m in numbers])
+        return Ending(self._by.loss_fn, self._divisor, [self._given[m][1] if m >= 0 else None for m in numbers])
 
-    def _named(self, own: OwnStage) -> dict[str, str]:
-        """By the model's name of a parameter, the stage's."""
-        return {self._own.rename(own.stage, name): name for name in own.gradients}
-
-    def _due(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
-        """What gradients must be, by name: of a parameter that several stages hold, the sum of what each adds up."""
-        found: dict[str, Tensor | None] = {}
-        for own in stages:
-            found |= {self._own.rename(own.stage, name): one for name, one in own.gradients.items()}
-        return found
-
-    def _compare(self, own: OwnStage, due: Mapping[str, Tensor | None], seen: Mapping[str, Any]) -> None:
-        names = self._named(own)
-        if any(link.strange for link in own.links):
-            told = f"stage {own.stage} gives something else each time that it is run"
+    def _compared(
+        self,
+        part: OwnPart,
+        own: OwnStage,
+        numbers: Sequence[int],
+        due: Mapping[str, Tensor | None],
+        seen: Mapping[str, Any],
+    ) -> OwnPart:
+        """``part`` with what is wrong with the gradients of a stage, and why."""
+        names = {self._own.rename(own.stage, name): name for name in own.gradients}
+        if not all(link.closed for link in own.links):
+            told = f"what stage {own.stage} gives is not known"
             self._ledger.leave_out("gradient", list(names), told)
-            return
-        allowed = _Allowed(own, names)
-        expected = Due("train", (), (), gradients={name: due[name] for name in names})
-        at = Comparison(expected, allowed, self._ledger)
+            return part
+        allowed, before = _Allowed(FP32, own, names), len(self._ledger.mismatches)
+        at = Comparison(Due("train", (), (), gradients={name: due[name] for name in names}), allowed, self._ledger)
         for name in [one for one in reversed(names) if one in seen]:
             at.gradient(name, seen[name], rank=self._exchange.rank, stage=own.stage)
         at.close()
         self._ledger.leave_out("gradient", [one for one in names if one not in seen], "not compared")
+        wrong = {one.parameter for one in self._ledger.mismatches[before:]}
+        if not wrong:
+            return part
+        shared = {name for names in self._shares.copies.values() for name in names.values()}
+        copies = [
+            self._shares.looked_at(name, seen[name], allowed.gradient(name).limit) for name in names if name in shared
+        ]
+        alone = {name: at for name, at in names.items() if name not in shared}
+        part = replace(part, copies=(*part.copies, *copies))
+        if wrong <= shared:
+            return part
+        begun = {name: self._begun.get(name) for name in alone}
+        found = own_causes(own, self._ledger, numbers, seen, alone, begun, rank=self._exchange.rank)
+        return replace(part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided))
+
+    def _foresee(self, lengths: Mapping[Site, float]) -> None:
+        """Note what the optimizer is going to make of the gradients."""
+        optimizer, most = self._by.optimizer, self._by.max_norm
+        if most < math.inf:
+            every = self._gather(lengths, "the norms of gradients, to which they are clipped")
+            whole = norm_of({site: one for each in every for site, one in each.items()}, self._one_name or {})
+            factor = clip_factor(whole, most)
+        if optimizer is not None:
+            own = {
+                self._own.rename(stage, name): one
+                for stage, module in self._own.modules.items()
+                for name, one in module.named_parameters(remove_duplicate=False)
+            }
+            self._update = OwnUpdate.by(optimizer, own, factor=factor if most < math.inf else 1.0)
 
     def _finish(self) -> None:
-        if not self._obstacle and self._absent is None and self._part_of_chain is None:
+        if self._why or self._obstacle or self._absent is not None:
+            return
+        if self._part_of_chain is None:
             self.refuse("gradients() was not called: call it between backward and clipping, on every rank")
+        if self._update is not None:
+            due = Due("train", (), (), before=self._update.before, parameters=self._update.after)
+            at = Comparison(due, Unmeasured(precision_among(self._update.before.values())), self._ledger)
+            for name, one in self._own.parameters.items():
+                if name in self._update.after:
+                    at.parameter(name, one, rank=self._exchange.rank, stage=self._own.places[name])
 
     def _part(self, about: RankReport) -> ChainPart:
         own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told))
@@ -221,31 +268,24 @@ class ComposedCheck(CheckedStep):
             known, how = ended
             return replace(blank, headline=headline(known), failure=details(known), ended=how)
         no_norm = next((part.no_norm for part in parts if part.no_norm), "")
-        whole = Whole([part.own for part in parts], self._data, self._divisor, self._places, self._model_names, no_norm)
+        whole = Whole([part.own for part in parts], self._data, self._divisor, self._places, self._one_name, no_norm)
         return whole.verdict("a step of this job, link by link", rerun=rerun, seconds=seconds)
 
     def _clear(self) -> None:
         self._watcher.close()
+        self._shares.clear()
+
+
+def _norm(gradient: Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
-class _Allowed:
+class _Allowed(Unmeasured):
     """What rounding may do to a stage's gradients, measured where one is not as it was to the bit."""
 
     own: OwnStage
     names: Mapping[str, str]
 
     def gradient(self, name: str) -> Floor:
-        return self.own.floors.gradient_by_microbatch(self.own.named(self.names[name]))
-
-    def loss(self, microbatch: int) -> Floor:
-        raise AssertionError("losses are compared where all ranks' are known")
-
-    def total(self) -> Floor:
-        raise AssertionError("losses are compared where all ranks' are known")
-
-    def norm(self) -> Floor:
-        raise AssertionError("the norm is compared where all ranks' gradients are known")
-
-    def update(self, name: str) -> Floor:
-        raise AssertionError("no update is compared")
+        return self.own.floors.gradient_by_microbatch((self.own.stage, self.names[name]))

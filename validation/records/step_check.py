@@ -306,8 +306,8 @@ def check_step(
     microbatches: pairs of inputs and target. None on a rank that does not have them; for a ``SingleDevice``, rank 0
     must, and for ``Composed`` the ranks of the first and of the last stage. against: a record, its file, the model
     beside the job, or the step itself, link by link. rename: from a stage's number and a name in it to the name in the
-    whole model, or in the record. operation: which one of the record's. timeout_s: bounds each wait for the other ranks,
-    and so for the reference.
+    whole model, or in the record. operation: which one of the record's. timeout_s: bounds each wait for the other
+    ranks, and so for the reference.
     """
     if isinstance(against, Composed):
         return ComposedCheck(modules, microbatches, against=against, rename=rename, timeout_s=timeout_s)

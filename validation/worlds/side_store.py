@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
+from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.shipping import pack, unpack
 
@@ -203,6 +204,7 @@ def _of_default_group() -> SideStore:
 
 
 _exchanges = itertools.count()  # all ranks make theirs in one order, so a number is the same exchange everywhere
+belongs_to_rank(__name__, "_exchanges", fresh=lambda _: itertools.count())
 
 
 class Exchange:

@@ -107,7 +107,7 @@ def _of_several(by_stage: Mapping[int, Mapping[Site, float]]) -> Iterator[Likely
 def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
     """Other norms of the same gradients that a step may form by mistake, and the stage that the mistake is about."""
     kept = {site: g.double() for site, g in evidence.gradients.items() if g is not None}
-    sizes = {site: float(g.norm()) for site, g in kept.items()}
+    sizes = evidence.sizes
     placement = evidence.placement
     by_stage = {s: {site: size for site, size in sizes.items() if site[0] == s} for s in range(evidence.stages)}
     by_rank = {
@@ -137,9 +137,10 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
         _root([*sizes.values(), *_of_further_copies(evidence, kept)]),
     )
     yield from _sums_of_norms(sizes.values(), {"ranks": by_rank.values(), "stages": by_stage.values()})
-    yield from _other_norms(kept.values())
-    flat = _root(size for site, size in sizes.items() if kept[site].dim() < 2)
-    yield "parameters of one dimension are left out", None, math.sqrt(max(0.0, whole**2 - flat**2))
+    if kept:
+        yield from _other_norms(kept.values())
+        flat = _root(size for site, size in sizes.items() if kept[site].dim() < 2)
+        yield "parameters of one dimension are left out", None, math.sqrt(max(0.0, whole**2 - flat**2))
     yield "its square", None, whole**2
     for factor in (evidence.microbatches, evidence.ranks, evidence.stages):
         yield f"{factor} times the right one", None, whole * factor
