@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,15 +165,33 @@ class _Flow(torch.autograd.Function):
         return None, *(flow * gradient.to(flow.device, flow.real.dtype) for flow in ctx.flows)
 
 
-def flowed(output: object, flows: Mapping[int, Tensor], *, tensors: Tensors = tree_leaves) -> Tensor:
+def _whole(came: Tensor, *, flow: Tensor, note: Callable[[Tensor], None]) -> Tensor:
+    """The gradient of an output as it was in the step: ``flow``, all that came to it, in place of that and more."""
+    own = flow.to(came.device, came.dtype)
+    if not torch.equal(came, own):
+        note(came - own)
+    return own
+
+
+def flowed(
+    output: object,
+    flows: Mapping[int, Tensor],
+    *,
+    tensors: Tensors = tree_leaves,
+    note: Callable[[int, Tensor], None] = lambda number, more: None,
+) -> Tensor:
     """The objective of a stage to whose ``output`` these gradients came: its backward hands them on as they are.
 
-    Its value is the product of both, which other random numbers would change.
+    Its value is the product of both, which other random numbers would change. ``note`` is told how much of the gradient
+    of an output came from others that the stage made of it, and not from behind the stage.
     """
     every = tensors(output)
     pairs = [(every[number], flow) for number, flow in flows.items() if every[number].requires_grad]
     if not pairs:
         return torch.zeros((), dtype=torch.float64)
     made, given = zip(*pairs, strict=True)
+    for number, flow in flows.items():
+        if every[number].requires_grad:
+            every[number].register_hook(partial(_whole, flow=flow, note=partial(note, number)))  # type: ignore[no-untyped-call]
     found: Tensor = _Flow.apply(given, *made)  # type: ignore[no-untyped-call]  # in torch
     return found

@@ -101,7 +101,7 @@ class Chain:
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)
-        columns = {stage: list(self._columns(stage, again, sent)) for stage in self.stages}
+        columns = {stage: list(self._columns(stage, links[stage], again, sent)) for stage in self.stages}
         stages = {stage: (seen.calls, columns[stage]) for stage, seen in self.stages.items()}
         content = sent_by(stages, self.orders)
         found: dict[int, Passed] = {}
@@ -197,7 +197,9 @@ class Chain:
                     again[where != MADE].add(name, m, one)
         return again, sent
 
-    def _columns(self, stage: int, again: tuple[Places, Places], sent: tuple[Places, Places]) -> Iterator[Column]:
+    def _columns(
+        self, stage: int, links: Sequence[Link], again: tuple[Places, Places], sent: tuple[Places, Places]
+    ) -> Iterator[Column]:
         calls = self.stages[stage].calls
         consumers: dict[int, list[tuple[int, int]]] = {}
         for (other, number), (source, at) in self.sources.items():
@@ -207,6 +209,8 @@ class Chain:
         for where, what, part in _PARTS:
             rows = [getattr(call, part) for call in calls]
             members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
+            if where == RECEIVED:
+                members = [{**row, **link.received} for row, link in zip(members, links, strict=True)]
             places, elsewhere, named = self._flow(stage, where, consumers, again=again, sent=sent)
             due = {number for number, place in named.items() if place in places.by_place}
             for number in sorted(set().union(due, *members)):

@@ -1,5 +1,6 @@
 """A rank's own links of the chain: its stages run once more, each call as it was, and what that gives."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,7 +17,7 @@ from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import Accumulation
-from pipeproof.reference.again import Again, flowed
+from pipeproof.reference.again import Again, Called, flowed
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
@@ -29,11 +30,13 @@ Point = tuple[str, int]  # where at a call, and the tensor's number there
 class Link:
     """What a call gives when it is run again, by where and number: tensors, and what flows.
 
+    ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
     ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another each
     time that it is run. ``loss``: in the last stage, undivided. ``obstacle``: why it cannot be run.
     """
 
     gives: Mapping[Point, Sketch]
+    received: Mapping[int, Sketch] = field(default_factory=dict)
     limits: Mapping[Point, float] = field(default_factory=dict)
     strange: frozenset[Point] = frozenset()
     loss: float | None = None
@@ -65,6 +68,7 @@ class _Made:
     """One run of a call: its tensors, what flowed, and what it contributes."""
 
     tensors: Mapping[Point, Tensor]
+    more: Mapping[int, Tensor]
     contribution: Contribution | None
 
 
@@ -90,6 +94,7 @@ class OwnStage:
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
         self._reference = Reference(self._model, owner=dict.fromkeys(names, stage), recipe=recipe)
         self._noted: dict[Point, Tensor] = {}
+        self._more: dict[int, Tensor] = {}
         self.links: list[Link] = []
         self._sums: dict[tuple[int, str], Gradient] = {}
 
@@ -156,11 +161,15 @@ class OwnStage:
 
     @cached_property
     def _batches(self) -> list[Batch]:
-        return [self._batch(k, call) for k, call in enumerate(self._calls)]
+        return [self._batch(k) for k in range(len(self._calls))]
 
-    def _batch(self, k: int, call: Call) -> Batch:
-        again = call.again
+    def _kept(self, k: int) -> Called:
+        again = self._calls[k].again
         assert again is not None, "the calls of a stage that is checked so are kept"
+        return again
+
+    def _batch(self, k: int) -> Batch:
+        again = self._kept(k)
         tensors = [one.requires_grad_(n in again.wanting) for n, one in enumerate(again.tensors)]
         target = again.flows if self._ending is None else self._ending.targets[k]
         return Batch((again, *tensors), target, 1)  # type: ignore[arg-type]  # the model takes what it is
@@ -168,7 +177,7 @@ class OwnStage:
     def _flow(self, output: Any, flows: Any) -> Tensor:
         """The objective of an inner stage, which notes what the stage gave."""
         self._noted = {(MADE, n): one for n, one in enumerate(tensors_in(output))}
-        return flowed(output, flows, tensors=tensors_in)
+        return flowed(output, flows, tensors=tensors_in, note=self._more.__setitem__)
 
     def _ending_loss(self, output: Any, target: Any) -> Tensor:
         """The loss, which notes what the last stage gave, and what flows back to that."""
@@ -190,16 +199,27 @@ class OwnStage:
         for n, one in (contribution.inputs if contribution is not None else {}).items():
             if one is not None:
                 tensors[HANDED_ON, n - 1] = one  # the first input is the call itself
-        self._noted = {}
-        return _Made(tensors, contribution)
+        more, self._noted, self._more = self._more, {}, {}
+        return _Made(tensors, more, contribution)
 
     def _link(self, k: int, made: _Made) -> Link:
         gives = {at: sketch(one) for at, one in made.tensors.items()}
         contribution = made.contribution
         loss = None if self._ending is None or contribution is None else contribution.loss
-        link = Link(gives, loss=loss)
+        link = self._received(k, made.more, Link(gives, loss=loss))
         other = [at for at, one in gives.items() if (seen := _seen(self._calls[k], at)) and seen.digest != one.digest]
         return self._measured(k, link, made, other) if other else link
+
+    def _received(self, k: int, more: Mapping[int, Tensor], link: Link) -> Link:
+        """``link``, where ``more`` of some outputs' gradients came from other outputs."""
+        received, limits = dict[int, Sketch](), dict[Point, float]()
+        for n, one in more.items():
+            whole = self._kept(k).flows[n].to(one.device)
+            rest = whole - one
+            received[n] = sketch(rest)
+            size = (whole.norm() + one.norm()).item() / (rest.norm().item() or math.inf)
+            limits[RECEIVED, n] = precision_of(one.dtype).least * max(1.0, size)
+        return replace(link, received=received, limits=limits) if received else link
 
     def _measured(self, k: int, link: Link, made: _Made, other: Sequence[Point]) -> Link:
         """``link``, where some points are not as they were: whether they are ever the same, and how rounded."""
@@ -210,7 +230,7 @@ class OwnStage:
             wide = {}
         limits = {at: _limit(made.tensors[at], wide.get(at)) for at in other}
         strange = frozenset(at for at in other if not _near(made.tensors[at], twice.get(at), limits[at]))
-        return replace(link, limits=limits, strange=strange)
+        return replace(link, limits={**link.limits, **limits}, strange=strange)
 
     @cached_property
     def _wide(self) -> Reference:

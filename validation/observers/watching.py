@@ -247,10 +247,10 @@ class Watcher:
             kept = None if keep is None or held is None else keep(held)
 
             def write() -> None:
-                if seen is not None:
+                if seen is not None and (self._keep is None or number not in into):  # of halves, the first has it all
                     into[number] = seen
                 if kept is not None and call.again is not None:
-                    call.again.flows[number] = kept
+                    call.again.flows.setdefault(number, kept)
                 if counts:
                     call.backwards.append(next(self._times))
 
