@@ -22,6 +22,7 @@ from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import observed_record
+from pipeproof.records.composed_case import check_composed, validate_composed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.page.campaign import Entry, campaign
@@ -39,6 +40,7 @@ from pipeproof.worlds.world import World
 
 _MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds
 
+CHECK_COMPOSED = "--check composed"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -52,6 +54,7 @@ class Setting:
 
     ``outputs`` are files for the verdicts, and for what the ranks of the one case gave. ``plugin``: the file that
     registers the specimen of the one case, which who replays it needs too. ``simulation``: None on real ranks.
+    ``composed``: steps are held against themselves, link by link, and not against a reference.
     """
 
     device: str = AUTO
@@ -61,6 +64,7 @@ class Setting:
     explain: bool = False
     plugin: str | None = None
     simulation: Simulation | None = None
+    composed: bool = False
 
     def world(self) -> World:
         """The ranks. What they print is for who asks for more, or runs one case to look into it."""
@@ -116,6 +120,8 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
         raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
     if setting.outputs.record is not None and wanted[0].replicas > 1:
         raise Impossible(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
+    for case in wanted if setting.composed else ():
+        check_composed(case)
     runs = [_run_of(case, setting) for case in wanted]
     return run_all(runs, setting, columns=COLUMNS, left_out=left_out)
 
@@ -124,7 +130,7 @@ def _run_of(case: Case, setting: Setting) -> Run:
     here = replace(case, device=setting.chosen_device)
 
     def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
-        verdict, observed = validated(here, world)
+        verdict, observed = validated(here, world, composed=setting.composed)
         if setting.plugin is not None:
             verdict = replace(verdict, rerun=f"{verdict.replay} --plugin {shlex.quote(setting.plugin)}")
         return verdict, partial(_keep, here, observed, files, profile=setting.profile)
@@ -197,22 +203,25 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
     return 1 if 1 in found else (NO_VERDICT if NO_VERDICT in found or not found else 0)
 
 
-def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, Observed | None]:
+def validated(
+    case: Case, world: World, *, measure: bool = True, composed: bool = False
+) -> tuple[Verdict, Observed | None]:
     """The verdict on ``case``, and what its ranks gave; "unknown" and None where they failed.
 
     Of a simulated world's interleavings it is of the first that is no pass, with as few preemptions as it takes, or of
-    the last. ``measure``: measure rounding floors even where every bit agrees. Raises ``Impossible`` for too small a
-    world.
+    the last. ``measure``: measure rounding floors even where every bit agrees. ``composed``: without a reference, link
+    by link; None is what its ranks gave. Raises ``Impossible`` for too small a world.
     """
     if (refused := refusal(case)) is not None:
         return refused, None
     began = perf_counter()
+    once = partial(_composed if composed else partial(_validated, measure=measure), case, world)
     for _ in world.interleavings():
-        verdict, observed = _validated(case, world, measure=measure)
+        verdict, observed = once()
         if verdict.verdict != "pass":
-            if world.searches:
+            if world.searches and not composed:
                 narrow(case, world)
-                verdict, observed = _validated(case, world, measure=measure)
+                verdict, observed = once()
             break
     verdict = told_of_transports(verdict, world)
     return replacing(verdict, world.simulation, seconds=perf_counter() - began), observed
@@ -235,6 +244,15 @@ def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Obs
     if verdict.verdict == "fail":
         verdict = explained(case, world, observed, verdict)
     return verdict, observed
+
+
+def _composed(case: Case, world: World) -> tuple[Verdict, None]:
+    try:
+        with enough_ranks():
+            verdict = validate_composed(case, world)
+    except RankFailed as failure:
+        verdict = crashed(case, failure)
+    return replace(verdict, rerun=f"{verdict.replay} {CHECK_COMPOSED}"), None
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.accelerator import AUTO, CPU, parsed
 from pipeproof.worlds.launcher import start_fork_server
 
+_WHOLE, _COMPOSED = "whole", "composed"
 _SHRINKS = "with --shrink, which draws its own schedules and names nothing"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
@@ -66,11 +67,26 @@ def _add_validate(commands: Commands) -> None:
     add_stacks(parser)
     add_config(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
+    _add_check(parser)
     add_world(parser)
     add_simulation(parser)
     add_recording(parser)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_validate)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    about = (
+        "whole: beside a reference on one device; composed: each stage is run again on its own rank (default: whole)"
+    )
+    parser.add_argument("--check", choices=(_WHOLE, _COMPOSED), default=_WHOLE, help=about)
+
+
+def _is_composed(options: argparse.Namespace) -> bool:
+    """Whether steps are held against themselves. Raises ``UsageError`` for what has no effect then."""
+    composed: bool = options.check == _COMPOSED
+    without_effect(options, ["--record", "--profile"] if composed else (), "with --check composed")
+    return composed
 
 
 def _add_fuzz(commands: Commands) -> None:
@@ -113,6 +129,7 @@ def _add_replay(commands: Commands) -> None:
     line = "the line that a failure printed, e.g. 1f1b r4 s4 m8 split=2,2,2,2 seed=17; quotes may be left out"
     parser.add_argument("case", nargs="+", help=line)
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
+    _add_check(parser)
     add_timeout(parser)
     add_simulation(parser)
     add_recording(parser)
@@ -121,7 +138,9 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    composed = _is_composed(options)
     if asks_for_primitives(options) or options.stack is not None:
+        without_effect(options, ["--check"] if composed else (), "with parallel primitives, which are checked whole")
         return validate_stacks(options)
     if options.config is None:
         (cases, left_out), device = table_of(options), options.device
@@ -137,6 +156,7 @@ def _validate(options: argparse.Namespace) -> int:
 
     simulation = simulation_of(options)
     setting = Setting(device, options.timeout, Outputs.of(options), options.profile, simulation=simulation)
+    setting = replace(setting, composed=composed)
     return validate_all(cases, setting, left_out=left_out)
 
 
@@ -194,6 +214,7 @@ def _replay(options: argparse.Namespace) -> int:
     case = case_of_line(" ".join(options.case))
     if isinstance(case, FrameworkCase):
         return _replay_framework(case, options)
+    composed = _is_composed(options)
     without_effect(options, ["--plugin"] if not case.specimen else (), "on a line without specimen=")
     start_fork_server()
     from pipeproof.cases.specimens import PLUGINS
@@ -202,11 +223,11 @@ def _replay(options: argparse.Namespace) -> int:
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
     setting = Setting(case.device, options.timeout, Outputs.of(options), explain=True, plugin=options.plugin)
-    return validate_all([case], replace(setting, simulation=simulation_of(options)))
+    return validate_all([case], replace(setting, simulation=simulation_of(options), composed=composed))
 
 
 def _replay_framework(case: FrameworkCase, options: argparse.Namespace) -> int:
-    without_effect(options, ["--plugin", "--record", *SIMULATED_OPTIONS], f"on a line of {case.framework}")
+    without_effect(options, ["--plugin", "--record", "--check", *SIMULATED_OPTIONS], f"on a line of {case.framework}")
     start_fork_server()
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.framework_runs import replay_framework

@@ -5,9 +5,10 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from pipeproof.cases.case import Case
+from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.observe import assemble, planted
+from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import PLUGINS, specimen
 from pipeproof.cases.validator import refusal
 from pipeproof.foreign.composed import Composed
@@ -36,6 +37,14 @@ def validate_composed(case: Case, world: World) -> Verdict:
     rows: list[list[Verdict]] = world.run(checked_rank, case, PLUGINS.files, ranks=case.processes)
     found = next((one for one in rows[0] if one.verdict != "pass"), rows[0][-1])
     return replace(found, config=str(case), bindings=case.bindings, rerun="", seconds=perf_counter() - began)
+
+
+def check_composed(case: Case) -> None:
+    """Raise ``CaseError`` for a case that cannot be held against itself."""
+    if case.runtime != OWN:
+        raise CaseError(f"--check composed with runtime {case.runtime}: expected a case of our own runtime")
+    if case.replicas > 1:
+        raise CaseError(f"--check composed with {case.replicas} replicas: expected a pipeline alone")
 
 
 def checked_rank(context: RankContext, case: Case, plugins: Sequence[str]) -> list[Verdict]:
