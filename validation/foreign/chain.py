@@ -106,7 +106,7 @@ class Chain:
         content = sent_by(stages, self.orders)
         found: dict[int, Passed] = {}
         for stage, (calls, seen_there) in stages.items():
-            limits = {(*at, k): limit for k, link in enumerate(links[stage]) for at, limit in link.limits.items()}
+            limits = {(*at, k): limit for k, link in enumerate(links[stage]) for at, limit in link.allowed.items()}
             context = Context(stage, self.orders[stage], content, None, limits)
             before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
             lost = detached(before, calls, self.orders[stage])

@@ -172,7 +172,7 @@ class Whole:
     def _losses(self) -> dict[int, float]:
         """By microbatch, those that the last stage gives again."""
         last, numbers = self._links.get(self.chain.last, ()), self.chain.orders[self.chain.last].numbers
-        return {m: link.loss for m, link in zip(numbers, last, strict=False) if link.loss is not None}
+        return {m: link.loss for m, link in zip(numbers, last, strict=False) if link.loss is not None and link.closed}
 
     @cached_property
     def _expected(self) -> Expected:

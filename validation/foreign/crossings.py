@@ -247,7 +247,8 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         return
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
     error, limit, exact = seen.distance(expected), context.limit(column, k, expected), seen.digest == expected.digest
-    same = exact or (error <= limit and (limit > 0 or context.limits is None) and not is_rounded_sketch(seen, expected))
+    near = error <= limit and (limit > 0 or context.limits is None)
+    same = exact or (near and (limit == math.inf or not is_rounded_sketch(seen, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = same or _near(seen.factor(expected), context.late)
     really = None if same else _really(column, seen, expected, k, context)

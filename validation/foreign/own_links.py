@@ -43,6 +43,11 @@ class Link:
     obstacle: str = ""
 
     @property
+    def allowed(self) -> Mapping[Point, float]:
+        """``limits``; of a call that gives something else each time, nothing is known."""
+        return dict.fromkeys(self.gives, math.inf) if self.strange else self.limits
+
+    @property
     def closed(self) -> bool:
         """Whether what the call gives is known."""
         return not self.strange and not self.obstacle
