@@ -1,6 +1,6 @@
-"""Part i: what `check_step` adds to a step that it holds against the model on one device."""
+"""Part i: what `check_step` adds to a step that it holds against the model on one device, or against itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -10,11 +10,11 @@ from bench_ranks import Turns, conditions, on_ranks, own_place, step_seconds, ta
 from bench_table import Row
 from torch import Tensor, nn
 
-from pipeproof import PipelineSchedule, SingleDevice, check_step
+from pipeproof import Composed, PipelineSchedule, SingleDevice, check_step
 from pipeproof.worlds.accelerator import CPU
 
-WIDTHS = {"width 64": 64, "width 512": 512}
-ROWS, MICROBATCHES, LAYERS = 32, 8, 8
+WIDTHS = {"width 64, 32 rows": (64, 32), "width 512, 32 rows": (512, 32), "width 512, 512 rows": (512, 512)}
+MICROBATCHES, LAYERS = 8, 8
 _LIMIT_S = 20.0  # per row
 loss_fn = nn.functional.mse_loss
 
@@ -26,7 +26,7 @@ def measure(*, ranks: int, rounds: int, device: str = CPU, limit_s: float = _LIM
 
 
 def _rank(rank: int, ranks: int, turns: Turns) -> dict[str, Any]:
-    return {name: _steps(width, rank, ranks, turns) for name, width in WIDTHS.items()}
+    return {name: _steps(*sizes, rank, ranks, turns=turns) for name, sizes in WIDTHS.items()}
 
 
 def _build(width: int) -> nn.Sequential:
@@ -35,30 +35,35 @@ def _build(width: int) -> nn.Sequential:
     return model.to(own_place())
 
 
-def _steps(width: int, rank: int, ranks: int, turns: Turns) -> dict[str, Any]:
+def _steps(width: int, rows: int, rank: int, ranks: int, *, turns: Turns) -> dict[str, Any]:
     each = LAYERS // ranks
     stage = _build(width)[rank * each : (rank + 1) * each]  # a slice keeps the names of the whole
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     schedule = PipelineSchedule(
         kind="1f1b", n_microbatches=MICROBATCHES, stages=[stage], loss_fn=loss_fn, optimizer=optimizer
     )
+    data = _data(width, rows)
     steps = {
-        "plain": lambda: schedule.train_step(_data(width), max_norm=1.0),
-        "checked": lambda: _checked(schedule, stage, lambda: _build(width), _data(width)),
+        "plain": lambda: schedule.train_step(data, max_norm=1.0),
+        "checked": lambda: _checked(schedule, stage, SingleDevice(lambda: _build(width), loss_fn), data),
+        "composed": lambda: _checked(schedule, stage, Composed(loss_fn), data),
     }
     return take_turns(steps, lambda: None, turns)
 
 
-def _data(width: int) -> list[tuple[Tensor, Tensor]]:
+def _data(width: int, rows: int) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    drawn = torch.randn(MICROBATCHES, 2, ROWS, width, generator=draw).to(own_place())
+    drawn = torch.randn(MICROBATCHES, 2, rows, width, generator=draw).to(own_place())
     return [(x, y) for x, y in drawn]
 
 
 def _checked(
-    schedule: PipelineSchedule, stage: nn.Module, build: Callable[[], nn.Module], data: Sequence[tuple[Tensor, Tensor]]
+    schedule: PipelineSchedule,
+    stage: nn.Module,
+    against: SingleDevice | Composed,
+    data: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
-    with check_step({dist.get_rank(): stage}, data, against=SingleDevice(build, loss_fn)) as check:
+    with check_step({dist.get_rank(): stage}, data, against=against) as check:
         result = schedule.wrapped(check.wrap).train_step(data, max_norm=1.0)
         check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
     check.verdict.raise_if_failed()
@@ -67,5 +72,7 @@ def _checked(
 def _row(name: str, taken: list[dict[str, Any]]) -> Row:
     seconds = step_seconds(taken, 1)
     milliseconds = {variant: median(values) * 1e3 for variant, values in seconds.items()}
-    adds = milliseconds["checked"] - milliseconds["plain"]
-    return Row(name, milliseconds, note=f"adds {adds:.0f} ms; {conditions(taken)}")
+    plain = milliseconds["plain"]
+    adds = {name: (milliseconds[name] - plain) / plain for name in ("checked", "composed")}
+    told = ", ".join(f"{name} adds {steps:.2f} steps" for name, steps in adds.items())
+    return Row(name, milliseconds, note=f"{told}; {conditions(taken)}")

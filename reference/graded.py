@@ -1,15 +1,23 @@
 """What a backward gives to parameters, however it gives it: through autograd, or by writing ``.grad`` itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 
 def graded(
-    objective: Tensor, leaves: Sequence[Tensor], parameters: Sequence[Tensor], *, retain_graph: bool = False
+    objective: Tensor,
+    leaves: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
+    onto: Mapping[int, Tensor | None] = MappingProxyType({}),
 ) -> list[Tensor | None]:
     """The gradient of ``objective`` in each of ``leaves``, which stand in for these ``parameters`` of a model.
+
+    ``onto``: by a leaf's number, what its gradient is added to, in place as autograd does it.
 
     An ``autograd.Function`` may write the gradient of its weight itself, as stores of weight gradients do: to the leaf,
     or to the parameter that is back in its module when the backward runs. What either had before stays as it was.
@@ -17,6 +25,8 @@ def graded(
     held = [(tensor, tensor.grad) for tensor in (*leaves, *parameters)]
     for tensor, _ in held:
         tensor.grad = None
+    for number, begun in onto.items():
+        leaves[number].grad = begun
     try:
         if objective.requires_grad:
             torch.autograd.backward(objective, retain_graph=retain_graph)

@@ -8,6 +8,7 @@ and a correct pipeline then agrees to the last bit.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -196,14 +197,21 @@ class Reference:
         loss_fn, divisor = objective(self.model, batches, self.recipe)
         return (self.contribution(batch, loss_fn, divisor / self.late) for batch in batches)
 
-    def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
-        """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
+    def contribution(
+        self, batch: Batch, loss_fn: LossFn, divisor: float, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
+    ) -> Contribution:
+        """One forward and backward, with a leaf of its own for every stage's use of every parameter.
+
+        ``onto``: what its gradients are added to in place; then they are the sums.
+        """
         batch = batch.of_leaves()
         loss, leaves, uses = self._forward(batch, loss_fn)
         each, parameters = [leaf for leaf, _ in leaves.values()], [own for _, own in leaves.values()]
         apart = ByUse(loss, each if self._by_use else ())
         wanting = batch.wanting
-        made = graded(loss / divisor, (*each, *wanting.values()), (*parameters, *wanting.values()))
+        begun = {id(uses[name]): onto[site] for name, site in self._sites.items() if onto.get(site) is not None}
+        sums = {k: begun[id(leaf)] for k, leaf in enumerate(each) if id(leaf) in begun}
+        made = graded(loss / divisor, (*each, *wanting.values()), (*parameters, *wanting.values()), onto=sums)
         found = dict(zip(map(id, each), made, strict=False))
         flowing = dict(zip(wanting, made[len(each) :], strict=True))
         gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
@@ -348,37 +356,6 @@ def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tup
     if recipe.loss == "tokens":
         return model.sum_loss, float(sum(batch.tokens for batch in batches))
     return model.mean_loss, float(len(batches))
-
-
-def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
-    return _once_more(reference, widened(copied(reference.model)), expected, [b.cast(torch.float64) for b in batches])
-
-
-def one_place_off(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller."""
-    return _once_more(reference, copied(reference.model), expected, batches, off=True)
-
-
-def _once_more(
-    reference: Reference, model: nn.Module, expected: Expected, batches: Sequence[Batch], *, off: bool = False
-) -> tuple[Contribution, ...]:
-    """The contributions of ``batches`` in ``model``, a copy, with the weights that ``expected`` began with."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
-            if parameter.is_floating_point() or parameter.is_complex():  # others have no rounding
-                unit = torch.finfo(parameter.dtype).eps if off else 0.0
-                wide = expected.before[name].to(torch.complex128 if parameter.is_complex() else torch.float64)
-                parameter.copy_(wide * (1 + unit * (2 * signs - 1)))
-    return reference.of(model).contribute(batches)
-
-
-def widened(model: nn.Module) -> nn.Module:
-    """``model`` itself, in fp64; complex parts too, which ``double()`` leaves as they are."""
-    model.double()._apply(lambda one: one.to(torch.complex128) if one.is_complex() else one)  # type: ignore[no-untyped-call]  # in torch
-    return model
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

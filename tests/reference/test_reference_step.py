@@ -10,7 +10,8 @@ from pipeproof.cases.stages import owners
 from pipeproof.judging.tolerance import FP32, error
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import MODELS, Model, build_model
-from pipeproof.reference.step import Loss, Recipe, Reference, in_double, objective, sgd
+from pipeproof.reference.otherwise import in_double
+from pipeproof.reference.step import Loss, Recipe, Reference, objective, sgd
 
 SPLIT = (2, 1)
 COUNT = 3

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import tensors_in
-from pipeproof.reference.accumulation import Accumulation
+from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, flowed
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
-from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, widened
+from pipeproof.reference.otherwise import widened
+from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 
 Point = tuple[str, int]  # where at a call, and the tensor's number there
 
@@ -107,16 +109,28 @@ class OwnStage:
         """Run each call once more, in the order in which gradients were added up."""
         found: dict[int, Link] = {}
         for k in self._order:
+            onto = self._sums if self._calls[k].ran and self._in_place else {}
             try:
-                made = self._again(self._reference, self._batches[k])
+                made = self._again(self._reference, self._batches[k], onto=onto)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 found[k] = Link({}, obstacle=f"stage {self.stage} raised {raised(error)}")
                 continue
             found[k] = self._link(k, made)
             if made.contribution is not None and self._calls[k].ran:
-                orders = {self.stage: [0]}
-                self._sums = self._reference.accumulate([made.contribution], orders=orders, onto=self._sums)
+                self._add(made.contribution)
         self.links = [found[k] for k in range(len(self._calls))]
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether gradients are added up as autograd adds them: then no microbatch's are there beside the sum."""
+        return self._reference.recipe.accumulation == PLAIN
+
+    def _add(self, contribution: Contribution) -> None:
+        if self._in_place:
+            self._sums |= {site: one for site, one in contribution.gradients.items() if one is not None}
+        else:
+            orders = {self.stage: [0]}
+            self._sums = self._reference.accumulate([contribution], orders=orders, onto=self._sums)
 
     @property
     def gradients(self) -> dict[str, Gradient]:
@@ -194,10 +208,12 @@ class OwnStage:
                 one.register_hook(partial(noted.__setitem__, (RECEIVED, n)))  # type: ignore[no-untyped-call]  # in torch
         return self._ending.loss(output, target)
 
-    def _again(self, reference: Reference, batch: Batch) -> _Made:
+    def _again(
+        self, reference: Reference, batch: Batch, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
+    ) -> _Made:
         loss = self.loss
         try:
-            contribution = reference.contribution(batch, loss.function, loss.divisor)
+            contribution = reference.contribution(batch, loss.function, loss.divisor, onto=onto)
         except LossError:
             contribution = None
         tensors = {at: one.detach() for at, one in self._noted.items()}

@@ -24,14 +24,13 @@ from pipeproof.judging.tolerance import (
 from pipeproof.judging.verdict import raised
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.data import Batch
+from pipeproof.reference.otherwise import in_double, one_place_off
 from pipeproof.reference.step import (
     Contribution,
     Expected,
     Gradient,
     Reference,
     Site,
-    in_double,
-    one_place_off,
 )
 
 Orders = Mapping[int, Sequence[int]]
