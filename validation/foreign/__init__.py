@@ -3,9 +3,25 @@
 from pipeproof.foreign.handed_back import FlatShard as FlatShard
 from pipeproof.foreign.handed_back import HandedBack as HandedBack
 from pipeproof.foreign.layerwise import Window as Window
+from pipeproof.foreign.mutate import LetPass as LetPass
+from pipeproof.foreign.mutate import Mutated as Mutated
+from pipeproof.foreign.mutate import under_test as under_test
+from pipeproof.foreign.on_a_world import layerwise as layerwise
+from pipeproof.foreign.on_a_world import mutate as mutate
+from pipeproof.foreign.on_a_world import validate as validate
 from pipeproof.foreign.validator import WhiteBox as WhiteBox
-from pipeproof.foreign.validator import layerwise as layerwise
-from pipeproof.foreign.validator import validate as validate
 from pipeproof.observers.watching import watch as watch
 
-__all__ = ["FlatShard", "HandedBack", "WhiteBox", "Window", "layerwise", "validate", "watch"]
+__all__ = [
+    "FlatShard",
+    "HandedBack",
+    "LetPass",
+    "Mutated",
+    "WhiteBox",
+    "Window",
+    "layerwise",
+    "mutate",
+    "under_test",
+    "validate",
+    "watch",
+]

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -24,6 +24,7 @@ from pipeproof.foreign.holders import at_holders
 from pipeproof.foreign.layerwise import Build, Layered
 from pipeproof.foreign.lines import from_the_first_wrong
 from pipeproof.foreign.matching import Names, NamesError, check_names
+from pipeproof.foreign.mutate import Mutated, mutated
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from pipeproof.foreign.shared_stages import joined_parts
@@ -33,9 +34,9 @@ from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
-from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds
+from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
@@ -145,6 +146,27 @@ class WhiteBox:
             verdict = judge(reference=piece.window, microbatches=piece.microbatches, loss_fn=piece.window.loss_fn)
             yield _with_notes(verdict, {"gradient": piece.unseen})
 
+    def mutate(
+        self,
+        test: Callable[[RankContext], object],
+        *,
+        ranks: int,
+        only: Collection[str] = (),
+        timeout_s: float | None = None,
+    ) -> Mutated:
+        """What your own test makes of faults that are planted in the step that it is about: which it lets pass.
+
+        test: called on every rank with its ``RankContext``; raises where it dislikes what it sees. Each fault is
+        planted where torch is called, on the last rank that it changes anything on, or on all where it is about sums
+        over ranks. ranks: how many. only: names of some faults. timeout_s: bounds each run, in seconds; a test that
+        hangs has caught the fault.
+
+        Raises ``WhiteBoxError`` for a test that fails without a fault, and where replicas have the same data, for then
+        a reduction that is left out does not show.
+        """
+        bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
+        return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
+
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
         title = _title(task, replicas)
         model = task.built(self.world.device)
@@ -176,63 +198,6 @@ class WhiteBox:
             return (), failure
         join_messages(made)
         return made, None
-
-
-def validate(
-    step: Step,
-    *,
-    reference: Callable[[], nn.Module],
-    microbatches: Sequence[Any],
-    ranks: int | Sequence[int] | Mapping[str, int],
-    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
-    loss_divisor: float | None = None,
-    optimizer: Callable[[nn.Module], Optimizer] | None = None,
-    names: Names | None = None,
-    timeout_s: float | None = None,
-    world: str = REAL,
-) -> Verdict:
-    """As ``WhiteBox.validate``, on a world that lasts as long as this call.
-
-    ``world``: ``real``, or ``simulated``, which finds races and hangs that real ranks show once in a thousand runs: one
-    interleaving, with gloo's rules. A ``World`` of one's own has others, or all, and ``WhiteBox`` takes it.
-    """
-    with World(kind=world) as place:
-        return WhiteBox(place).validate(
-            step,
-            reference=reference,
-            microbatches=microbatches,
-            ranks=ranks,
-            loss_fn=loss_fn,
-            loss_divisor=loss_divisor,
-            optimizer=optimizer,
-            names=names,
-            timeout_s=timeout_s,
-        )
-
-
-def layerwise(
-    step: Step,
-    *,
-    layers: Sequence[Build],
-    microbatches: Sequence[Any],
-    ranks: int | Sequence[int] | Mapping[str, int],
-    loss_fn: Callable[[Any, Tensor], Tensor],
-    loss_divisor: float | None = None,
-    names: Names | None = None,
-    timeout_s: float | None = None,
-) -> Iterator[Verdict]:
-    """As ``WhiteBox.layerwise``, on a world that lasts as long as somebody iterates."""
-    with World() as world:
-        yield from WhiteBox(world).layerwise(
-            step,
-            layers=layers,
-            microbatches=microbatches,
-            ranks=ranks,
-            loss_fn=loss_fn,
-            loss_divisor=loss_divisor,
-            names=names,
-            timeout_s=timeout_s,
-        )
 
 
 def _judged(

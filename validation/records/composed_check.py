@@ -279,7 +279,7 @@ class ComposedCheck(CheckedStep):
 
 def _norm(gradient: Tensor) -> float:
     """The 2-norm in fp64, piece by piece: the whole in fp64 would take twice as much as the gradient."""
-    pieces = numbers(gradient).split(_PIECE)
+    pieces = torch.split(numbers(gradient), _PIECE)
     return math.sqrt(math.fsum(float(one.double().square().sum()) for one in pieces))
 
 

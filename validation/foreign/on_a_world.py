@@ -1,0 +1,82 @@
+"""What users call who have no world of their own: each opens one for as long as it lasts."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeproof.foreign.layerwise import Build
+from pipeproof.foreign.matching import Names
+from pipeproof.foreign.mutate import Mutated
+from pipeproof.foreign.rank import Step
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.kinds import REAL
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+
+def validate(
+    step: Step,
+    *,
+    reference: Callable[[], nn.Module],
+    microbatches: Sequence[Any],
+    ranks: int | Sequence[int] | Mapping[str, int],
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    loss_divisor: float | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    names: Names | None = None,
+    timeout_s: float | None = None,
+    world: str = REAL,
+) -> Verdict:
+    """As ``WhiteBox.validate``, on a world that lasts as long as this call.
+
+    ``world``: ``real``, or ``simulated``, which finds races and hangs that real ranks show once in a thousand runs: one
+    interleaving, with gloo's rules. A ``World`` of one's own has others, or all, and ``WhiteBox`` takes it.
+    """
+    with World(kind=world) as place:
+        return WhiteBox(place).validate(
+            step,
+            reference=reference,
+            microbatches=microbatches,
+            ranks=ranks,
+            loss_fn=loss_fn,
+            loss_divisor=loss_divisor,
+            optimizer=optimizer,
+            names=names,
+            timeout_s=timeout_s,
+        )
+
+
+def mutate(
+    test: Callable[[RankContext], object], *, ranks: int, only: Collection[str] = (), timeout_s: float | None = None
+) -> Mutated:
+    """As ``WhiteBox.mutate``, on a world that lasts as long as this call."""
+    with World(silent=True) as world:
+        return WhiteBox(world).mutate(test, ranks=ranks, only=only, timeout_s=timeout_s)
+
+
+def layerwise(
+    step: Step,
+    *,
+    layers: Sequence[Build],
+    microbatches: Sequence[Any],
+    ranks: int | Sequence[int] | Mapping[str, int],
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    loss_divisor: float | None = None,
+    names: Names | None = None,
+    timeout_s: float | None = None,
+) -> Iterator[Verdict]:
+    """As ``WhiteBox.layerwise``, on a world that lasts as long as somebody iterates."""
+    with World() as world:
+        yield from WhiteBox(world).layerwise(
+            step,
+            layers=layers,
+            microbatches=microbatches,
+            ranks=ranks,
+            loss_fn=loss_fn,
+            loss_divisor=loss_divisor,
+            names=names,
+            timeout_s=timeout_s,
+        )
