@@ -42,9 +42,19 @@ SCHEDULE = (
 )
 PARTS: Mapping[str, Sequence[Name]] = {
     "Your own step": (
-        Name("pipeproof.foreign", "validate", "validation/foreign/validator.py"),
-        Name("pipeproof.foreign", "WhiteBox", "validation/foreign/validator.py", methods=("validate", "layerwise")),
-        Name("pipeproof.foreign", "layerwise", "validation/foreign/validator.py"),
+        Name("pipeproof.foreign", "validate", "validation/foreign/on_a_world.py"),
+        Name(
+            "pipeproof.foreign",
+            "WhiteBox",
+            "validation/foreign/validator.py",
+            methods=("validate", "layerwise", "mutate"),
+        ),
+        Name("pipeproof.foreign", "layerwise", "validation/foreign/on_a_world.py"),
+        Name("pipeproof.foreign", "mutate", "validation/foreign/on_a_world.py"),
+        Name("pipeproof.foreign", "under_test", "validation/foreign/mutate.py"),
+        Name(
+            "pipeproof.foreign", "Mutated", "validation/foreign/mutate.py", methods=("let_pass", "raise_if_any_passed")
+        ),
         Name("pipeproof.foreign", "Window", "validation/foreign/layerwise.py", methods=("loss_fn",)),
         Name("pipeproof.foreign", "watch", "validation/observers/watching.py"),
         Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),

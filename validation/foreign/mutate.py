@@ -36,6 +36,12 @@ class Tried:
     rank: int | None = None
     how: str = ""
 
+    @property
+    def told(self) -> str:
+        """How the test failed, or what it did not see."""
+        where = "" if self.rank is None or self.outcome == "not planted" else f", on rank {self.rank}"
+        return self.how or f"{self.summary}{where}"
+
 
 @dataclass(frozen=True)
 class Mutated:
@@ -56,7 +62,7 @@ class Mutated:
     def __str__(self) -> str:
         width = max(len(one.name) for one in self.tried)
         lines = [
-            "  ".join(filter(None, [f"{one.outcome:11}", f"{one.name:{width}}", one.how or one.summary])).rstrip()
+            f"{one.outcome:11}  {one.name:{width}}  {one.told}"
             for one in sorted(self.tried, key=lambda one: _ORDER.index(one.outcome))
         ]
         counts = [(outcome, sum(one.outcome == outcome for one in self.tried)) for outcome in _ORDER]
