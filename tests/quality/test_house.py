@@ -31,7 +31,7 @@ MANY = {"validate": 10, "layerwise": 8}  # a user's one call: every option is in
 def few_parameters(source: Source) -> Iterator[str]:
     for function in source.functions:
         count = len(own_parameters(function)) + len(function.args.kwonlyargs)
-        public = source.module == "validation.foreign.validator" and MANY.get(function.name)
+        public = source.module in _OF_USERS and MANY.get(function.name)
         if count > (public or 7):
             yield f"{function.name} has {count} parameters, above 7"
 
