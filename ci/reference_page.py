@@ -52,6 +52,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof.foreign", "layerwise", "validation/foreign/on_a_world.py"),
         Name("pipeproof.foreign", "mutate", "validation/foreign/on_a_world.py"),
         Name("pipeproof.foreign", "under_test", "validation/foreign/mutate.py"),
+        Name("pipeproof.foreign", "LetPass", "validation/foreign/mutate.py"),
         Name(
             "pipeproof.foreign", "Mutated", "validation/foreign/mutate.py", methods=("let_pass", "raise_if_any_passed")
         ),

@@ -25,6 +25,7 @@ def short_functions(source: Source) -> Iterator[str]:
             yield f"{function.name} has {count} lines, above 70"
 
 
+_OF_USERS = ("validation.foreign.validator", "validation.foreign.on_a_world")  # where users give much by name
 MANY = {"validate": 10, "layerwise": 8}  # a user's one call: every option is in its signature, where an editor shows it
 
 
