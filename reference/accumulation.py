@@ -83,3 +83,9 @@ def added_onto(held: Sequence[Gradient]) -> Gradient:
     first = held[0]
     alike = first is not None and all(one is not None and torch.equal(one, first) for one in held)
     return first if alike else added(held)
+
+
+def length_of(gradient: Tensor) -> float:
+    """The 2-norm in fp64; of a complex gradient, over real and imaginary parts."""
+    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64))

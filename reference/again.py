@@ -1,11 +1,13 @@
 """A stage as a model of its own: its calls run again as they ran, and what flowed back to each is its objective."""
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -17,14 +19,18 @@ Tensors = Callable[[object], list[Tensor]]  # those in a structure that this pro
 class State:
     """What a call of a module depends on besides its inputs and its weights, as it was when the call began.
 
-    ``drawn``: the state of each device's random numbers, by device. ``training``: of each module inside, in order.
-    ``autocast``: by device, whether it is on, and its type. ``buffers`` by name.
+    ``drawn``: the state of each device's random numbers, by device; ``python`` and ``arrays``: of Python's own and of
+    numpy's. ``training``: of each module inside, in order.
+    ``autocast``: by device, whether it is on, and its type. ``buffers`` by
+    name, also those that are none yet; what several names share is one here as well.
     """
 
     drawn: Mapping[torch.device, Tensor]
     training: tuple[bool, ...]
     autocast: Mapping[str, tuple[bool, torch.dtype]]
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor | None]
+    python: Any
+    arrays: Any
 
     @staticmethod
     def of(module: nn.Module) -> "State":
@@ -37,7 +43,9 @@ class State:
                 device.type: (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
                 for device in devices
             },
-            {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+            _copies(_buffers(module)),
+            random.getstate(),
+            numpy.random.get_state(),
         )
 
     @contextmanager
@@ -51,13 +59,10 @@ class State:
             stack.callback(before._set, module)
             stack.callback(_put_back, buffers)
             self._set(module)
-            for name, kept in self.buffers.items():
+            now = _buffers(module)
+            for name, kept in _copies(self.buffers).items():
                 prefix, _, leaf = name.rpartition(".")
-                part = module.get_submodule(prefix)
-                own = part._buffers.get(leaf)
-                if own is not None:
-                    dtype = own.dtype if own.is_floating_point() else kept.dtype
-                    part._buffers[leaf] = kept.to(own.device, dtype, copy=True)
+                module.get_submodule(prefix)._buffers[leaf] = _as_now(kept, now.get(name))
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
@@ -65,8 +70,27 @@ class State:
     def _set(self, module: nn.Module) -> None:
         for device, state in self.drawn.items():
             _random(device).set_rng_state(state, *_at(device))
+        random.setstate(self.python)
+        numpy.random.set_state(self.arrays)
         for part, training in zip(module.modules(), self.training, strict=True):
             part.training = training
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    every = ((prefix, leaf, one) for prefix, part in module.named_modules() for leaf, one in part._buffers.items())
+    return {f"{prefix}.{leaf}" if prefix else leaf: one for prefix, leaf, one in every}
+
+
+def _copies(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    made = {id(one): one.detach().clone() for one in buffers.values() if one is not None}
+    return {name: made.get(id(one)) for name, one in buffers.items()}
+
+
+def _as_now(kept: Tensor | None, now: Tensor | None) -> Tensor | None:
+    """``kept``, where and as wide as it is ``now``: the model may be a wider copy."""
+    if kept is None or now is None:
+        return kept
+    return kept.to(now.device, now.dtype if now.is_floating_point() else kept.dtype)
 
 
 def _put_back(buffers: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> None:

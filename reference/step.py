@@ -8,13 +8,14 @@ and a correct pipeline then agrees to the last bit.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeproof.reference.accumulation import PLAIN, Accumulation, added
+from pipeproof.reference.accumulation import PLAIN, Accumulation, added, length_of
 from pipeproof.reference.accumulation import Gradient as Gradient
 from pipeproof.reference.by_use import ByUse
 from pipeproof.reference.contribution import Contribution as Contribution
@@ -112,8 +113,11 @@ class Reference:
         self._first = _first_names(model)
         self._leaf = self._leaf_names()
         self.late = recipe.late
-        self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Site, Gradient] = {}
+
+    @cached_property
+    def _optimizer(self) -> torch.optim.Optimizer:  # made when it is to take a step: a part may have nothing to train
+        return self.recipe.optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def of(self, model: nn.Module) -> "Reference":
         """The same with another model that is like its own."""
@@ -303,7 +307,7 @@ class Reference:
     def norm(self, gradients: Mapping[Site, Gradient]) -> float:
         """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""
         one_each = (gradients[copies[0]] for copies in self._copies().values())
-        squares = (_norm(g) ** 2 for g in one_each if g is not None)
+        squares = (length_of(g) ** 2 for g in one_each if g is not None)
         return math.sqrt(math.fsum(squares))
 
     def _shared(self) -> dict[str, list[Site]]:
@@ -363,12 +367,6 @@ def clip_factor(norm: float, max_norm: float) -> float:
     # Not min(): Python's min(1.0, nan) is 1.0, and a norm that is not a number must not go unseen.
     factor = max_norm / (norm + 1e-6) if max_norm < math.inf else 1.0
     return 1.0 if factor > 1.0 else factor
-
-
-def _norm(gradient: Tensor) -> float:
-    """The 2-norm in fp64; of a complex gradient, over real and imaginary parts."""
-    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    return float(torch.linalg.vector_norm(real, dtype=torch.float64))
 
 
 def _total(losses: Sequence[float]) -> float:

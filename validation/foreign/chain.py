@@ -4,6 +4,7 @@ Structure is known here and not looked for: a stage's outputs are its own, and i
 data. By what they have in common, call by call, it is known which microbatch each call is about.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +14,16 @@ from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.own_links import Link
 from pipeproof.foreign.survey import Places
+from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Kind
 
-Data = Sequence[Sequence[Sketch]]  # of each microbatch, its tensors
+Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by number: its inputs, then its targets
 Source = tuple[int | None, int]  # the stage that a tensor is an output of, and its number; None: of the data
+TARGETS = 1 << 16  # the number of a microbatch's first target
 _AS_SENT = "its call came in the order of those before it"
 
 
@@ -58,16 +61,22 @@ class Chain:
     def sources(self) -> dict[tuple[int, int], Source]:
         """Where each stage's inputs come from, by their numbers, as far as that is known."""
         found: dict[tuple[int, int], Source] = {}
-        for stage, seen in self.stages.items():
-            count = max((len(call.inputs) for call in seen.calls), default=0)
-            for number in range(count):
-                came = [call.inputs[number] for call in seen.calls if number < len(call.inputs)]
-                if (source := self._source(stage, number, came, set(found.values()))) is not None:
-                    found[stage, number] = source
+        for source_of in (self._as_sent, self._of_its_form):  # what came as it was sent leaves less to guess from
+            for stage, number in self._places_in:
+                if (stage, number) in found:
+                    continue
+                if (source := source_of(stage, number, set(found.values()))) is not None:
+                    found[stage, number] = self._first_of(source)
         for stage, at in self._unreceived(found):
             if (due := self._due_at(stage, at, found)) is not None:
                 found[stage + 1, due] = stage, at
         return found
+
+    def _first_of(self, source: Source) -> Source:
+        """``source``, or where it is the very tensor of another output, that."""
+        stage, number = source
+        calls = self.stages[stage].calls if stage is not None else ()
+        return stage, next((call.repeated[number] for call in calls if number in call.repeated), number)
 
     def unreceived(self) -> list[tuple[int, int]]:
         """The outputs through which gradients should flow that no stage is known to have received, by stage."""
@@ -101,36 +110,85 @@ class Chain:
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)
+        sums = self._add_sums(sent[1])
         columns = {stage: list(self._columns(stage, links[stage], again, sent)) for stage in self.stages}
         stages = {stage: (seen.calls, columns[stage]) for stage, seen in self.stages.items()}
         content = sent_by(stages, self.orders)
         found: dict[int, Passed] = {}
         for stage, (calls, seen_there) in stages.items():
             limits = {(*at, k): limit for k, link in enumerate(links[stage]) for at, limit in link.allowed.items()}
+            for k, m in enumerate(self.orders[stage].numbers):
+                for number in {at for of, at, whose in sums if (of, whose) == (stage, m)}:
+                    at = (RECEIVED, number, k)
+                    limits[at] = limits.get(at, 0.0) + sums[stage, number, m]
             context = Context(stage, self.orders[stage], content, None, limits)
             before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
             lost = detached(before, calls, self.orders[stage])
             found[stage] = replace(passed_of(stage, calls, seen_there, context), detached=lost)
         return found
 
+    @cached_property
+    def _consumers(self) -> dict[Source, list[tuple[int, int]]]:
+        """The inputs from which gradients flow back to each output, as stages and numbers."""
+        found: dict[Source, list[tuple[int, int]]] = {}
+        for (stage, number), source in self.sources.items():
+            if source[0] is not None and any(number in call.needing for call in self.stages[stage].calls):
+                found.setdefault(source, []).append((stage, number))
+        return found
+
+    def _add_sums(self, handed: Places) -> dict[tuple[int, int, int], float]:
+        """Add what flows together to outputs that several inputs are of, to the places of what was ``handed`` back.
+
+        By stage, number and microbatch: how far rounding may put each sum.
+        """
+        limits: dict[tuple[int, int, int], float] = {}
+        for (stage, number), those in self._consumers.items():
+            parts = [handed.by_place.get(_handed(*one), {}) for one in those]
+            for m in set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else ():
+                whole, *others = [part[m] for part in parts]
+                if stage is None or any((one.shape, one.dtype) != (whole.shape, whole.dtype) for one in others):
+                    continue
+                size = sum(part[m].norm for part in parts)
+                for one in others:
+                    whole = whole.plus(one)
+                handed.add(_sum_of(those), m, whole)
+                limits[stage, number, m] = precision_of(whole.dtype).least * size / (whole.norm or math.inf)
+        return limits
+
     def unplaced(self) -> Iterator[tuple[int, int, bool]]:
         """The inputs of which nobody is known to have sent them: stage, number, and whether a gradient flows there."""
-        for stage, seen in self.stages.items():
-            for number in range(max((len(call.inputs) for call in seen.calls), default=0)):
-                if (stage, number) not in self.sources:
-                    yield stage, number, any(number in call.needing for call in seen.calls)
+        for stage, number in self._places_in:
+            if (stage, number) not in self.sources:
+                yield stage, number, any(number in call.needing for call in self.stages[stage].calls)
 
-    def _source(self, stage: int, number: int, came: Sequence[Sketch], taken: set[Source]) -> Source | None:
-        """Where most of what ``came`` as this input was sent from; if nothing is as it was sent, what has its form."""
-        own = {one.digest for one in came}
+    @property
+    def _places_in(self) -> Iterator[tuple[int, int]]:
+        """Every stage's inputs, by their numbers."""
+        for stage in self.stages:
+            yield from ((stage, number) for number in range(self._inputs(stage)))
+
+    def _came(self, stage: int, number: int) -> list[Sketch]:
+        return [call.inputs[number] for call in self.stages[stage].calls if number < len(call.inputs)]
+
+    def _as_sent(self, stage: int, number: int, taken: set[Source]) -> Source | None:
+        """Where most of what came as this input was sent from. Of tensors that are equal, each is some input's."""
+        own = {one.digest for one in self._came(stage, number)}
         votes = {source: len(own & {one.digest for one in sent}) for source, sent in self._sent(stage)}
-        best = max(votes, default=None, key=lambda source: votes[source])
-        if best is not None and votes[best]:
-            return best
-        forms = {one.shape for one in came}
-        alike = [source for source, sent in self._sent(stage) if forms <= {one.shape for one in sent}]
-        beside = [source for source in alike if source[0] is not None and source not in taken]
-        return next((source for source in beside if source[1] == number), next(iter(beside or alike), None))
+        most = max(votes.values(), default=0)
+        best = [source for source, count in votes.items() if most and count == most]
+        return max(best, default=None, key=lambda source: (source not in taken, source[1] == number))
+
+    def _of_its_form(self, stage: int, number: int, taken: set[Source]) -> Source | None:
+        """What has the form of this input, and is nothing that came elsewhere as it was sent.
+
+        Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself.
+        """
+        forms = {one.shape for one in self._came(stage, number)}
+        alike = [s for s, sent in self._sent(stage) if not _is_target(s) and forms <= {one.shape for one in sent}]
+        beside = [source for source in alike if source not in taken]
+        flows = any(number in call.needing for call in self.stages[stage].calls)
+        fitting = [source for source in beside if source[0] is not None] or beside or (alike if flows else [])
+        return next((source for source in fitting if source[1] == number), next(iter(fitting), None))
 
     def _sent(self, stage: int) -> Iterator[tuple[Source, list[Sketch]]]:
         """What can come into a stage: outputs of those before it, the nearest first, and data; for the first, data."""
@@ -138,8 +196,8 @@ class Chain:
             calls = self.stages[other].calls
             for number in range(max((len(call.outputs) for call in calls), default=0)):
                 yield (other, number), [call.outputs[number] for call in calls if number < len(call.outputs)]
-        for number in range(max(map(len, self._data), default=0)):
-            yield (None, number), [one[number] for one in self._data if number < len(one)]
+        for number in sorted(set().union(*self._data)):
+            yield (None, number), [one[number] for one in self._data if number in one]
 
     def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
         calls = self.stages[stage].calls
@@ -169,8 +227,9 @@ class Chain:
                     {m for sent, m in pairs if at < len(sent.outputs) and sent.outputs[at].digest == one.digest}
                 )
             elif at >= 0:
-                told.append({m for m, brought in enumerate(self._data) if brought[at].digest == one.digest})
-        known = [those - {UNKNOWN_MICROBATCH} for those in told if those]
+                brought = [(m, those[at]) for m, those in enumerate(self._data) if at in those]
+                told.append({m for m, its in brought if its.digest == one.digest})
+        known = [own for those in told if (own := those - {UNKNOWN_MICROBATCH})]
         common = set.intersection(*known) if known else set()
         if common or not known:
             return common
@@ -181,9 +240,9 @@ class Chain:
     def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[tuple[Places, Places], tuple[Places, Places]]:
         """What stages give again, and what they sent: tensors, and what flows back."""
         again, sent = (Places(), Places()), (Places(), Places())
-        for number in range(max(map(len, self._data), default=0)):
-            for m, brought in enumerate(self._data):
-                sent[0].add(f"{INPUT} {number}", m, brought[number])
+        for m, brought in enumerate(self._data):
+            for number, one in brought.items():
+                sent[0].add(_place((None, number)), m, one)
         for stage, seen in self.stages.items():
             for call, m, link in zip(seen.calls, self.orders[stage].numbers, links[stage], strict=True):
                 if m == UNKNOWN_MICROBATCH:
@@ -192,7 +251,8 @@ class Chain:
                     sent[0].add(_output(stage, number), m, one)
                 for number, one in call.input_gradients.items():
                     sent[1].add(_handed(stage, number), m, one)
-                for (where, number), one in link.gives.items():
+                for where, number in link.gives.keys() - link.strange:  # of what is strange nobody knows what is due
+                    one = link.gives[where, number]
                     name = _handed(stage, number) if where == HANDED_ON else _output(stage, number)
                     again[where != MADE].add(name, m, one)
         return again, sent
@@ -201,17 +261,12 @@ class Chain:
         self, stage: int, links: Sequence[Link], again: tuple[Places, Places], sent: tuple[Places, Places]
     ) -> Iterator[Column]:
         calls = self.stages[stage].calls
-        consumers: dict[int, list[tuple[int, int]]] = {}
-        for (other, number), (source, at) in self.sources.items():
-            flows = any(number in call.needing for call in self.stages[other].calls)
-            if source == stage and flows:
-                consumers.setdefault(at, []).append((other, number))
         for where, what, part in _PARTS:
             rows = [getattr(call, part) for call in calls]
             members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
             if where == RECEIVED:
                 members = [{**row, **link.received} for row, link in zip(members, links, strict=True)]
-            places, elsewhere, named = self._flow(stage, where, consumers, again=again, sent=sent)
+            places, elsewhere, named = self._flow(stage, where, again=again, sent=sent)
             due = {number for number, place in named.items() if place in places.by_place}
             for number in sorted(set().union(due, *members)):
                 seen = tuple(member.get(number) for member in members)
@@ -226,7 +281,6 @@ class Chain:
         self,
         stage: int,
         where: str,
-        consumers: Mapping[int, Sequence[tuple[int, int]]],
         *,
         again: tuple[Places, Places],
         sent: tuple[Places, Places],
@@ -243,8 +297,8 @@ class Chain:
         if stage == self.last:
             count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
             return again[1], again[0], {n: _output(stage, n) for n in range(count)}
-        single = {n: _handed(*those[0]) for n, those in consumers.items() if len(those) == 1}
-        return sent[1], sent[0], single
+        came = {n: those for (of, n), those in self._consumers.items() if of == stage}
+        return sent[1], sent[0], {n: _sum_of(those) for n, those in came.items()}
 
     def _inputs(self, stage: int) -> int:
         return max((len(call.inputs) for call in self.stages[stage].calls), default=0)
@@ -261,11 +315,22 @@ _PARTS = (
 
 def _place(source: Source) -> str:
     stage, number = source
-    return f"{INPUT} {number}" if stage is None else _output(stage, number)
+    if stage is not None:
+        return _output(stage, number)
+    return f"{INPUT} (target {number - TARGETS})" if _is_target(source) else f"{INPUT} {number}"
+
+
+def _is_target(source: Source) -> bool:
+    stage, number = source
+    return stage is None and number >= TARGETS
 
 
 def _output(stage: int, number: int) -> str:
     return f"output {number} of stage {stage}"
+
+
+def _sum_of(inputs: Sequence[tuple[int, int]]) -> str:
+    return " and ".join(_handed(*one) for one in inputs)
 
 
 def _handed(stage: int, number: int) -> str:

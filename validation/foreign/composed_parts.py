@@ -1,7 +1,7 @@
 """What each rank saw of a step and made of it again, and the one verdict that follows from all of it."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,6 +36,11 @@ LAWS = (
     "grad-norm",  # of all gradients together, on every rank that reports it
     "updated-parameters",  # what the optimizer makes of the gradients
 )
+
+
+def not_known(stages: Iterable[int]) -> str:
+    """That nobody knows what ``stages`` give."""
+    return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,16 @@ class OwnPart:
 class Whole:
     """The parts of all ranks, with what the step was of: ``data``, and what its losses are divided by.
 
-    ``held``: the ranks and stages of each parameter; ``first``: of each name in the model, the first that the parameter
-    has, None where nobody knows the model.
+    ``held``: the ranks and stages of each parameter. ``first``: of each name in the model, the first that the parameter
+    has; ``known``: whether those are all names in the model.
     """
 
     parts: Sequence[OwnPart]
     data: Data
     divisor: float
     held: Mapping[str, Sequence[tuple[int, int]]]
-    first: Mapping[str, str] | None
+    first: Mapping[str, str]
+    known: bool
     no_norm: str = ""
 
     def verdict(self, title: str, *, rerun: str, seconds: float) -> Verdict:
@@ -113,7 +119,7 @@ class Whole:
 
     def _enter(self, ledger: Ledger) -> None:
         observed, at = self._observed, Execution(self._conditions, self._observed, ledger)
-        if self.first is None:
+        if not self.known:
             ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
         else:
             self._enter_parameters(ledger, self.first)
@@ -148,8 +154,8 @@ class Whole:
 
     def _enter_told(self, ledger: Ledger) -> None:
         """Enter what ranks reported, held against what the last stage and all gradients give."""
-        made = self._expected
-        known = not any(map(math.isnan, made.losses)) or len(self._losses) == self.chain.microbatches
+        made, lost = self._expected, self._lost
+        known = len(self._losses) == self.chain.microbatches and self.chain.last not in lost
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
         at = Comparison(due, Unmeasured(self.parts[0].precision), ledger)
         for rank, part in enumerate(self.parts):
@@ -158,15 +164,24 @@ class Whole:
                     at.losses(told.losses, rank=rank, in_order=told.in_order)
                 if told.loss is not None and known:
                     at.loss(told.loss, rank=rank)
-                if told.norm is not None:
+                if told.norm is not None and not lost:
                     at.norm(told.norm, rank=rank)
         reported = [one for part in self.parts for one in part.told]
         if not any(one.losses is not None or one.loss is not None for one in reported):
             ledger.miss("loss", "the job reports none")
+        elif self.chain.last in lost:
+            ledger.doubt("loss", not_known([self.chain.last]))
         elif not known:
             ledger.doubt("loss", "the last stage was not called once for each microbatch")
         if all(one.norm is None for one in reported):
             ledger.miss("grad-norm", self.no_norm or "the job reports none")
+        elif lost:
+            ledger.doubt("grad-norm", not_known(lost))
+
+    @property
+    def _lost(self) -> list[int]:
+        """The stages of which it is not known what they give."""
+        return sorted(stage for stage, links in self._links.items() if not all(link.closed for link in links))
 
     @cached_property
     def _losses(self) -> dict[int, float]:
@@ -178,7 +193,7 @@ class Whole:
     def _expected(self) -> Expected:
         """What the links give together."""
         losses = tuple(self._losses.get(m, math.nan) for m in range(self.chain.microbatches))
-        norm = norm_of(self._lengths, self.first or {})
+        norm = norm_of(self._lengths, self.first)
         return Expected("train", losses, sum(losses) / self.divisor, norm=norm)
 
     @property
@@ -239,7 +254,7 @@ class Whole:
         groups: dict[str, dict[int, str]] = {}
         for name, places in self.held.items():
             for _, stage in places:
-                groups.setdefault((self.first or {}).get(name, name), {})[stage] = name
+                groups.setdefault(self.first.get(name, name), {})[stage] = name
         shared = [copies for copies in groups.values() if len(copies) > 1]
         return of_copies(shared, [copy for part in self.parts for copy in part.copies])
 

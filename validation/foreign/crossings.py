@@ -148,7 +148,7 @@ def sent_by(stages: Stages, orders: Mapping[int, Order]) -> Sent:
 
 
 def passed_of(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: "Context") -> Passed:
-    """What passed a stage: its ``calls``, and in ``seen`` each of their tensors with its place."""
+    """What passed ``stage`` in its ``calls``, of whose tensors ``seen`` has the columns."""
     order = context.order
     backs = sorted((end, order.numbers[k]) for k, call in enumerate(calls) for end in call.ran)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in order.numbers]

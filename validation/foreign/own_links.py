@@ -138,6 +138,16 @@ class OwnStage:
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
         return {name: self._sums.get((self.stage, name)) for name in names}
 
+    @property
+    def closed(self) -> bool:
+        """Whether what its calls give is known."""
+        return all(link.closed for link in self.links)
+
+    @property
+    def single_names(self) -> list[str]:
+        """The stage's parameters, each by the first of its names."""
+        return [name for name, _ in self._model.named_parameters()]
+
     @cached_property
     def floors(self) -> Floors:
         """What rounding alone may do to these gradients: each call is run several times more."""

@@ -1,6 +1,6 @@
 """Calls of a watched module, and the gradients that flow through them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -77,7 +77,8 @@ class Call:
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
     ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
-    ``again``: what it takes to run it again, where somebody wants that.
+    ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
+    very tensor of another one, with that one's number.
     """
 
     training: bool
@@ -99,6 +100,7 @@ class Call:
     began: int | None = None
     flowed: dict[int, int] = field(default_factory=dict)
     again: Called | None = None
+    repeated: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def ran(self) -> list[int]:

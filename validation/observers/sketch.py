@@ -115,6 +115,12 @@ class Sketch:
         projections = tuple(factor * one for one in self.projections)
         return replace(self, digest=b"", norm=abs(factor) * self.norm, projections=projections, bits=0)
 
+    def plus(self, other: "Sketch") -> "Sketch":
+        """About that of the sum of both tensors: nobody knows its digest, and its norm is what its projections tell."""
+        projections = tuple(a + b for a, b in zip(self.projections, other.projections, strict=True))
+        norm = math.sqrt(sum(one**2 for one in projections) / len(projections))
+        return replace(self, digest=b"", norm=norm, projections=projections, narrow=self.narrow or other.narrow, bits=0)
+
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
         if self.digest == other.digest:

@@ -66,6 +66,7 @@ class _Watched:
 class _Entry:
     """What a module was called with, as it was then, and from where; ``again`` as a call has it."""
 
+    given: list[Tensor]
     taken: list[Sketch]
     versions: list[int]
     stack: Stack
@@ -75,7 +76,8 @@ class _Entry:
     @staticmethod
     def of(inputs: Sequence[Tensor], again: Called | None) -> "_Entry":
         came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
-        return _Entry(list(map(sketch, inputs)), [tensor._version for tensor in inputs], own_stack(), came, again)
+        versions = [tensor._version for tensor in inputs]
+        return _Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again)
 
 
 class Watcher:
@@ -96,7 +98,8 @@ class Watcher:
         """Hook ``module``, once; calls count while ``when`` holds."""
         if id(module) not in self._watched:
             self._watched[id(module)] = _Watched(module, when or (lambda: True))
-            self._hooks.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
+            first = self._keep is not None  # or a call that is run again has what other hooks made of its inputs twice
+            self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=first, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._called, with_kwargs=True))
 
     def close(self) -> None:
@@ -163,15 +166,19 @@ class Watcher:
         watched, mode = self._watched[id(module)], _mode()
         if not watched.when():
             return
-        inputs, outputs = tensors_in((arguments, named)), tensors_in(result)
-        modes = {part.training for part in module.modules()}
         entry = self._entering[get_ident()].pop()
+        inputs = tensors_in((arguments, named)) if entry.again is None else entry.given
+        outputs = tensors_in(result)
+        modes = {part.training for part in module.modules()}
         needing, giving = map(_differentiable, (inputs, outputs))
         silent, mixed = mode is Mode.SILENT, len(modes) > 1
         made, began = list(map(sketch, outputs)), next(self._times)
         stacks = {Kind.FORWARD: entry.stack}
         call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=stacks, began=began)
         call.came, call.again = entry.came, entry.again
+        if entry.again is not None:  # of one tensor, what flows to it is told once
+            call.repeated = _repeated(outputs)
+            giving = {number: tensor for number, tensor in giving.items() if number not in call.repeated}
         call.needing, call.giving = frozenset(needing), frozenset(giving)
         if mode is Mode.SILENT:
             watched.calls.append(call)
@@ -320,6 +327,12 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:
     return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}
+
+
+def _repeated(tensors: Sequence[Tensor]) -> dict[int, int]:
+    first: dict[int, int] = {}
+    each = [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
+    return {number: one for number, one in enumerate(each) if one != number}
 
 
 def _mode() -> Mode:

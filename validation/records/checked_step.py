@@ -13,7 +13,7 @@ from torch import nn
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts
 from pipeproof.records.as_given import bound_of, named_by, pairs_of, stages_of
@@ -140,7 +140,11 @@ class CheckedStep(ABC):
             parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
         except RanksAbsent as absent:
             parts, self._absent = [mine], self._absent or absent
-        self._verdict = self._concluded(parts)
+        try:
+            self._verdict = self._concluded(parts)
+        except Exception as crash:  # no one type, and no reason to end a job
+            laws = (LawResult("comparable", "unknown", note=f"the check raised {Crash.of(crash).said}"),)
+            self._verdict = Verdict("a step of this job", "unknown", "none", laws, traceback=Crash.of(crash).traceback)
         self._clear()
 
     @abstractmethod

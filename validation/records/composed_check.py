@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.chain import Chain, StageSeen, counting
+from pipeproof.foreign.chain import Chain, Data, StageSeen, counting
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of
+from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Ending, OwnStage
@@ -24,16 +24,18 @@ from pipeproof.judging.tolerance import FP32, Floor, precision_among
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import is_plain
-from pipeproof.observers.sketch import Sketch, any_nonzero, numbers, sketch
-from pipeproof.observers.watching import Watcher, tensors_in
+from pipeproof.observers.sketch import any_nonzero
+from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
+from pipeproof.records.chain_start import ChainStart, problems_of
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
-from pipeproof.reference.step import Site, clip_factor
+from pipeproof.reference.accumulation import length_of
+from pipeproof.reference.step import Site, clip_factor, dense
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
@@ -71,11 +73,14 @@ class ComposedCheck(CheckedStep):
         self._watcher = Watcher(keep=against.keep)
         self._places: dict[str, list[RankStage]] = {}
         self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
-        self._data: list[list[Sketch]] = []
+        self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
+        self._start = ChainStart(None)
+        self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._update: OwnUpdate | None = None
         self._begun: dict[str, Tensor] = {}
+        self._lost: set[int] = set()  # stages of which it is not known what they give
         self._part_of_chain: OwnPart | None = None
 
     @property
@@ -120,6 +125,7 @@ class ComposedCheck(CheckedStep):
             self._take_given()
             self._by.check()
             self._refuse_parts()
+            self._start = ChainStart.of(self._given, self._own, self._by)
             self._one_name = self._names_of_model()
         arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
@@ -127,10 +133,13 @@ class ComposedCheck(CheckedStep):
         problems = problems or wrong or ({0: _UNSPLIT} if run.count > 1 else {})
         if problems:
             return told(problems)
+        every = self._gather(self._start.with_data(self._given), "the microbatches of the checked step")
+        if problems := problems_of(every):
+            return told(problems)
         self._run, self._places = run, places_of(arrivals)
-        own = None if self._given is None else [list(map(sketch, tensors_in(inputs))) for inputs, _ in self._given]
-        every = self._gather(own, "the microbatches of the checked step")
-        self._data = next(one for one in every if one is not None)
+        self._data = next(one.data for one in every if one.data is not None)
+        shared = {name: first for one in every for name, first in one.first.items()}
+        self._first = shared if self._one_name is None else self._one_name
         self.begin(self._own.gradients)
         for module in self._own.modules.values():
             self._watcher.watch(module)
@@ -155,28 +164,51 @@ class ComposedCheck(CheckedStep):
             stage: counting(self._watcher.calls(module) or [], self.microbatches)
             for stage, module in self._own.modules.items()
         }
+        with self.noting():
+            self._refuse_uncalled(calls)
         seen = {
             stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
             for stage, own in calls.items()
         }
         every = self._gather(seen, "what stages received and sent in the checked step")
+        if not any(one.calls for part in every for one in part.values()):
+            self.refuse("no stage was called yet: call gradients() after the backwards of the step")
         chain = Chain({stage: one for part in every for stage, one in part.items()}, self._data)
         stages: list[OwnStage] = []
         with self.noting():
             stages = [self._run_again(stage, chain, own) for stage, own in sorted(calls.items(), reverse=True)]
+        lost = [own.stage for own in stages if not own.closed]
+        self._lost = set().union(*self._gather(lost, "which stages do not give the same again"))
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        self._shares = StageShares(self._exchange, self._one_name or {}, self._places, self._own.places, self._bound_s)
+        self._shares = StageShares(self._exchange, self._first, self._places, self._own.places, self._bound_s)
         due = sums | self._shares.join(None if self._why else sums)
-        found = self._own.gradients if named is None else gradients_of(named, self._own.places)
+        found = _dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
         part = OwnPart(self._ledger, seen)
         for own in stages:
             part = self._compared(part, own, chain.orders[own.stage].numbers, due, found)
-        lengths = {(self._own.places[name], name): _norm(one) for name, one in due.items() if one is not None}
+        one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
+        due_each = {name: one for name in one_each if (one := due[name]) is not None}
+        lengths = {(self._own.places[name], name): _length(one) for name, one in due_each.items()}
         self._foresee(lengths)
         held = [one for module in self._own.modules.values() for one in module.parameters()]
         links = {own.stage: tuple(own.links) for own in stages}
         foreseen = self._update is not None
         return replace(part, links=links, lengths=lengths, foreseen=foreseen, precision=precision_among(held))
+
+    def _refuse_uncalled(self, calls: Mapping[int, Sequence[Call]]) -> None:
+        """Raise ``RecordError`` for a stage that computes, as its gradients show, and not in calls that are seen."""
+        for stage, module in self._own.modules.items():
+            own, wanting = calls[stage], [one for one in module.parameters() if one.requires_grad]
+            if not own and (not wanting or any(map(_grown, wanting))):
+                raise RecordError(
+                    f"no call of stage {stage}'s module was seen: pass the very module that is called, "
+                    "and call it itself, not its forward, nor compiled"
+                )
+            if len(own) >= 2 * self.microbatches and _on_its_own(own):
+                raise RecordError(
+                    f"stage {stage}'s module is called on what it gave itself: pass one that makes all of its calls "
+                    "for a microbatch in one"
+                )
 
     def _run_again(self, stage: int, chain: Chain, calls: Sequence[Call]) -> OwnStage:
         """A stage of this rank, run once more."""
@@ -200,10 +232,13 @@ class ComposedCheck(CheckedStep):
     ) -> OwnPart:
         """``part`` with what is wrong with the gradients of a stage, and why."""
         names = {self._own.rename(own.stage, name): name for name in own.gradients}
-        if not all(link.closed for link in own.links):
-            told = f"what stage {own.stage} gives is not known"
-            self._ledger.leave_out("gradient", list(names), told)
+        if not own.closed:
+            self._ledger.leave_out("gradient", list(names), not_known([own.stage]))
             return part
+        for name, stages in self._shares.stages_of(names).items():
+            if self._lost & stages:
+                self._ledger.leave_out("gradient", [name], not_known(self._lost & stages))
+                del names[name]
         allowed, before = _Allowed(FP32, own, names), len(self._ledger.mismatches)
         at = Comparison(Due("train", (), (), gradients={name: due[name] for name in names}), allowed, self._ledger)
         for name in [one for one in reversed(names) if one in seen]:
@@ -228,9 +263,12 @@ class ComposedCheck(CheckedStep):
     def _foresee(self, lengths: Mapping[Site, float]) -> None:
         """Note what the optimizer is going to make of the gradients."""
         optimizer, most = self._by.optimizer, self._by.max_norm
+        if most < math.inf and self._lost:
+            self._ledger.doubt("updated-parameters", not_known(self._lost))
+            return
         if most < math.inf:
             every = self._gather(lengths, "the norms of gradients, to which they are clipped")
-            whole = norm_of({site: one for each in every for site, one in each.items()}, self._one_name or {})
+            whole = norm_of({site: one for each in every for site, one in each.items()}, self._first)
             factor = clip_factor(whole, most)
         if optimizer is not None:
             own = {
@@ -269,7 +307,8 @@ class ComposedCheck(CheckedStep):
             known, how = ended
             return replace(blank, headline=headline(known), failure=details(known), ended=how)
         no_norm = next((part.no_norm for part in parts if part.no_norm), "")
-        whole = Whole([part.own for part in parts], self._data, self._divisor, self._places, self._one_name, no_norm)
+        owned, counted = [part.own for part in parts], self._one_name is not None
+        whole = Whole(owned, self._data, self._divisor, self._places, self._first, counted, no_norm)
         return whole.verdict("a step of this job, link by link", rerun=rerun, seconds=seconds)
 
     def _clear(self) -> None:
@@ -277,10 +316,24 @@ class ComposedCheck(CheckedStep):
         self._shares.clear()
 
 
-def _norm(gradient: Tensor) -> float:
-    """The 2-norm in fp64, piece by piece: the whole in fp64 would take twice as much as the gradient."""
-    pieces = torch.split(numbers(gradient), _PIECE)
-    return math.sqrt(math.fsum(float(one.double().square().sum()) for one in pieces))
+def _length(gradient: Tensor) -> float:
+    """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
+    pieces = torch.split(gradient.reshape(-1), _PIECE)
+    return length_of(gradient) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
+
+
+def _grown(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and any_nonzero(dense(parameter.grad))
+
+
+def _on_its_own(calls: Sequence[Call]) -> bool:
+    """Whether a module was called on what another call of it made."""
+    made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
+    return any(one.digest in made for call in calls for one in call.inputs)
+
+
+def _dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: dense(one) if isinstance(one, Tensor) else one for name, one in gradients.items()}
 
 
 @dataclass(frozen=True)

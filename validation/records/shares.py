@@ -1,6 +1,6 @@
 """Parameters that several stages hold: what each stage adds up is a share of what all of them must have."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -38,6 +38,12 @@ class StageShares:
             for _, stage in places:
                 found.setdefault(self.first.get(name, name), {}).setdefault(stage, name)
         return {first: names for first, names in found.items() if len(names) > 1}
+
+    def stages_of(self, names: Iterable[str]) -> dict[str, set[int]]:
+        """Of those of ``names`` that several stages hold copies of, these stages."""
+        copies = self.copies
+        shared = {name: self.first.get(name, name) for name in names}
+        return {name: set(copies[first]) for name, first in shared.items() if first in copies}
 
     def join(self, sums: Mapping[str, Tensor | None] | None) -> dict[str, Tensor | None]:
         """The whole sum of each copy that this rank holds, where ``sums`` are its own; None: it has none to give.

@@ -310,5 +310,10 @@ def check_step(
     ranks, and so for the reference.
     """
     if isinstance(against, Composed):
-        return ComposedCheck(modules, microbatches, against=against, rename=rename, timeout_s=timeout_s)
+        check = ComposedCheck(modules, microbatches, against=against, rename=rename, timeout_s=timeout_s)
+        if operation:
+            check.refuse(
+                f"operation is {operation}: a step that is held against itself is one, so leave operation= out"
+            )
+        return check
     return StepCheck(modules, microbatches, against=against, rename=rename, operation=operation, timeout_s=timeout_s)

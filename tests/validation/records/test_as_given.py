@@ -52,7 +52,7 @@ def refused(stage: int, name: str) -> str:
 
 
 MODULES = "expected this rank's stage, or its stages as {number: stage}"
-AGAINST = "expected a record, the path of its file, or SingleDevice(build, loss_fn)"
+AGAINST = "expected a record, the path of its file, SingleDevice(build, loss_fn) or Composed(loss_fn)"
 GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "no modules": ({"modules": None}, f"modules is None: {MODULES}"),
     "a list of modules": ({"modules": [blocks()]}, f"modules is a list: {MODULES}"),
