@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,6 +23,7 @@ from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, widened
+from pipeproof.worlds.drawing import draw_some
 
 Point = tuple[str, int]  # where at a call, and the tensor's number there
 
@@ -33,6 +35,7 @@ class Link:
     ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
     ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another each
     time that it is run. ``loss``: in the last stage, undivided. ``obstacle``: why it cannot be run.
+    ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
     """
 
     gives: Mapping[Point, Sketch]
@@ -41,6 +44,7 @@ class Link:
     strange: frozenset[Point] = frozenset()
     loss: float | None = None
     obstacle: str = ""
+    mode_matters: bool = False
 
     @property
     def closed(self) -> bool:
@@ -93,6 +97,8 @@ class OwnStage:
         recipe = Recipe(Loss(loss, 1.0 if ending is None else ending.divisor), accumulation=accumulation)
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
         self._reference = Reference(self._model, owner=dict.fromkeys(names, stage), recipe=recipe)
+        self._loss_is_cast = any(self._kept(k).state.casts for k in range(len(self._calls)))  # until that is seen not
+        self._draws_others = False
         self._noted: dict[Point, Tensor] = {}
         self._more: dict[int, Tensor] = {}
         self.links: list[Link] = []
@@ -103,7 +109,7 @@ class OwnStage:
         found: dict[int, Link] = {}
         for k in self._order:
             try:
-                made = self._again(self._reference, self._batches[k])
+                made = self._as_cast(k)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 found[k] = Link({}, obstacle=f"stage {self.stage} raised {raised(error)}")
                 continue
@@ -197,7 +203,10 @@ class OwnStage:
         for n, one in enumerate(made):
             if one.requires_grad:
                 one.register_hook(partial(noted.__setitem__, (RECEIVED, n)))  # type: ignore[no-untyped-call]  # in torch
-        return self._ending.loss(output, target)
+        if self._draws_others:
+            draw_some()
+        with self._kept(0).state.cast() if self._loss_is_cast else nullcontext():
+            return self._ending.loss(output, target)
 
     def _again(self, reference: Reference, batch: Batch) -> _Made:
         loss = self.loss
@@ -216,9 +225,37 @@ class OwnStage:
         gives = {at: sketch(one) for at, one in made.tensors.items()}
         contribution = made.contribution
         loss = None if self._ending is None or contribution is None else contribution.loss
-        link = self._received(k, made.more, Link(gives, loss=loss))
-        other = [at for at, one in gives.items() if (seen := _seen(self._calls[k], at)) and seen.digest != one.digest]
-        return self._measured(k, link, made, other) if other else link
+        link = self._received(k, made.more, Link(gives, loss=loss, mode_matters=self._mode_matters(k)))
+        return self._measured(k, link, made, other) if (other := self._others(k, gives)) else link
+
+    def _others(self, k: int, gives: Mapping[Point, Sketch]) -> list[Point]:
+        """Where what the call gives again is not as it was to the bit."""
+        seen = {at: _seen(self._calls[k], at) for at in gives}
+        return [at for at, one in seen.items() if one is not None and one.digest != gives[at].digest]
+
+    def _as_cast(self, k: int) -> _Made:
+        """The call run again, its loss in the types that the call was cast to, or in its own if that is as it was."""
+        made = self._again(self._reference, self._batches[k])
+        if not self._loss_is_cast or not self._others(k, {at: sketch(one) for at, one in made.tensors.items()}):
+            return made
+        self._loss_is_cast = False
+        uncast = self._again(self._reference, self._batches[k])
+        if not self._others(k, {at: sketch(one) for at, one in uncast.tensors.items()}):
+            return uncast
+        self._loss_is_cast = True
+        return made
+
+    def _mode_matters(self, k: int) -> bool:
+        """Whether a call that was in evaluation mode would have given something else in training mode."""
+        call, again = self._calls[k], self._kept(k)
+        if call.training:
+            return False
+        try:
+            with torch.no_grad():
+                made = tensors_in(self._model(replace(again, state=again.state.in_training()), *again.tensors))
+        except Exception:  # no one type: it is the user's code that runs
+            return True
+        return [sketch(one).digest for one in made] != [one.digest for one in call.outputs]
 
     def _received(self, k: int, more: Mapping[int, Tensor], link: Link) -> Link:
         """``link``, where ``more`` of some outputs' gradients came from other outputs."""
@@ -233,7 +270,9 @@ class OwnStage:
 
     def _measured(self, k: int, link: Link, made: _Made, other: Sequence[Point]) -> Link:
         """``link``, where some points are not as they were: whether they are ever the same, and how rounded."""
+        self._draws_others = True  # nobody knows when a loss drew its own
         twice = self._again(self._reference, self._batches[k]).tensors
+        self._draws_others = False
         try:
             wide = self._again(self._wide, self._batches[k].cast(torch.float64)).tensors
         except Exception:  # no one type: it is the user's code, which may know of one type only
