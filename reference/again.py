@@ -1,9 +1,9 @@
 """A stage as a model of its own: its calls run again as they ran, and what flowed back to each is its objective."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,8 @@ class State:
     """What a call of a module depends on besides its inputs and its weights, as it was when the call began.
 
     ``drawn``: the state of each device's random numbers, by device; ``python`` and ``arrays``: of Python's own and of
-    numpy's. ``training``: of each module inside, in order.
-    ``autocast``: by device, whether it is on, and its type. ``buffers`` by
-    name, also those that are none yet; what several names share is one here as well.
+    numpy's. ``training``: of each module inside, in order. ``autocast``: by device, whether it is on, and its type.
+    ``buffers`` by name, also those that are none yet; what several names share is one here as well.
     """
 
     drawn: Mapping[torch.device, Tensor]
@@ -35,9 +34,9 @@ class State:
     @staticmethod
     def of(module: nn.Module) -> "State":
         """The state that a call of ``module`` would have now."""
-        devices = {torch.device("cpu"), *(one.device for one in module.parameters() if not one.is_meta)}
+        devices = _devices(module)
         return State(
-            {device: _random(device).get_rng_state(*_at(device)) for device in devices},
+            _drawn(devices),
             tuple(part.training for part in module.modules()),
             {
                 device.type: (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
@@ -50,30 +49,74 @@ class State:
 
     @contextmanager
     def resumed(self, module: nn.Module) -> Iterator[None]:
-        """While this is open, a call of ``module`` has this state; then all is as it was before.
+        """While this is open, a call of ``module`` has this state; then all is as before, but for random numbers.
 
-        Buffers are others meanwhile: a backward may still need those that a call has written to.
+        Those go on from there, as for a loss that draws some. Buffers are others meanwhile: a backward may still need
+        those that a call has written to.
         """
-        before, buffers = State.of(module), [(part, dict(part._buffers)) for part in module.modules()]
+        modes = tuple(part.training for part in module.modules())
+        buffers = [(part, dict(part._buffers)) for part in module.modules()]
         with ExitStack() as stack:
-            stack.callback(before._set, module)
+            stack.callback(_switch, module, modes)
             stack.callback(_put_back, buffers)
-            self._set(module)
+            self._draw()
+            _switch(module, self.training)
             now = _buffers(module)
             for name, kept in _copies(self.buffers).items():
                 prefix, _, leaf = name.rpartition(".")
                 module.get_submodule(prefix)._buffers[leaf] = _as_now(kept, now.get(name))
+            stack.enter_context(self.cast())
+            yield
+
+    @contextmanager
+    def cast(self) -> Iterator[None]:
+        """While this is open, types are cast as in the call."""
+        with ExitStack() as stack:
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
 
-    def _set(self, module: nn.Module) -> None:
-        for device, state in self.drawn.items():
-            _random(device).set_rng_state(state, *_at(device))
+    @property
+    def casts(self) -> bool:
+        """Whether any types are cast in the call."""
+        return any(enabled for enabled, _ in self.autocast.values())
+
+    def in_training(self) -> "State":
+        """The same with everything in training mode."""
+        return replace(self, training=(True,) * len(self.training))
+
+    def _draw(self) -> None:
+        _draw_from(self.drawn)
         random.setstate(self.python)
         numpy.random.set_state(self.arrays)
-        for part, training in zip(module.modules(), self.training, strict=True):
-            part.training = training
+
+
+@contextmanager
+def drawing_on(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While this is open, what is drawn where ``modules`` are changes nothing for what is drawn there later."""
+    drawn = _drawn({device for module in modules for device in _devices(module)})
+    try:
+        yield
+    finally:
+        _draw_from(drawn)
+
+
+def _devices(module: nn.Module) -> set[torch.device]:
+    return {torch.device("cpu"), *(one.device for one in module.parameters() if not one.is_meta)}
+
+
+def _drawn(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+    return {device: _random(device).get_rng_state(*_at(device)) for device in devices}
+
+
+def _draw_from(drawn: Mapping[torch.device, Tensor]) -> None:
+    for device, state in drawn.items():
+        _random(device).set_rng_state(state, *_at(device))
+
+
+def _switch(module: nn.Module, modes: Sequence[bool]) -> None:
+    for part, training in zip(module.modules(), modes, strict=True):
+        part.training = training
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor | None]:

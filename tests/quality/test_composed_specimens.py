@@ -16,6 +16,7 @@ _EVALUATION = "evaluation is not compared"
 _BUFFERS = "buffers are not compared"
 OUT_OF_REACH = {
     "evaluation-in-training-mode": _EVALUATION,
+    "evaluation-mode-stays": "its module gives the same in either mode",
     "evaluation-moves-statistics": _BUFFERS,
     "evaluation-divided-again": _EVALUATION,
     "statistics-counted-twice": _BUFFERS,

@@ -223,7 +223,8 @@ class Whole:
     @property
     def _conditions(self) -> "_Conditions":
         frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
-        return _Conditions(self.chain.microbatches, frozen=frozenset(frozen) - {self.chain.last})
+        matters = any(link.mode_matters for links in self._links.values() for link in links)
+        return _Conditions(self.chain.microbatches, frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters)
 
     def _explained(self, verdict: Verdict) -> Verdict:
         """``verdict`` with the causes of what the chain shows, then those that ranks found in their own gradients."""

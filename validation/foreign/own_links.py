@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.otherwise import widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
+from pipeproof.worlds.drawing import draw_some
 
 Point = tuple[str, int]  # where at a call, and the tensor's number there
 
@@ -35,6 +37,7 @@ class Link:
     ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
     ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another each
     time that it is run. ``loss``: in the last stage, undivided. ``obstacle``: why it cannot be run.
+    ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
     """
 
     gives: Mapping[Point, Sketch]
@@ -43,6 +46,7 @@ class Link:
     strange: frozenset[Point] = frozenset()
     loss: float | None = None
     obstacle: str = ""
+    mode_matters: bool = False
 
     @property
     def allowed(self) -> Mapping[Point, float]:
@@ -100,6 +104,9 @@ class OwnStage:
         recipe = Recipe(Loss(loss, 1.0 if ending is None else ending.divisor), accumulation=accumulation)
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
         self._reference = Reference(self._model, owner=dict.fromkeys(names, stage), recipe=recipe)
+        self._loss_is_cast = any(self._kept(k).state.casts for k in range(len(self._calls)))  # until that is seen not
+        self._cast_is_known = False
+        self._draws_others = False
         self._noted: dict[Point, Tensor] = {}
         self._more: dict[int, Tensor] = {}
         self.links: list[Link] = []
@@ -111,6 +118,7 @@ class OwnStage:
         for k in self._order:
             onto = self._sums if self._calls[k].ran and self._in_place else {}
             try:
+                self._find_cast(k)
                 made = self._again(self._reference, self._batches[k], onto=onto)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 found[k] = Link({}, obstacle=f"stage {self.stage} raised {raised(error)}")
@@ -216,7 +224,10 @@ class OwnStage:
         for n, one in enumerate(made):
             if one.requires_grad:
                 one.register_hook(partial(noted.__setitem__, (RECEIVED, n)))  # type: ignore[no-untyped-call]  # in torch
-        return self._ending.loss(output, target)
+        if self._draws_others:
+            draw_some()
+        with self._kept(0).state.cast() if self._loss_is_cast else nullcontext():
+            return self._ending.loss(output, target)
 
     def _again(
         self, reference: Reference, batch: Batch, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
@@ -237,9 +248,36 @@ class OwnStage:
         gives = {at: sketch(one) for at, one in made.tensors.items()}
         contribution = made.contribution
         loss = None if self._ending is None or contribution is None else contribution.loss
-        link = self._received(k, made.more, Link(gives, loss=loss))
-        other = [at for at, one in gives.items() if (seen := _seen(self._calls[k], at)) and seen.digest != one.digest]
-        return self._measured(k, link, made, other) if other else link
+        link = self._received(k, made.more, Link(gives, loss=loss, mode_matters=self._mode_matters(k)))
+        return self._measured(k, link, made, other) if (other := self._others(k, gives)) else link
+
+    def _others(self, k: int, gives: Mapping[Point, Sketch]) -> list[Point]:
+        """Where what the call gives again is not as it was to the bit."""
+        seen = {at: _seen(self._calls[k], at) for at in gives}
+        return [at for at, one in seen.items() if one is not None and one.digest != gives[at].digest]
+
+    def _find_cast(self, k: int) -> None:
+        """Find out whether the loss was cast as the call was: which way it gives what it gave."""
+        if self._cast_is_known or not self._loss_is_cast:
+            return
+        for self._loss_is_cast in (True, False):
+            made = self._again(self._reference, self._batches[k]).tensors
+            if not self._others(k, {at: sketch(one) for at, one in made.items()}):
+                self._cast_is_known = True
+                return
+        self._loss_is_cast = True
+
+    def _mode_matters(self, k: int) -> bool:
+        """Whether a call that was in evaluation mode would have given something else in training mode."""
+        call, again = self._calls[k], self._kept(k)
+        if call.training:
+            return False
+        try:
+            with torch.no_grad():
+                made = tensors_in(self._model(replace(again, state=again.state.in_training()), *again.tensors))
+        except Exception:  # no one type: it is the user's code that runs
+            return True
+        return [sketch(one).digest for one in made] != [one.digest for one in call.outputs]
 
     def _received(self, k: int, more: Mapping[int, Tensor], link: Link) -> Link:
         """``link``, where ``more`` of some outputs' gradients came from other outputs."""
@@ -254,7 +292,9 @@ class OwnStage:
 
     def _measured(self, k: int, link: Link, made: _Made, other: Sequence[Point]) -> Link:
         """``link``, where some points are not as they were: whether they are ever the same, and how rounded."""
+        self._draws_others = True  # nobody knows when a loss drew its own
         twice = self._again(self._reference, self._batches[k]).tensors
+        self._draws_others = False
         try:
             wide = self._again(self._wide, self._batches[k].cast(torch.float64)).tensors
         except Exception:  # no one type: it is the user's code, which may know of one type only

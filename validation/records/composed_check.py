@@ -35,6 +35,7 @@ from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.accumulation import length_of
+from pipeproof.reference.again import drawing_on
 from pipeproof.reference.step import Site, clip_factor, dense
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
@@ -114,7 +115,7 @@ class ComposedCheck(CheckedStep):
         self._watcher.close()
         if self._obstacle or self._absent is not None or self._part_of_chain is not None:
             return
-        with self.noting(), drawing_apart():
+        with self.noting(), drawing_apart(), drawing_on(self._own.modules.values()):
             try:
                 self._part_of_chain = self._made(named)
             except RanksAbsent as absent:

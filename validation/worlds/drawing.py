@@ -20,3 +20,10 @@ def drawing_apart() -> Iterator[None]:
         finally:
             random.setstate(python)
             numpy.random.set_state(arrays)
+
+
+def draw_some() -> None:
+    """Draw a number from each source."""
+    random.random()
+    numpy.random.random_sample()
+    torch.rand(())
