@@ -78,6 +78,7 @@ class OwnPart:
 class Whole:
     """The parts of all ranks, with what the step was of: ``data``, and what its losses are divided by.
 
+    Of replicas each is one of these; ``everybodys`` is the loss over all of them.
     ``held``: the ranks and stages of each parameter. ``first``: of each name in the model, the first that the parameter
     has; ``known``: whether those are all names in the model.
     """
@@ -89,20 +90,27 @@ class Whole:
     first: Mapping[str, str]
     known: bool
     no_norm: str = ""
+    everybodys: float = math.nan
 
-    def verdict(self, title: str, *, rerun: str, seconds: float) -> Verdict:
-        """The verdict on the step, with its causes."""
-        ledger = Ledger(LAWS)
-        for part in reversed(self.parts):
-            ledger.join(part.ledger)
-        self._enter(ledger)
-        order = LAWS.index
-        found = sorted(ledger.mismatches, key=lambda one: order(one.law))
-        ledger.mismatches[:] = found
-        precision = next((part.precision for part in self.parts if part.links), FP32)
-        verdict = concluded(ledger, title, otherwise=precision, rerun=rerun, seconds=seconds)
+    @property
+    def precision(self) -> Precision:
+        """How its numbers are rounded."""
+        return next((part.precision for part in self.parts if part.links), FP32)
+
+    @property
+    def reported(self) -> list[Told]:
+        """What its ranks reported."""
+        return [one for part in self.parts for one in part.told]
+
+    def explained(self, verdict: Verdict) -> Verdict:
+        """``verdict`` with what was seen, and with its causes."""
         verdict = replace(verdict, measured=replace(verdict.measured, ran=ran_of(self._observed, 0)))
         return self._explained(verdict) if verdict.mismatches else verdict
+
+    def is_wrong(self, verdict: Verdict) -> bool:
+        """Whether the first of what ``verdict`` found wrong is on one of its ranks."""
+        first = verdict.mismatches[0].rank if verdict.mismatches else None
+        return first is not None and bool(self.parts[first].stages)
 
     @cached_property
     def chain(self) -> Chain:
@@ -117,7 +125,8 @@ class Whole:
     def _passed(self) -> dict[int, Passed]:
         return self.chain.passed(self._links)
 
-    def _enter(self, ledger: Ledger) -> None:
+    def enter(self, ledger: Ledger) -> None:
+        """Enter what the chain shows, and what ranks reported."""
         observed, at = self._observed, Execution(self._conditions, self._observed, ledger)
         if not self.known:
             ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
@@ -157,25 +166,23 @@ class Whole:
         made, lost = self._expected, self._lost
         known = len(self._losses) == self.chain.microbatches and self.chain.last not in lost
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
-        at = Comparison(due, Unmeasured(self.parts[0].precision), ledger)
+        at = Comparison(due, Unmeasured(self.precision), ledger)
+        of_all = Comparison(replace(due, loss=self.everybodys), Unmeasured(self.precision), ledger)
         for rank, part in enumerate(self.parts):
             for told in part.told:
                 if told.losses is not None and known:
                     at.losses(told.losses, rank=rank, in_order=told.in_order)
                 if told.loss is not None and known:
-                    at.loss(told.loss, rank=rank)
+                    nearer = abs(told.loss - self.everybodys) < abs(told.loss - made.loss)
+                    (of_all if nearer else at).loss(told.loss, rank=rank)
                 if told.norm is not None and not lost:
                     at.norm(told.norm, rank=rank)
-        reported = [one for part in self.parts for one in part.told]
-        if not any(one.losses is not None or one.loss is not None for one in reported):
-            ledger.miss("loss", "the job reports none")
-        elif self.chain.last in lost:
-            ledger.doubt("loss", not_known([self.chain.last]))
-        elif not known:
-            ledger.doubt("loss", "the last stage was not called once for each microbatch")
-        if all(one.norm is None for one in reported):
-            ledger.miss("grad-norm", self.no_norm or "the job reports none")
-        elif lost:
+        if any(one.losses is not None or one.loss is not None for one in self.reported):
+            if self.chain.last in lost:
+                ledger.doubt("loss", not_known([self.chain.last]))
+            elif not known:
+                ledger.doubt("loss", "the last stage was not called once for each microbatch")
+        if lost and any(one.norm is not None for one in self.reported):
             ledger.doubt("grad-norm", not_known(lost))
 
     @property
@@ -195,6 +202,11 @@ class Whole:
         losses = tuple(self._losses.get(m, math.nan) for m in range(self.chain.microbatches))
         norm = norm_of(self._lengths, self.first)
         return Expected("train", losses, sum(losses) / self.divisor, norm=norm)
+
+    @property
+    def total(self) -> float:
+        """The sum of its losses."""
+        return sum(self._expected.losses)
 
     @property
     def _lengths(self) -> dict[Site, float]:
@@ -258,6 +270,28 @@ class Whole:
                 groups.setdefault(self.first.get(name, name), {})[stage] = name
         shared = [copies for copies in groups.values() if len(copies) > 1]
         return of_copies(shared, [copy for part in self.parts for copy in part.copies])
+
+
+def verdict_of(wholes: Sequence[Whole], title: str, *, rerun: str, seconds: float) -> Verdict:
+    """The verdict on a step of all replicas, with its causes."""
+    ledger = Ledger(LAWS)
+    for whole in wholes:
+        for part in reversed(whole.parts):
+            ledger.join(part.ledger)
+    total = sum(whole.total for whole in wholes) / sum(whole.divisor for whole in wholes)
+    wholes = [replace(whole, everybodys=total) for whole in wholes]
+    for whole in wholes:
+        whole.enter(ledger)
+    reported = [one for whole in wholes for one in whole.reported]
+    if not any(one.losses is not None or one.loss is not None for one in reported):
+        ledger.miss("loss", "the job reports none")
+    if all(one.norm is None for one in reported):
+        ledger.miss("grad-norm", wholes[0].no_norm or "the job reports none")
+    order = LAWS.index
+    ledger.mismatches.sort(key=lambda one: order(one.law))
+    verdict = concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
+    first = next((one for one in wholes if one.is_wrong(verdict)), wholes[0])
+    return first.explained(verdict)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def passed(
     of = partial(_Watched.of, microbatches=microbatches, places=places, which=which)
     watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
     late = watched[0].late  # ranks with the same stages divide alike
-    return [one.passed(late if _near(one.late, late) else None) for one in watched]
+    return [one.passed(late if near(one.late, late) else None) for one in watched]
 
 
 Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
@@ -110,7 +110,7 @@ def _late(stages: Stages, orders: Mapping[int, Order]) -> float | None:
         if seen is not None and number in column.known and (factor := seen.factor(column.known[number])) is not None
     ]
     common = statistics.median_low(factors) if factors else None
-    return common if sum(_near(factor, common) for factor in factors) * 2 > len(factors) else None
+    return common if sum(near(factor, common) for factor in factors) * 2 > len(factors) else None
 
 
 def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
@@ -123,7 +123,8 @@ def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Map
     return {number: inputs for number, inputs in cut.items() if inputs and number != UNKNOWN_MICROBATCH}
 
 
-def _near(one: float | None, other: float | None) -> bool:
+def near(one: float | None, other: float | None) -> bool:
+    """Whether two factors are one, but for rounding."""
     return one is not None and other is not None and abs(one - other) <= _ONE_FACTOR * abs(other)
 
 
@@ -248,10 +249,10 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         return
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
     error, limit, exact = seen.distance(expected), context.limit(column, k, expected), seen.digest == expected.digest
-    near = error <= limit and (limit > 0 or context.limits is None)
-    same = exact or (near and (limit == math.inf or not is_rounded_sketch(seen, expected)))
+    little = error <= limit and (limit > 0 or context.limits is None)
+    same = exact or (little and (limit == math.inf or not is_rounded_sketch(seen, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
-        same = same or _near(seen.factor(expected), context.late)
+        same = same or near(seen.factor(expected), context.late)
     really = None if same else _really(column, seen, expected, k, context)
     faint = not same and error <= _FAINT * limit
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from statistics import median_low
 from types import MappingProxyType
 from typing import Any
 
@@ -167,13 +168,26 @@ class OwnStage:
         contributions = self._reference.contribute(self.batches)
         before = {name: one.detach() for name, one in self._model.named_parameters(remove_duplicate=False)}
         losses = tuple(one.loss for one in contributions)
-        sums = {(self.stage, name): self._sums.get((self.stage, name)) for name in before}
+        orders = {self.stage: range(len(contributions))}
+        sums = self._reference.accumulate(contributions, orders=orders) if contributions else dict[Site, Gradient]()
         return Expected("train", losses, sum(losses), contributions, before, gradients=sums)
 
     @cached_property
     def batches(self) -> list[Batch]:
         """What the calls that contribute were given, in the order of their backwards."""
         return [self._batches[k] for k in self._order if self._calls[k].ran]
+
+    @property
+    def flow_factor(self) -> float | None:
+        """How many times what it should be is what flows to the last stage's outputs, if mostly so many times."""
+        pairs = [
+            (seen, due)
+            for call, link in zip(self._calls, self.links, strict=True)
+            for number, seen in call.output_gradients.items()
+            if (due := link.gives.get((RECEIVED, number))) is not None
+        ]
+        factors = [factor for seen, due in pairs if (factor := seen.factor(due)) is not None]
+        return median_low(factors) if len(factors) * 2 > len(pairs) else None
 
     @property
     def model(self) -> nn.Module:

@@ -14,7 +14,7 @@ from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 
-_ONE_OF_EACH = "replicas of stages are not checked so yet: check one replica, or against a SingleDevice"
+_ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class ChainStart:
         return replace(self, data=None if given is None else [_brought(*pair) for pair in given])
 
 
-def problems_of(starts: Sequence[ChainStart]) -> dict[int, str]:
-    """Why what ranks bring is no chain, by the rank that says so; nothing if it is one."""
+def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[int, str]:
+    """Why what ranks bring is no chain in each of their ``replicas``, by the rank that says so; nothing if it is."""
     first, *others = [start.told for start in starts]
     for rank, told in enumerate(others, start=1):
         if other := [name for name in first if told.get(name) != first[name]]:
@@ -64,7 +64,7 @@ def problems_of(starts: Sequence[ChainStart]) -> dict[int, str]:
         for stage in start.stages:
             ranks.setdefault(stage, []).append(rank)
     for stage, those in sorted(ranks.items()):
-        if len(those) > 1:
+        if len({replicas[rank] for rank in those}) < len(those):
             return {those[1]: f"stage {stage} is on rank {those[0]}, too; {_ONE_OF_EACH}"}
     if gone := sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys()):
         return {0: f"nobody has stage {gone[0]}: number the stages from 0, along the data path"}

@@ -5,21 +5,24 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain, Data, StageSeen, counting
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known
+from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known, verdict_of
+from pipeproof.foreign.crossings import near
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Ending, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.judging.comparison import Comparison, Due
+from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, Floor, precision_among
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.calls import Call
@@ -31,6 +34,7 @@ from pipeproof.records.chain_start import ChainStart, problems_of
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
+from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
@@ -41,8 +45,9 @@ from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
+Each = TypeVar("Each")
 _PIECE = 1 << 18  # elements
-_UNSPLIT = "replicas of stages are not checked so yet: check one replica, or against a SingleDevice"
+_UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
 _IN_PARTS = "stages of which ranks have parts are not checked so yet: check against a SingleDevice"
 
 
@@ -76,6 +81,8 @@ class ComposedCheck(CheckedStep):
         self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
         self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
         self._start = ChainStart(None)
+        self._starts: Sequence[ChainStart] = ()
+        self._scale = 1.0  # how many times as large as it should be what a replica adds up is: they are averaged later
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
@@ -91,7 +98,17 @@ class ComposedCheck(CheckedStep):
 
     @property
     def _divisor(self) -> float:
-        return float(self._by.loss_divisor or len(self._data) or 1)
+        """What losses are divided by, of all replicas."""
+        every = len(self._run.microbatches) if self._run.count > 1 else self.microbatches
+        return float(self._by.loss_divisor or every or 1)
+
+    @property
+    def _replica(self) -> int:
+        return self._run.replicas[self._exchange.rank]
+
+    def _of_replica(self, every: Sequence[Each]) -> list[Each]:
+        """Of what ranks gave those of this one's replica."""
+        return [one for one, replica in zip(every, self._run.replicas, strict=True) if replica == self._replica]
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         with self.noting():
@@ -131,14 +148,14 @@ class ComposedCheck(CheckedStep):
         arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
-        problems = problems or wrong or ({0: _UNSPLIT} if run.count > 1 else {})
+        problems = problems or wrong or ({0: _UNSPLIT} if run.count > 1 and not run.apart else {})
         if problems:
             return told(problems)
         every = self._gather(self._start.with_data(self._given), "the microbatches of the checked step")
-        if problems := problems_of(every):
+        if problems := problems_of(every, run.replicas):
             return told(problems)
-        self._run, self._places = run, places_of(arrivals)
-        self._data = next(one.data for one in every if one.data is not None)
+        self._run, self._places, self._starts = run, places_of(arrivals), every
+        self._data = next(one.data for one in self._of_replica(every) if one.data is not None)
         shared = {name: first for one in every for name, first in one.first.items()}
         self._first = shared if self._one_name is None else self._one_name
         self.begin(self._own.gradients)
@@ -174,15 +191,15 @@ class ComposedCheck(CheckedStep):
         every = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
-        chain = Chain({stage: one for part in every for stage, one in part.items()}, self._data)
+        chain = Chain({s: one for part in self._of_replica(every) for s, one in part.items()}, self._data)
         stages: list[OwnStage] = []
         with self.noting():
             stages = [self._run_again(stage, chain, own) for stage, own in sorted(calls.items(), reverse=True)]
-        lost = [own.stage for own in stages if not own.closed]
-        self._lost = set().union(*self._gather(lost, "which stages do not give the same again"))
-        sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        self._shares = StageShares(self._exchange, self._first, self._places, self._own.places, self._bound_s)
-        due = sums | self._shares.join(None if self._why else sums)
+        lost, scale = [own.stage for own in stages if not own.closed], self._scale
+        told = self._gather((lost, scale), "which stages do not give the same again")
+        self._lost = {stage for those, _ in told for stage in those}
+        self._scale = max(scale for _, scale in told)
+        due = self._summed(stages)
         found = _dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
         part = OwnPart(self._ledger, seen)
         for own in stages:
@@ -195,6 +212,16 @@ class ComposedCheck(CheckedStep):
         links = {own.stage: tuple(own.links) for own in stages}
         foreseen = self._update is not None
         return replace(part, links=links, lengths=lengths, foreseen=foreseen, precision=precision_among(held))
+
+    def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
+        """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
+        sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
+        held = [start.stages for start in self._starts]
+        self._replicas = ReplicaSums(self._exchange, held, self._own.parameters, self._bound_s)
+        sums |= self._replicas.summed(sums, self._scale)
+        both = self._exchange, self._first
+        self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._replica)
+        return sums | self._shares.join(None if self._why else sums)
 
     def _refuse_uncalled(self, calls: Mapping[int, Sequence[Call]]) -> None:
         """Raise ``RecordError`` for a stage that computes, as its gradients show, and not in calls that are seen."""
@@ -213,15 +240,22 @@ class ComposedCheck(CheckedStep):
 
     def _run_again(self, stage: int, chain: Chain, calls: Sequence[Call]) -> OwnStage:
         """A stage of this rank, run once more."""
-        ending = self._ending(chain.orders[stage].numbers) if stage == chain.last else None
-        own = OwnStage(stage, self._own.modules[stage], calls, ending=ending, accumulation=self._by.accumulation)
-        own.run()
+        made = partial(OwnStage, stage, self._own.modules[stage], calls, accumulation=self._by.accumulation)
+        if stage != chain.last:
+            own = made(ending=None)
+            own.run()
+            return own
+        for scale in dict.fromkeys((float(self._run.count), 1.0)):
+            own, self._scale = made(ending=self._ending(chain.orders[stage].numbers, self._divisor / scale)), scale
+            own.run()
+            if own.flow_factor is None or not near(own.flow_factor, 1 / self._run.count):
+                break  # not divided as where replicas add up, and do not average
         return own
 
-    def _ending(self, numbers: Sequence[int]) -> Ending:
+    def _ending(self, numbers: Sequence[int], divisor: float) -> Ending:
         if self._given is None:
             raise RecordError("the last stage is here, and its targets are not: pass microbatches on its rank, too")
-        return Ending(self._by.loss_fn, self._divisor, [self._given[m][1] if m >= 0 else None for m in numbers])
+        return Ending(self._by.loss_fn, divisor, [self._given[m][1] if m >= 0 else None for m in numbers])
 
     def _compared(
         self,
@@ -257,6 +291,9 @@ class ComposedCheck(CheckedStep):
         part = replace(part, copies=(*part.copies, *copies))
         if wrong <= shared:
             return part
+        if self._run.count > 1:
+            pairs = {name: (due[name], seen[name]) for name in names if name in wrong - shared}
+            return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._scale)))
         begun = {name: self._begun.get(name) for name in alone}
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, rank=self._exchange.rank)
         return replace(part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided))
@@ -309,8 +346,14 @@ class ComposedCheck(CheckedStep):
             return replace(blank, headline=headline(known), failure=details(known), ended=how)
         no_norm = next((part.no_norm for part in parts if part.no_norm), "")
         owned, counted = [part.own for part in parts], self._one_name is not None
-        whole = Whole(owned, self._data, self._divisor, self._places, self._first, counted, no_norm)
-        return whole.verdict("a step of this job, link by link", rerun=rerun, seconds=seconds)
+        wholes = []
+        for replica in range(self._run.count):
+            mine = [of == replica for of in self._run.replicas]
+            own = [one if here else OwnPart(Ledger(LAWS)) for one, here in zip(owned, mine, strict=True)]
+            brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
+            data, divisor = next(one for one in brought if one is not None), self._divisor / self._run.count
+            wholes.append(Whole(own, data, divisor, self._places, self._first, counted, no_norm))
+        return verdict_of(wholes, "a step of this job, link by link", rerun=rerun, seconds=seconds)
 
     def _clear(self) -> None:
         self._watcher.close()

@@ -19,7 +19,7 @@ class StageShares:
     """The shares of parameters that this rank holds copies of, from all stages that do.
 
     ``first``: the name that all copies of a parameter have in common. ``places``: who holds what; ``own``: the stage in
-    which this rank does. Shares go through the ``exchange``.
+    which this rank does. Shares go through the ``exchange``, of each ``replica`` apart.
     """
 
     exchange: Exchange
@@ -27,6 +27,7 @@ class StageShares:
     places: Mapping[str, Sequence[RankStage]]
     own: Mapping[str, int]
     bound_s: float
+    replica: int = 0
     given: list[str] = field(default_factory=list)
     known: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class StageShares:
         there: list[list[_Share]] = self.exchange.gather(list(mine), what=what, bound_s=self.bound_s)
         every = {key for one in there for key in one}
         for key, share in mine.items():
-            self.given.append(_address(key))
+            self.given.append(self._address(key))
             self.exchange.give(self.given[-1], share)
         whole: dict[str, Tensor | None] = {}
         for first, names in copies.items():
@@ -87,10 +88,9 @@ class StageShares:
     def _taken(self, key: _Share, mine: Mapping[_Share, Tensor]) -> Tensor:
         if key in mine:
             return mine[key]
-        found = self.exchange.take(_address(key), bound_s=self.bound_s)
+        found = self.exchange.take(self._address(key), bound_s=self.bound_s)
         return found.to(next(iter(mine.values())).device) if mine else found
 
-
-def _address(share: _Share) -> str:
-    name, stage = share
-    return f"share of {name} of stage {stage}"
+    def _address(self, share: _Share) -> str:
+        name, stage = share
+        return f"share of {name} of stage {stage} of replica {self.replica}"

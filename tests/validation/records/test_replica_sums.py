@@ -1,0 +1,145 @@
+"""Replicas of a pipeline, held against themselves: what each adds up is summed over all of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeproof import Composed, check_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+WIDTH, ROWS, COUNT, STAGES = 8, 4, 3, 2
+LOSS = nn.functional.mse_loss
+
+
+def named(stage: int, name: str) -> str:
+    return f"{stage}.{name}"
+
+
+def data(replica: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(5 + replica)
+    return [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(COUNT)]
+
+
+def stage_of(number: int) -> nn.Module:
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def pipelines(context: RankContext, fault: str, averaged: bool, same: bool = False) -> Verdict:
+    """Two stages by hand, in as many replicas as there are ranks for; they average gradients, or add them up."""
+    number, replica, replicas = context.rank % STAGES, context.rank // STAGES, context.ranks // STAGES
+    peers = [dist.new_group([STAGES * k + p for k in range(replicas)]) for p in range(STAGES)][number]
+    stage, microbatches, other = stage_of(number), data(0 if same else replica), context.rank ^ 1
+    with check_step({number: stage}, microbatches, against=Composed(LOSS), rename=named, timeout_s=20) as check:
+        inputs, outputs, losses = list[Tensor](), list[Tensor](), list[float]()
+        for x, target in microbatches:
+            if number:
+                x = torch.empty(ROWS, WIDTH)
+                dist.recv(x, other)
+            inputs.append(x.requires_grad_(number > 0))
+            output = stage(inputs[-1])
+            if number:
+                losses.append(LOSS(output, target).item())
+                output = LOSS(output, target) / (COUNT if averaged else COUNT * replicas)
+            else:
+                dist.send(output.detach(), other)
+            outputs.append(output)
+        for x, output in zip(inputs, outputs, strict=True):
+            flow = torch.empty(ROWS, WIDTH)
+            if not number:
+                dist.recv(flow, other)
+            output.backward(None if number else flow)
+            if x.grad is not None:
+                dist.send(x.grad, other)
+        for parameter in stage.parameters():
+            assert parameter.grad is not None
+            if not (fault == "unreduced" and number == 1):
+                dist.all_reduce(parameter.grad, group=peers)
+            if averaged and not (fault == "unscaled" and number == 0):
+                parameter.grad /= replicas
+        if fault == "one rank" and context.rank == 2:
+            next(stage.parameters()).grad *= 2  # type: ignore[operator]  # it has one
+        check.gradients()
+        check.report(losses=losses or None)
+    return check.verdict
+
+
+def checked(world: World, fault: str = "", *, averaged: bool = True, same: bool = False) -> Verdict:
+    verdicts = world.run(pipelines, fault, averaged, same, ranks=2 * STAGES)
+    assert len({str(verdict) for verdict in verdicts}) == 1, "all ranks have one verdict"
+    found: Verdict = verdicts[0]
+    return found
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("kind", ["simulated", "world"])
+def test_replicas_that_average_and_that_add_up_are_right(
+    kind: str, averaged: bool, request: pytest.FixtureRequest
+) -> None:
+    verdict = checked(request.getfixturevalue(kind), averaged=averaged)
+    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 16), str(verdict)
+    assert verdict.law("loss").checked == 2 * COUNT
+
+
+@pytest.mark.parametrize(
+    ("fault", "averaged", "kind", "ranks"),
+    [
+        ("unreduced", True, "not-reduced", {1, 3}),
+        ("unreduced", False, "not-reduced", {1, 3}),
+        ("unscaled", True, "scale", {0, 2}),
+        ("one rank", True, "scale", {2}),
+    ],
+)
+def test_what_is_wrong_between_replicas_is_named(
+    fault: str, averaged: bool, kind: str, ranks: set[int], simulated: World
+) -> None:
+    verdict = checked(simulated, fault, averaged=averaged)
+    assert verdict.law("gradient").outcome == "fail", str(verdict)
+    assert {mismatch.rank for mismatch in verdict.mismatches if mismatch.law == "gradient"} == ranks
+    assert verdict.cause[0].kind == kind, str(verdict)
+
+
+def test_replicas_of_whom_nobody_tells_what_they_run_are_not_judged(simulated: World) -> None:
+    verdict = checked(simulated, same=True)
+    assert verdict.verdict == "unknown"
+    assert "nobody tells whose microbatches are whose" in str(verdict)
+
+
+def in_ddp(context: RankContext) -> Verdict:
+    """A model of one stage on each rank, whose gradients DDP averages."""
+    stage = stage_of(0)
+    replicas = DistributedDataParallel(stage)
+    microbatches = data(context.rank)
+    with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
+        losses = []
+        for number, (x, target) in enumerate(microbatches):
+            replicas.require_backward_grad_sync = number == COUNT - 1
+            loss = LOSS(replicas(x), target)
+            losses.append(loss.item())
+            (loss / COUNT).backward()
+        check.gradients()
+        check.report(losses=losses)
+    return check.verdict
+
+
+def test_the_module_inside_ddp_is_a_stage(world: World) -> None:
+    verdict = world.run(in_ddp, ranks=2)[0]
+    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 8), str(verdict)
+
+
+def twice(context: RankContext) -> list[int]:
+    """How many groups there are after one checked step, and after another."""
+    found = []
+    for _ in range(2):
+        in_ddp(context)
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
+def test_groups_are_made_once(world: World) -> None:
+    (one, other), _ = world.run(twice, ranks=2)
+    assert one == other
