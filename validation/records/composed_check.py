@@ -198,8 +198,10 @@ class ComposedCheck(CheckedStep):
     def _refuse_uncalled(self, calls: Mapping[int, Sequence[Call]]) -> None:
         """Raise ``RecordError`` for a stage that computes, as its gradients show, and not in calls that are seen."""
         for stage, module in self._own.modules.items():
-            own, wanting = calls[stage], [one for one in module.parameters() if one.requires_grad]
-            if not own and (not wanting or any(map(_grown, wanting))):
+            own = calls[stage]
+            wanting = [(name, one.grad) for name, one in module.named_parameters() if one.requires_grad]
+            grown = any(self._grown(self._own.rename(stage, name), gradient) for name, gradient in wanting)
+            if not own and (grown or not wanting):
                 raise RecordError(
                     f"no call of stage {stage}'s module was seen: pass the very module that is called, "
                     "and call it itself, not its forward, nor compiled"
@@ -209,6 +211,12 @@ class ComposedCheck(CheckedStep):
                     f"stage {stage}'s module is called on what it gave itself: pass one that makes all of its calls "
                     "for a microbatch in one"
                 )
+
+    def _grown(self, name: str, gradient: Tensor | None) -> bool:
+        if gradient is None or not any_nonzero(dense(gradient)):
+            return False
+        begun = self._begun.get(name)
+        return begun is None or not torch.equal(begun.to(gradient.device), dense(gradient))
 
     def _run_again(self, stage: int, chain: Chain, calls: Sequence[Call]) -> OwnStage:
         """A stage of this rank, run once more."""
@@ -314,10 +322,6 @@ class ComposedCheck(CheckedStep):
     def _clear(self) -> None:
         self._watcher.close()
         self._shares.clear()
-
-
-def _grown(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and any_nonzero(dense(parameter.grad))
 
 
 def _on_its_own(calls: Sequence[Call]) -> bool:
