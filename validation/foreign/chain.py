@@ -41,6 +41,19 @@ def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
     return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
 
 
+def without_trials(stages: Mapping[int, StageSeen], data: Data) -> dict[int, StageSeen]:
+    """``stages`` without a first call too many that is about nothing known: by such, a runtime learns shapes.
+
+    Were it more than that, the gradients would show it.
+    """
+    orders, found = Chain(stages, data).orders, dict(stages)
+    for stage, seen in stages.items():
+        first, *others = orders[stage].numbers or (0,)
+        if first == UNKNOWN_MICROBATCH and sorted(others) == list(range(len(data))):
+            found[stage] = replace(seen, calls=seen.calls[1:])
+    return found
+
+
 class Chain:
     """The calls of all ``stages``, by number; ``data`` is what each microbatch brings."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.chain import Chain, Data, StageSeen, counting
+from pipeproof.foreign.chain import Chain, Data, StageSeen, counting, without_trials
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known
 from pipeproof.foreign.handed_back import Gradient
@@ -80,6 +80,7 @@ class ComposedCheck(CheckedStep):
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._update: OwnUpdate | None = None
         self._begun: dict[str, Tensor] = {}
+        self._late = 1.0  # what gradients are divided by once they are summed, in place of the losses
         self._lost: set[int] = set()  # stages of which it is not known what they give
         self._part_of_chain: OwnPart | None = None
 
@@ -173,15 +174,20 @@ class ComposedCheck(CheckedStep):
         every = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
-        chain = Chain({stage: one for part in every for stage, one in part.items()}, self._data)
+        chain = Chain(
+            without_trials({stage: one for part in every for stage, one in part.items()}, self._data), self._data
+        )
+        seen = {stage: chain.stages[stage] for stage in seen}
+        calls = {stage: own[len(own) - len(seen[stage].calls) :] for stage, own in calls.items()}
         stages: list[OwnStage] = []
         with self.noting():
             stages = [self._run_again(stage, chain, own) for stage, own in sorted(calls.items(), reverse=True)]
         lost = [own.stage for own in stages if not own.closed]
-        self._lost = set().union(*self._gather(lost, "which stages do not give the same again"))
+        told_of = self._gather((lost, self._late), "which stages give the same again, and how losses are divided")
+        self._lost, self._late = set().union(*(one for one, _ in told_of)), max(late for _, late in told_of)
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
         self._shares = StageShares(self._exchange, self._first, self._places, self._own.places, self._bound_s)
-        due = sums | self._shares.join(None if self._why else sums)
+        due = self._divided(sums | self._shares.join(None if self._why else sums))
         found = _dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
         part = OwnPart(self._ledger, seen)
         for own in stages:
@@ -220,10 +226,31 @@ class ComposedCheck(CheckedStep):
 
     def _run_again(self, stage: int, chain: Chain, calls: Sequence[Call]) -> OwnStage:
         """A stage of this rank, run once more."""
-        ending = self._ending(chain.orders[stage].numbers) if stage == chain.last else None
+        if stage < chain.last:
+            return self._once_more(stage, calls, None)
+        ending = self._ending(chain.orders[stage].numbers)
+        undivided, late = replace(ending, divisor=1.0), self._by.accumulation.late
+        own = self._once_more(stage, calls, undivided if late else ending)
+        if not late and not own.received and self._divisor != 1.0:  # a runtime may divide gradients at last
+            other = self._once_more(stage, calls, undivided)
+            own, late = (other, True) if other.received else (own, False)
+        self._late = self._divisor if late else 1.0
+        return own
+
+    def _once_more(self, stage: int, calls: Sequence[Call], ending: Ending | None) -> OwnStage:
         own = OwnStage(stage, self._own.modules[stage], calls, ending=ending, accumulation=self._by.accumulation)
         own.run()
         return own
+
+    def _divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """``sums`` by what the runtime divides them at last."""
+        late = self._late
+        return {name: one if one is None or late == 1.0 else one / late for name, one in sums.items()}
+
+    def _undivided(self, seen: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What was ``seen``, as if it were not divided yet: of such are what causes are sought by."""
+        late = self._late
+        return {name: one * late if isinstance(one, Tensor) and late != 1.0 else one for name, one in seen.items()}
 
     def _ending(self, numbers: Sequence[int]) -> Ending:
         if self._given is None:
@@ -256,6 +283,7 @@ class ComposedCheck(CheckedStep):
         wrong = {one.parameter for one in self._ledger.mismatches[before:]}
         if not wrong:
             return part
+        seen = self._undivided(seen)
         shared = {name for names in self._shares.copies.values() for name in names.values()}
         copies = [
             self._shares.looked_at(name, seen[name], allowed.gradient(name).limit) for name in names if name in shared
