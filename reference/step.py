@@ -213,7 +213,9 @@ class Reference:
         each, parameters = [leaf for leaf, _ in leaves.values()], [own for _, own in leaves.values()]
         apart = ByUse(loss, each if self._by_use else ())
         wanting = batch.wanting
-        begun = {id(uses[name]): onto[site] for name, site in self._sites.items() if onto.get(site) is not None}
+        begun = {
+            id(leaf): onto[self._sites[name]] for name, leaf in uses.items() if onto.get(self._sites[name]) is not None
+        }
         sums = {k: begun[id(leaf)] for k, leaf in enumerate(each) if id(leaf) in begun}
         made = graded(loss / divisor, (*each, *wanting.values()), (*parameters, *wanting.values()), onto=sums)
         found = dict(zip(map(id, each), made, strict=False))

@@ -41,6 +41,19 @@ def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
     return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
 
 
+def without_trials(stages: Mapping[int, StageSeen], data: Data) -> dict[int, StageSeen]:
+    """``stages`` without a first call too many that is about nothing known: by such, a runtime learns shapes.
+
+    Were it more than that, the gradients would show it.
+    """
+    orders, found = Chain(stages, data).orders, dict(stages)
+    for stage, seen in stages.items():
+        first, *others = orders[stage].numbers or (0,)
+        if first == UNKNOWN_MICROBATCH and sorted(others) == list(range(len(data))):
+            found[stage] = replace(seen, calls=seen.calls[1:])
+    return found
+
+
 class Chain:
     """The calls of all ``stages``, by number; ``data`` is what each microbatch brings."""
 
@@ -172,11 +185,11 @@ class Chain:
 
     def _as_sent(self, stage: int, number: int, taken: set[Source]) -> Source | None:
         """Where most of what came as this input was sent from. Of tensors that are equal, each is some input's."""
-        own = {one.digest for one in self._came(stage, number)}
-        votes = {source: len(own & {one.digest for one in sent}) for source, sent in self._sent(stage)}
+        votes = self._votes(stage, number)
         most = max(votes.values(), default=0)
-        best = [source for source, count in votes.items() if most and count == most]
-        return max(best, default=None, key=lambda source: (source not in taken, source[1] == number))
+        best = [source for source, count in votes.items() if count == most]
+        found = max(best, default=None, key=lambda source: (source not in taken, source[1] == number))
+        return found if 2 * most > len(self._came(stage, number)) else None
 
     def _of_its_form(self, stage: int, number: int, taken: set[Source]) -> Source | None:
         """What has the form of this input, and is nothing that came elsewhere as it was sent.
@@ -188,7 +201,13 @@ class Chain:
         beside = [source for source in alike if source not in taken]
         flows = any(number in call.needing for call in self.stages[stage].calls)
         fitting = [source for source in beside if source[0] is not None] or beside or (alike if flows else [])
-        return next((source for source in fitting if source[1] == number), next(iter(fitting), None))
+        votes = self._votes(stage, number)
+        return max(fitting, default=None, key=lambda source: (votes[source], source[1] == number))
+
+    def _votes(self, stage: int, number: int) -> dict[Source, int]:
+        """How much of what came as this input each source sent."""
+        came = Counter(one.digest for one in self._came(stage, number))
+        return {source: (came & Counter(one.digest for one in sent)).total() for source, sent in self._sent(stage)}
 
     def _sent(self, stage: int) -> Iterator[tuple[Source, list[Sketch]]]:
         """What can come into a stage: outputs of those before it, the nearest first, and data; for the first, data."""

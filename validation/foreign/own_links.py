@@ -153,6 +153,12 @@ class OwnStage:
         return all(link.closed for link in self.links)
 
     @property
+    def received(self) -> int:
+        """How many output gradients of its calls are to the bit what they were."""
+        every = [(k, at) for k, link in enumerate(self.links) for at in link.gives if at[0] == RECEIVED]
+        return sum(_is_seen(self._calls[k], at, self.links[k].gives[at]) for k, at in every)
+
+    @property
     def single_names(self) -> list[str]:
         """The stage's parameters, each by the first of its names."""
         return [name for name, _ in self._model.named_parameters()]
@@ -320,6 +326,11 @@ class OwnStage:
     @cached_property
     def _wide(self) -> Reference:
         return self._reference.of(widened(copied(self._model)))
+
+
+def _is_seen(call: Call, at: Point, made: Sketch) -> bool:
+    seen = _seen(call, at)
+    return seen is not None and seen.digest == made.digest
 
 
 def _seen(call: Call, at: Point) -> Sketch | None:

@@ -73,6 +73,7 @@ def _counts(dtype: torch.dtype) -> bool:
     return not name.startswith(("bits", "float4"))
 
 
+_ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DIRECTIONS = 4
 _FEW = 16
 _ROW = 65_521  # signs in a direction
@@ -98,8 +99,9 @@ class Sketch:
     """A tensor's form, its digest, its norm and its projections onto a few fixed random directions.
 
     The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
-    ``narrow`` is the type, narrower than its own, that every element can be said in; empty if there is none. ``bits``
-    is the sum of all elements read as integers, which no order changes.
+    The digest is of the values: a zero has no sign there. ``narrow`` is the type, narrower than its own, that every
+    element can be said in; empty if there is none. ``bits`` is the sum of all elements read as integers, which no order
+    changes.
     """
 
     shape: tuple[int, ...]
@@ -159,7 +161,7 @@ class Sketch:
 
 def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     """The sketch of ``tensor``: ``known`` itself, where it is one of an equal tensor."""
-    content = digest(tensor)
+    content = digest(_unsigned(tensor))
     if known is not None and known.digest == content:
         return known
     flat = numbers(tensor.cpu())
@@ -167,6 +169,12 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     form, size = (tuple(tensor.shape), tensor.dtype, content), flat.norm().item()
     narrow = _narrow(flat) if is_rounded(tensor.dtype) else ""
     return Sketch(*form, size, tuple(_projections(flat).tolist()), narrow, _bits(tensor.cpu()))
+
+
+def _unsigned(tensor: Tensor) -> Tensor:
+    """``tensor``, but that no zero has a sign: whoever adds up messages loses that, and it is equal without."""
+    plain = _plain(tensor)
+    return plain + 0.0 if plain.is_complex() or plain.dtype in _ADDED else plain
 
 
 def _bits(tensor: Tensor) -> int:

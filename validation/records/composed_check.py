@@ -5,20 +5,18 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.chain import Chain, Data, StageSeen, counting
+from pipeproof.foreign.chain import Chain, Data, StageSeen, counting, without_trials
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known, verdict_of
-from pipeproof.foreign.crossings import near
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.own_causes import own_causes
-from pipeproof.foreign.own_links import Ending, OwnStage
+from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.judging.comparison import Comparison, Due
@@ -38,6 +36,7 @@ from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
+from pipeproof.records.way import Way
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.again import drawing_on
 from pipeproof.reference.step import Site, clip_factor, dense
@@ -82,7 +81,7 @@ class ComposedCheck(CheckedStep):
         self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
         self._start = ChainStart(None)
         self._starts: Sequence[ChainStart] = ()
-        self._scale = 1.0  # how many times as large as it should be what a replica adds up is: they are averaged later
+        self._way = Way(against, 1.0, 1)
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
@@ -191,14 +190,19 @@ class ComposedCheck(CheckedStep):
         every = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
-        chain = Chain({s: one for part in self._of_replica(every) for s, one in part.items()}, self._data)
+        own_chain = {s: one for part in self._of_replica(every) for s, one in part.items()}
+        chain = Chain(without_trials(own_chain, self._data), self._data)
+        seen = {stage: chain.stages[stage] for stage in seen}
+        calls = {stage: own[len(own) - len(seen[stage].calls) :] for stage, own in calls.items()}
         stages: list[OwnStage] = []
         with self.noting():
-            stages = [self._run_again(stage, chain, own) for stage, own in sorted(calls.items(), reverse=True)]
-        lost, scale = [own.stage for own in stages if not own.closed], self._scale
-        told = self._gather((lost, scale), "which stages do not give the same again")
-        self._lost = {stage for those, _ in told for stage in those}
-        self._scale = max(scale for _, scale in told)
+            way = Way(self._by, self._divisor, self._run.count)
+            for stage, made in sorted(calls.items(), reverse=True):
+                stages.append(way.run_again(stage, self._own.modules[stage], made, self._targets(chain, stage)))
+            self._way = way
+        lost, scale = [own.stage for own in stages if not own.closed], self._way.scale
+        told = self._gather((lost, scale), "which stages give the same again, and how losses are divided")
+        self._lost, self._way.scale = {stage for those, _ in told for stage in those}, max(one for _, one in told)
         due = self._summed(stages)
         found = _dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
         part = OwnPart(self._ledger, seen)
@@ -218,16 +222,18 @@ class ComposedCheck(CheckedStep):
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
         held = [start.stages for start in self._starts]
         self._replicas = ReplicaSums(self._exchange, held, self._own.parameters, self._bound_s)
-        sums |= self._replicas.summed(sums, self._scale)
+        sums |= self._replicas.summed(sums)
         both = self._exchange, self._first
         self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._replica)
-        return sums | self._shares.join(None if self._why else sums)
+        return self._way.divided(sums | self._shares.join(None if self._why else sums))
 
     def _refuse_uncalled(self, calls: Mapping[int, Sequence[Call]]) -> None:
         """Raise ``RecordError`` for a stage that computes, as its gradients show, and not in calls that are seen."""
         for stage, module in self._own.modules.items():
-            own, wanting = calls[stage], [one for one in module.parameters() if one.requires_grad]
-            if not own and (not wanting or any(map(_grown, wanting))):
+            own = calls[stage]
+            wanting = [(name, one.grad) for name, one in module.named_parameters() if one.requires_grad]
+            grown = any(self._grown(self._own.rename(stage, name), gradient) for name, gradient in wanting)
+            if not own and (grown or not wanting):
                 raise RecordError(
                     f"no call of stage {stage}'s module was seen: pass the very module that is called, "
                     "and call it itself, not its forward, nor compiled"
@@ -238,24 +244,19 @@ class ComposedCheck(CheckedStep):
                     "for a microbatch in one"
                 )
 
-    def _run_again(self, stage: int, chain: Chain, calls: Sequence[Call]) -> OwnStage:
-        """A stage of this rank, run once more."""
-        made = partial(OwnStage, stage, self._own.modules[stage], calls, accumulation=self._by.accumulation)
-        if stage != chain.last:
-            own = made(ending=None)
-            own.run()
-            return own
-        for scale in dict.fromkeys((float(self._run.count), 1.0)):
-            own, self._scale = made(ending=self._ending(chain.orders[stage].numbers, self._divisor / scale)), scale
-            own.run()
-            if own.flow_factor is None or not near(own.flow_factor, 1 / self._run.count):
-                break  # not divided as where replicas add up, and do not average
-        return own
+    def _grown(self, name: str, gradient: Tensor | None) -> bool:
+        if gradient is None or not any_nonzero(dense(gradient)):
+            return False
+        begun = self._begun.get(name)
+        return begun is None or not torch.equal(begun.to(gradient.device), dense(gradient))
 
-    def _ending(self, numbers: Sequence[int], divisor: float) -> Ending:
+    def _targets(self, chain: Chain, stage: int) -> list[Any] | None:
+        """The target of each call of the last stage; None for others. Raises ``RecordError`` if they are not here."""
+        if stage < chain.last:
+            return None
         if self._given is None:
             raise RecordError("the last stage is here, and its targets are not: pass microbatches on its rank, too")
-        return Ending(self._by.loss_fn, divisor, [self._given[m][1] if m >= 0 else None for m in numbers])
+        return [self._given[m][1] if m >= 0 else None for m in chain.orders[stage].numbers]
 
     def _compared(
         self,
@@ -283,6 +284,7 @@ class ComposedCheck(CheckedStep):
         wrong = {one.parameter for one in self._ledger.mismatches[before:]}
         if not wrong:
             return part
+        seen = self._way.undivided(seen)
         shared = {name for names in self._shares.copies.values() for name in names.values()}
         copies = [
             self._shares.looked_at(name, seen[name], allowed.gradient(name).limit) for name in names if name in shared
@@ -293,7 +295,7 @@ class ComposedCheck(CheckedStep):
             return part
         if self._run.count > 1:
             pairs = {name: (due[name], seen[name]) for name in names if name in wrong - shared}
-            return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._scale)))
+            return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
         begun = {name: self._begun.get(name) for name in alone}
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, rank=self._exchange.rank)
         return replace(part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided))
@@ -364,10 +366,6 @@ def _length(gradient: Tensor) -> float:
     """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
     pieces = torch.split(gradient.reshape(-1), _PIECE)
     return length_of(gradient) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
-
-
-def _grown(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and any_nonzero(dense(parameter.grad))
 
 
 def _on_its_own(calls: Sequence[Call]) -> bool:

@@ -37,8 +37,8 @@ class ReplicaSums:
     bound_s: float
     alone: dict[str, Sketch] = field(default_factory=dict)
 
-    def summed(self, sums: Mapping[str, Tensor | None], scale: float) -> dict[str, Tensor | None]:
-        """``sums``, which are used up, over all replicas, divided by ``scale``: replicas may average them.
+    def summed(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """``sums``, which are used up, over all replicas.
 
         Every rank calls this. It calls ``all_reduce`` for each of them.
         """
@@ -53,7 +53,7 @@ class ReplicaSums:
             if one is not None:
                 self.alone[name] = sketch(one)
         given = sorted({name for rank in self._peers for name, has in there[rank].items() if has})
-        return {**dict.fromkeys(sums), **{name: self._reduced(group, sums.get(name), name, scale) for name in given}}
+        return {**dict.fromkeys(sums), **{name: self._reduced(group, sums.get(name), name) for name in given}}
 
     def causes(
         self, stage: int, wrong: Mapping[str, tuple[Tensor | None, Tensor | None]], scale: float
@@ -83,13 +83,13 @@ class ReplicaSums:
         mine = tuple(self.stages[self.exchange.rank])
         return tuple(rank for rank, own in enumerate(self.stages) if tuple(own) == mine)
 
-    def _reduced(self, group: dist.ProcessGroup, own: Tensor | None, name: str, scale: float) -> Tensor:
+    def _reduced(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
         """The sum of one parameter, of which this replica may have nothing."""
         if own is None:
             own = torch.zeros_like(self.parameters[name])
         wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
         dist.all_reduce(wide, group=group)
-        return (wide / scale if scale != 1.0 else wide).to(own.dtype)
+        return wide.to(own.dtype)
 
     def _group(self) -> dist.ProcessGroup | None:
         """The group of the ranks with the same stages; None where this is the only one."""

@@ -1,0 +1,313 @@
+"""A step of a job that is not ours, held against itself: what is right passes, whatever stages are like."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.composed_parts import Whole
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.step_check import check_step
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.one_process import DATA, MSE, TOKENS, Job, checked
+
+
+class Layer(nn.Module):
+    """A linear layer, and what ``then`` makes of its output and of what else comes in."""
+
+    def __init__(self, then: Callable[..., Any] = torch.tanh, *, trained: bool = True) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(8, 8).requires_grad_(trained), then
+        self.calls = 0
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        self.calls += 1
+        return self.then(self.layer(x), *others, **named)
+
+
+def layers(*then: Callable[..., Any]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Layer(one) for one in then]
+
+
+class Words(nn.Module):
+    """Embeds tokens, and their positions."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 8, sparse=sparse), nn.Embedding(9, 8)
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        found: Tensor = self.words(tokens) + self.places(places)
+        return found
+
+
+class Buffered(nn.Module):
+    """One buffer is made at the first call; another has two names."""
+
+    late: Tensor | None
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("late", None)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("again", self.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.late = torch.ones(8) if self.late is None else self.late * 1.5
+        self.count.add_(1)
+        found: Tensor = self.layer(x) * self.late * self.again
+        return found
+
+
+class Twice(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def hooked() -> nn.Module:
+    """What comes in is halved, and what goes out is doubled."""
+    stage = Layer()
+    stage.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+    stage.register_forward_hook(lambda _, given, made: made * 2)
+    return stage
+
+
+def shared() -> list[nn.Module]:
+    first, second, third = (Layer() for _ in range(3))
+    third.layer.weight = first.layer.weight
+    return [first, second, third]
+
+
+def both(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y, y
+
+
+def noisy(y: Tensor, noise: Tensor) -> Tensor:
+    return torch.tanh(y + noise)
+
+
+def tokens_at(stage: int, m: int) -> dict[str, Tensor]:
+    return {"places": torch.arange(4).expand(3, 4)} if not stage else {}
+
+
+def noise_at(stage: int, m: int) -> dict[str, Tensor]:
+    return {"noise": torch.randn(4, 8)}
+
+
+def target_at(stage: int, m: int, *, wrong: bool = False) -> dict[str, Tensor]:
+    return {"target": DATA[0 if wrong and m == 1 else m][1]} if stage == 1 else {}
+
+
+def to_loss(y: Tensor, target: Tensor) -> Tensor:
+    return MSE(y, target)
+
+
+def masked(y: Tensor, mask: Tensor) -> Tensor:
+    return y * mask
+
+
+def with_mask(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y, y > 0
+
+
+def of_classes(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output @ torch.ones(8, 8, dtype=output.dtype).tril(), target.argmax(-1))
+
+
+def in_bf16(of_loss: bool, *, loss: bool) -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=loss or not of_loss)
+
+
+def absolute(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().square().mean()
+
+
+ACROSS = {3: [(2, 0), (0, 0)]}  # the last of four stages gets what the first gave, too
+COMPLEX = [(torch.complex(x, -x), y) for x, y in DATA]
+RIGHT: dict[str, Callable[[], Job]] = {
+    "frozen": lambda: Job([Layer(trained=False), *layers(torch.tanh, torch.sin)]),
+    "without parameters": lambda: Job([*layers(torch.tanh), nn.Dropout(0.5), *layers(torch.sin)]),
+    "positions of the form of tokens": lambda: Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at),
+    "noise of the form of messages": lambda: Job(layers(noisy, noisy, noisy), more=noise_at),
+    "the target comes in": lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=target_at),
+    "one tensor is two outputs": lambda: Job(layers(both, torch.mul, torch.tanh)),
+    "one output is for two stages": lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS),
+    "one weight has two names": lambda: Job([Twice(), Twice()]),
+    "one weight is in two stages": lambda: Job(shared()),
+    "complex": lambda: Job([nn.Linear(8, 8, dtype=torch.complex64) for _ in range(2)], COMPLEX, loss_fn=absolute),
+    "sparse": lambda: Job([Words(sparse=True), *layers(torch.tanh)], TOKENS, more=tokens_at),
+    "hooks change what passes": lambda: Job([hooked(), hooked()]),
+    "buffers": lambda: Job([Buffered(), Buffered()]),
+    "random": lambda: Job(layers(lambda y: y * random.random(), lambda y: y * numpy.random.rand())),
+    "the loss draws": lambda: Job(layers(torch.tanh, torch.sin), loss_fn=lambda y, t: MSE(nn.functional.dropout(y), t)),
+    "cast": lambda: Job(layers(torch.tanh, torch.sin), loss_fn=of_classes, cast=partial(in_bf16, loss=True)),
+    "cast but for the loss": lambda: Job(
+        layers(torch.tanh, torch.sin), loss_fn=of_classes, cast=partial(in_bf16, loss=False)
+    ),
+    "gradients are divided at last": lambda: Job(layers(*[torch.tanh] * 3), late=3.0),
+    "shapes are tried first": lambda: Job(layers(*[torch.tanh] * 3), trial=True),
+    "a mode that does not matter": lambda: Job([one.eval() for one in layers(torch.tanh, torch.sin)]),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_right_passes(case: str) -> None:
+    verdict = checked(RIGHT[case]())
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def swapped_mask(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
+    return [given[0], ~given[1]] if stage == 1 else given
+
+
+WRONG: dict[str, tuple[Callable[[], Job], str]] = {
+    "a gradient from afar is lost": (
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS, keep=0.0), "boundaries"
+    ),
+    "a gradient from afar is 1e-3 too large": (
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS, keep=1.001), "boundaries"
+    ),
+    "another's target comes in": (
+        lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=partial(target_at, wrong=True)), "boundaries"
+    ),
+    "nothing is divided": (lambda: Job(layers(torch.tanh, torch.sin), late=1.0), "gradient"),
+    "divided twice as much at last": (lambda: Job(layers(torch.tanh, torch.sin), late=6.0), "gradient"),
+    "no mask is as it was sent": (lambda: Job(layers(with_mask, masked), fault=swapped_mask), "boundaries"),
+    "a mode that matters": (
+        lambda: Job([*layers(torch.tanh), nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval()]), "microbatches"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_fails(case: str) -> None:
+    job, law = WRONG[case]
+    verdict = checked(job())
+    assert law in [one.name for one in verdict.laws if one.outcome == "fail"], str(verdict)
+
+
+def counted() -> nn.Module:
+    stage = Layer()
+    stage.then = lambda y: y * stage.calls
+    return stage
+
+
+def not_again() -> nn.Module:
+    stage = Layer()
+
+    def then(y: Tensor) -> Tensor:
+        if stage.calls > len(DATA):
+            raise ValueError("too often")
+        return torch.tanh(y)
+
+    stage.then = then
+    return stage
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(self.inner(x))
+
+
+UNKNOWN: dict[str, tuple[Callable[[], Job], str]] = {
+    "a counter": (lambda: Job([*layers(torch.tanh), counted(), *layers(torch.sin)]), "stage 1 gives something else"),
+    "it cannot be run again": (lambda: Job([not_again(), *layers(torch.sin)]), "ValueError: too often"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+@pytest.mark.parametrize("max_norm", [math.inf, 0.1])
+def test_what_nobody_knows_is_said_of_all_laws_that_need_it(case: str, max_norm: float) -> None:
+    job, sentence = UNKNOWN[case]
+    verdict = checked(job(), max_norm=max_norm)
+    laws = {one.name: one.outcome for one in verdict.laws}
+    assert verdict.verdict == "unknown", str(verdict)
+    assert sentence in str(verdict)
+    assert laws["boundaries"] == laws["gradient"] == laws["grad-norm"] == "unknown", str(verdict)
+
+
+def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
+    inner = layers(torch.tanh)[0]
+    with check_step(inner, DATA, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(inner.forward(x), target) / 3).backward()
+        check.gradients()
+    assert "no call of stage 0's module was seen" in str(check.verdict), str(check.verdict)
+
+
+def test_a_module_that_is_called_on_what_it_gave_is_refused() -> None:
+    inner = layers(torch.tanh)[0]
+    with check_step(inner, DATA, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(Around(inner)(x), target) / 3).backward()
+        check.gradients()
+    assert "stage 0's module is called on what it gave itself" in str(check.verdict), str(check.verdict)
+
+
+def test_what_is_no_step_is_refused_in_a_sentence() -> None:
+    (one,) = layers(torch.tanh)
+    assert "stages 0 and 1 are one module" in str(checked(Job([one, one])))
+    assert "microbatches is empty" in str(checked(Job([one]), given=[]))
+    with check_step(one, DATA, against=Composed(MSE), operation=1) as check:
+        check.gradients()
+    assert "operation is 1: a step that is held against itself" in str(check.verdict)
+    with check_step(one, DATA, against=Composed(MSE)) as check:
+        check.gradients()
+    assert "no stage was called yet" in str(check.verdict)
+
+
+def test_a_crash_of_ours_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(self: Whole, title: str, **more: Any) -> Verdict:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(Whole, "explained", crash)
+    verdict = checked(Job(layers(torch.tanh, torch.sin)))
+    assert verdict.verdict == "unknown"
+    assert "the check raised RuntimeError: ours" in str(verdict)
+
+
+def told_otherwise(context: RankContext, numbers: Sequence[int], max_norms: Sequence[float]) -> str:
+    module, rank = nn.Linear(8, 8), context.rank
+    against = Composed(MSE, max_norm=max_norms[rank])
+    named = {"rename": lambda stage, name: f"{rank}.{name}"}
+    with check_step({numbers[rank]: module}, DATA, against=against, timeout_s=10.0, **named) as check:  # type: ignore[arg-type]
+        check.gradients()
+    return str(check.verdict)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "max_norms", "sentence"),
+    [
+        ((0, 2), (1.0, 1.0), "rank 0: nobody has stage 1"),
+        ((0, 0), (1.0, 1.0), "rank 1: stage 0 is on rank 0, too"),
+        ((0, 1), (1.0, 2.0), "rank 1: max_norm is another than on rank 0"),
+    ],
+)
+def test_ranks_that_make_no_chain_are_told(
+    simulated: World, numbers: Sequence[int], max_norms: Sequence[float], sentence: str
+) -> None:
+    said = simulated.run(told_otherwise, numbers, max_norms, ranks=2)
+    assert sentence in said[0]
+    assert said[0] == said[1]

@@ -1,0 +1,57 @@
+"""How a step divides: its losses by all microbatches or by a replica's own, or gradients at last."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.crossings import near
+from pipeproof.foreign.own_links import Ending, OwnStage
+from pipeproof.observers.calls import Call
+
+
+@dataclass
+class Way:
+    """Runs stages again, and finds out by what the losses of a step were divided.
+
+    ``whole`` is what the loss of all ``replicas`` is divided by. ``scale``: what sums are divided by at last, where
+    losses were divided by less.
+    """
+
+    by: Composed
+    whole: float
+    replicas: int
+    scale: float = 1.0
+
+    def run_again(
+        self, stage: int, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
+    ) -> OwnStage:
+        """A stage, run once more. ``targets``: those of its calls, if it is the last one."""
+        if targets is None:
+            return self._once_more(stage, module, calls, None)
+        ways = [1.0] if self.by.accumulation.late else dict.fromkeys((self.whole / self.replicas, self.whole, 1.0))
+        for divisor in ways:  # replicas may average gradients, or add them up; a runtime may divide them at last
+            own = self._once_more(stage, module, calls, Ending(self.by.loss_fn, divisor, targets))
+            if own.received or near(own.flow_factor, 1.0):
+                self.scale = self.whole / divisor
+                return own
+        first = next(iter(ways))
+        self.scale = self.whole / first
+        return self._once_more(stage, module, calls, Ending(self.by.loss_fn, first, targets))
+
+    def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """``sums`` by what they are too large."""
+        scale = self.scale
+        return {name: one if one is None or scale == 1.0 else one / scale for name, one in sums.items()}
+
+    def undivided(self, seen: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What was ``seen``, as if it were not divided yet: of such are what causes are sought by."""
+        scale = self.scale
+        return {name: one * scale if isinstance(one, Tensor) and scale != 1.0 else one for name, one in seen.items()}
+
+    def _once_more(self, stage: int, module: nn.Module, calls: Sequence[Call], ending: Ending | None) -> OwnStage:
+        own = OwnStage(stage, module, calls, ending=ending, accumulation=self.by.accumulation)
+        own.run()
+        return own
