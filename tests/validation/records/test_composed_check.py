@@ -2,9 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,121 +17,9 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 
-MSE = nn.functional.mse_loss
-DATA = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(m)), torch.full((4, 8), m / 4)) for m in range(3)]
 TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
-Sent = dict[tuple[int, int], list[tuple[int, Tensor]]]  # of an output, by stage and number: who got what
-
-
-def no_fault(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
-    return given
-
-
-@dataclass
-class Job:
-    """A pipeline whose stages are all here: microbatch after microbatch goes through it, and back.
-
-    ``route``: the outputs that a stage gets, by stage and number; else all of the one before. ``more``: what it is
-    called with besides. ``fault`` changes what comes in. ``late``: what gradients are divided by once they are summed,
-    in place of the losses. ``trial``: a first call of the last stage, and its backward, tell shapes and no more.
-    """
-
-    stages: Sequence[nn.Module]
-    data: Sequence[tuple[Any, Any]] = field(default_factory=lambda: DATA)
-    loss_fn: Any = MSE
-    route: Mapping[int, list[tuple[int, int]]] = field(default_factory=dict)
-    more: Callable[[int, int], Mapping[str, Tensor]] = lambda stage, microbatch: {}
-    fault: Callable[[int, int, list[Tensor]], list[Tensor]] = no_fault
-    late: float | None = None
-    trial: bool = False
-    keep: float = 1.0  # how much of a gradient that comes from beyond the next stage
-    cast: Callable[[bool], Any] = lambda of_loss: nullcontext()
-
-    def step(self) -> list[float]:
-        """The losses."""
-        if self.trial:
-            x = torch.zeros(4, 8, requires_grad=True)
-            torch.autograd.grad(self.stages[-1](x).sum(), x)
-        losses = [self._train(m, *pair) for m, pair in enumerate(self.data)]
-        for one in (one for stage in self.stages for one in stage.parameters()):
-            if self.late is not None and one.grad is not None:
-                one.grad.div_(self.late)
-        return losses
-
-    def norm(self) -> float:
-        own = {id(one): one for stage in self.stages for one in stage.parameters() if one.grad is not None}
-        return math.sqrt(sum(float(_dense(one).abs().double().square().sum()) for one in own.values()))
-
-    def _train(self, m: int, x: Tensor, target: Any) -> float:
-        made, sent = list[list[Tensor]](), Sent()
-        for k, stage in enumerate(self.stages):
-            given = [x] if not k else self._received(k, made, sent)
-            with self.cast(False):
-                output = stage(*self.fault(k, m, given), **self.more(k, m))
-            made.append([output] if isinstance(output, Tensor) else list(output))
-        with self.cast(True):
-            loss = output if self.loss_fn is None else self.loss_fn(output, target)
-        (loss / (len(self.data) if self.late is None else 1.0)).backward()
-        for k in reversed(range(len(made) - 1)):
-            self._back(k, made[k], sent)
-        return loss.item()
-
-    def _received(self, k: int, made: list[list[Tensor]], sent: Sent) -> list[Tensor]:
-        given = []
-        for of, number in self.route.get(k, [(k - 1, n) for n in range(len(made[k - 1]))]):
-            one = made[of][number]
-            given.append(one.detach().clone().requires_grad_(one.requires_grad))
-            sent.setdefault((of, number), []).append((k, given[-1]))
-        return given
-
-    def _back(self, k: int, made: list[Tensor], sent: Sent) -> None:
-        pairs = []
-        for n, one in enumerate(made):
-            flows = [
-                g.grad * (self.keep if to > k + 1 else 1.0) for to, g in sent.get((k, n), ()) if g.grad is not None
-            ]
-            if flows and one.requires_grad:
-                pairs.append((one, torch.stack(flows).sum(0)))
-        if pairs:
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-
-
-def _dense(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-
-
-def checked(job: Job, *, given: Any = None, **more: Any) -> Verdict:
-    """The verdict on a step of ``job``, which must not notice it: ``more`` is what ``Composed`` is told."""
-    torch.manual_seed(1)
-    stages, data = dict(enumerate(job.stages)), job.data if given is None else given
-    with check_step(stages, data, against=Composed(job.loss_fn, **more), rename=lambda s, n: f"{s}.{n}") as check:
-        losses = job.step()
-        drawn = [random.random(), numpy.random.rand(), float(torch.rand(()))]
-        states = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
-        check.gradients()
-        assert states == (random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()), drawn
-        check.report(losses=losses, norm=job.norm())
-    return check.verdict
-
-
-class Layer(nn.Module):
-    """A linear layer, and what ``then`` makes of its output and of what else comes in."""
-
-    def __init__(self, then: Callable[..., Any] = torch.tanh, *, trained: bool = True) -> None:
-        super().__init__()
-        self.layer, self.then = nn.Linear(8, 8).requires_grad_(trained), then
-        self.calls = 0
-
-    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        self.calls += 1
-        return self.then(self.layer(x), *others, **named)
-
-
-def layers(*then: Callable[..., Any]) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Layer(one) for one in then]
 
 
 class Words(nn.Module):
