@@ -17,25 +17,9 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.one_process import DATA, MSE, TOKENS, Job, checked
+from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 
-
-class Layer(nn.Module):
-    """A linear layer, and what ``then`` makes of its output and of what else comes in."""
-
-    def __init__(self, then: Callable[..., Any] = torch.tanh, *, trained: bool = True) -> None:
-        super().__init__()
-        self.layer, self.then = nn.Linear(8, 8).requires_grad_(trained), then
-        self.calls = 0
-
-    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        self.calls += 1
-        return self.then(self.layer(x), *others, **named)
-
-
-def layers(*then: Callable[..., Any]) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Layer(one) for one in then]
+TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
 
 
 class Words(nn.Module):

@@ -1,4 +1,4 @@
-"""A pipeline whose stages are all in one process, held against itself."""
+"""A pipeline whose stages are all in this process, and a step of it that is held against itself."""
 
 import math
 import random
@@ -17,7 +17,6 @@ from pipeproof.records.step_check import check_step
 
 MSE = nn.functional.mse_loss
 DATA = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(m)), torch.full((4, 8), m / 4)) for m in range(3)]
-TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
 Sent = dict[tuple[int, int], list[tuple[int, Tensor]]]  # of an output, by stage and number: who got what
 
 
@@ -111,3 +110,21 @@ def checked(job: Job, *, given: Any = None, **more: Any) -> Verdict:
         assert states == (random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()), drawn
         check.report(losses=losses, norm=job.norm())
     return check.verdict
+
+
+class Layer(nn.Module):
+    """A linear layer, and what ``then`` makes of its output and of what else comes in."""
+
+    def __init__(self, then: Callable[..., Any] = torch.tanh, *, trained: bool = True) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(8, 8).requires_grad_(trained), then
+        self.calls = 0
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        self.calls += 1
+        return self.then(self.layer(x), *others, **named)
+
+
+def layers(*then: Callable[..., Any]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Layer(one) for one in then]
