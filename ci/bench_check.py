@@ -47,6 +47,7 @@ def _steps(width: int, rows: int, rank: int, ranks: int, *, turns: Turns) -> dic
         "plain": lambda: schedule.train_step(data, max_norm=1.0),
         "checked": lambda: _checked(schedule, stage, SingleDevice(lambda: _build(width), loss_fn), data),
         "composed": lambda: _checked(schedule, stage, Composed(loss_fn), data),
+        "one stage": lambda: _checked(schedule, stage, Composed(loss_fn, stages="one by one"), data),
     }
     return take_turns(steps, lambda: None, turns)
 
@@ -73,6 +74,6 @@ def _row(name: str, taken: list[dict[str, Any]]) -> Row:
     seconds = step_seconds(taken, 1)
     milliseconds = {variant: median(values) * 1e3 for variant, values in seconds.items()}
     plain = milliseconds["plain"]
-    adds = {name: (milliseconds[name] - plain) / plain for name in ("checked", "composed")}
+    adds = {name: (milliseconds[name] - plain) / plain for name in ("checked", "composed", "one stage")}
     told = ", ".join(f"{name} adds {steps:.2f} steps" for name, steps in adds.items())
     return Row(name, milliseconds, note=f"{told}; {conditions(taken)}")

@@ -75,8 +75,8 @@ def step(context: RankContext, count: int, faults: Faults, *, clips: bool = Fals
     given = microbatches if rank in (0, last) else None
     with check_step(stage, given, against=by, rename=named, timeout_s=20, **options) as check:
         at = Step(rank, context.ranks)
-        _forwards(at, stage, microbatches, own)
-        _backwards(at, count, own)
+        forwards(at, stage, microbatches, own)
+        backwards(at, count, own)
         own.after(at, stage)
         check.gradients()
         norm = _norm(stage, own, at)
@@ -90,7 +90,8 @@ def step(context: RankContext, count: int, faults: Faults, *, clips: bool = Fals
     return check.verdict
 
 
-def _forwards(at: Step, stage: nn.Module, microbatches: Sequence[tuple[Tensor, Tensor]], own: Faults) -> None:
+def forwards(at: Step, stage: nn.Module, microbatches: Sequence[tuple[Tensor, Tensor]], own: Faults) -> None:
+    """All forwards, with what the last stage makes of them."""
     last = at.ranks - 1
     for at.microbatch, (inputs, target) in enumerate(microbatches):
         if at.rank:
@@ -108,7 +109,8 @@ def _forwards(at: Step, stage: nn.Module, microbatches: Sequence[tuple[Tensor, T
         at.outputs.append(output)
 
 
-def _backwards(at: Step, count: int, own: Faults) -> None:
+def backwards(at: Step, count: int, own: Faults) -> None:
+    """All backwards, in the order of forwards."""
     last = at.ranks - 1
     for at.microbatch in range(count):
         flow = torch.empty(4, WIDTH)

@@ -1,15 +1,18 @@
 """The composed check: what it is told."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.reference_run import WhiteBoxError, check_builds, check_divisor, check_loss_fn
 from pipeproof.reference.accumulation import PLAIN, Accumulation
+
+_ONE_BY_ONE = "one by one"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Composed:
     loss_divisor: the loss is divided by this before its backward. The default is the number of microbatches.
     build: makes the whole model; on the meta device, so that it takes no memory. With it, stages are to hold each of
     its parameters once. host: keep what stages were given in the host's memory, and not where they compute.
+    every: check one step of so many, the first one first; the others run as if nobody checked, and are not ``due``.
+    stages: "all" are run again in a step that is checked, or "one by one", so that a step costs little more.
     accumulation: how gradients are added up. optimizer: this rank's. With it, weights after its step are compared with
     what a copy of it makes of the gradients, clipped to max_norm.
     """
@@ -35,6 +40,14 @@ class Composed:
     accumulation: Accumulation = PLAIN
     optimizer: Optimizer | None = None
     max_norm: float = math.inf
+    every: int = 1
+    stages: Literal["all", "one by one"] = "all"
+    _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
+
+    def turn(self) -> int | None:
+        """The number of the next step among those that are checked; None where it is not. Every call is a step."""
+        step, every = next(self._steps), self.every if isinstance(self.every, int) and self.every > 0 else 1
+        return None if step % every else step // every
 
     def check(self) -> None:
         """Raise ``WhiteBoxError`` for what no step can be held against."""
@@ -45,8 +58,16 @@ class Composed:
             check_builds("build", self.build)
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
             raise WhiteBoxError(f"optimizer is {self.optimizer!r}: expected this rank's torch.optim.Optimizer")
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise WhiteBoxError(f"every is {self.every!r}: expected a number of steps, from 1")
+        if self.stages not in ("all", _ONE_BY_ONE):
+            raise WhiteBoxError(f'stages is {self.stages!r}: expected "all" or "{_ONE_BY_ONE}"')
         if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
             raise WhiteBoxError(f"max_norm is {self.max_norm!r}: expected a number above 0")
+
+    def only(self, turn: int, stages: int) -> int | None:
+        """The one stage, of so many, that is run again in the checked step of this number; None: all are."""
+        return turn % stages if self.stages == _ONE_BY_ONE else None
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A copy of ``tensor``, where it is kept."""

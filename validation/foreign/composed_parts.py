@@ -43,6 +43,9 @@ def not_known(stages: Iterable[int]) -> str:
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
+_OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
+
+
 @dataclass(frozen=True)
 class Told:
     """What a rank reported of a step: losses in the order of its microbatches (``in_order``), their sum, the norm."""
@@ -78,6 +81,7 @@ class OwnPart:
 class Whole:
     """The parts of all ranks, with what the step was of: ``data``, and what its losses are divided by.
 
+    ``only``: the one stage that was run again, if not all were.
     Of replicas each is one of these; ``everybodys`` is the loss over all of them.
     ``held``: the ranks and stages of each parameter. ``first``: of each name in the model, the first that the parameter
     has; ``known``: whether those are all names in the model.
@@ -91,6 +95,7 @@ class Whole:
     known: bool
     no_norm: str = ""
     everybodys: float = math.nan
+    only: int | None = None
 
     @property
     def precision(self) -> Precision:
@@ -148,7 +153,7 @@ class Whole:
             for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
                 ledger.doubt("boundaries", f"run again, {told}")
         self._enter_told(ledger)
-        if not any(part.foreseen for part in self.parts):
+        if self.only is None and not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         if any(one.uncompared for rank in observed.ranks for one in rank):
             at.uncompared(0)
@@ -164,6 +169,11 @@ class Whole:
     def _enter_told(self, ledger: Ledger) -> None:
         """Enter what ranks reported, held against what the last stage and all gradients give."""
         made, lost = self._expected, self._lost
+        if self.only is not None:
+            for law in _OF_ALL_STAGES[self.only == self.chain.last :]:
+                ledger.skip(law, f"stage {self.only} alone was run again in this step")
+            if self.only != self.chain.last:
+                return
         known = len(self._losses) == self.chain.microbatches and self.chain.last not in lost
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
         at = Comparison(due, Unmeasured(self.precision), ledger)
@@ -175,7 +185,7 @@ class Whole:
                 if told.loss is not None and known:
                     nearer = abs(told.loss - self.everybodys) < abs(told.loss - made.loss)
                     (of_all if nearer else at).loss(told.loss, rank=rank)
-                if told.norm is not None and not lost:
+                if told.norm is not None and not lost and self.only is None:
                     at.norm(told.norm, rank=rank)
         if any(one.losses is not None or one.loss is not None for one in self.reported):
             if self.chain.last in lost:
@@ -283,9 +293,10 @@ def verdict_of(wholes: Sequence[Whole], title: str, *, rerun: str, seconds: floa
     for whole in wholes:
         whole.enter(ledger)
     reported = [one for whole in wholes for one in whole.reported]
-    if not any(one.losses is not None or one.loss is not None for one in reported):
+    everything = wholes[0].only is None
+    if everything and not any(one.losses is not None or one.loss is not None for one in reported):
         ledger.miss("loss", "the job reports none")
-    if all(one.norm is None for one in reported):
+    if everything and all(one.norm is None for one in reported):
         ledger.miss("grad-norm", wholes[0].no_norm or "the job reports none")
     order = LAWS.index
     ledger.mismatches.sort(key=lambda one: order(one.law))

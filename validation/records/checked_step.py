@@ -75,6 +75,11 @@ class CheckedStep(ABC):
         self._problem = self._problem or why
 
     @property
+    def due(self) -> bool:
+        """Whether this step is checked: of some, only one of so many is."""
+        return True
+
+    @property
     def verdict(self) -> Verdict:
         """The verdict of all ranks together, the same on each. Raises ``CheckError`` before the end of the block."""
         if self._verdict is None:

@@ -16,12 +16,12 @@ from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known, verdict_of
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.own_causes import own_causes
-from pipeproof.foreign.own_links import OwnStage
+from pipeproof.foreign.own_links import Link, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import FP32, Floor, precision_among
+from pipeproof.judging.tolerance import FP32, precision_among
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import is_plain
@@ -30,6 +30,7 @@ from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.chain_start import ChainStart, problems_of
 from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
@@ -37,7 +38,6 @@ from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way
-from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.again import drawing_on
 from pipeproof.reference.step import Site, clip_factor, dense
 from pipeproof.worlds.drawing import drawing_apart
@@ -45,7 +45,6 @@ from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 Each = TypeVar("Each")
-_PIECE = 1 << 18  # elements
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
 _IN_PARTS = "stages of which ranks have parts are not checked so yet: check against a SingleDevice"
 
@@ -72,10 +71,12 @@ class ComposedCheck(CheckedStep):
         against: Composed,
         rename: Rename = own_name,
         timeout_s: float = 300.0,
+        turn: int = 0,
     ) -> None:
         super().__init__(modules, microbatches, laws=LAWS, rename=rename, timeout_s=timeout_s)
-        self._by = against
-        self._watcher = Watcher(keep=against.keep)
+        self._by, self._turn = against, turn
+        self._only: int | None = None  # the one stage that is run again, if not all are
+        self._watchers: dict[int, Watcher] = {}
         self._places: dict[str, list[RankStage]] = {}
         self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
         self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
@@ -128,7 +129,7 @@ class ComposedCheck(CheckedStep):
             self._told.append(Told(known, whole, None if norm is None else number("norm", norm), in_order))
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
-        self._watcher.close()
+        self._close()
         if self._obstacle or self._absent is not None or self._part_of_chain is not None:
             return
         with self.noting(), drawing_apart(), drawing_on(self._own.modules.values()):
@@ -158,8 +159,12 @@ class ComposedCheck(CheckedStep):
         shared = {name: first for one in every for name, first in one.first.items()}
         self._first = shared if self._one_name is None else self._one_name
         self.begin(self._own.gradients)
-        for module in self._own.modules.values():
-            self._watcher.watch(module)
+        last = max(stage for one in every for stage in one.stages)
+        self._only = self._by.only(self._turn, last + 1)
+        for stage, module in self._own.modules.items():
+            kept = self._only is None or stage in (self._only, last)
+            self._watchers[stage] = Watcher(keep=self._by.keep if kept else None)
+            self._watchers[stage].watch(module)
         return ""
 
     def _refuse_parts(self) -> None:
@@ -178,7 +183,7 @@ class ComposedCheck(CheckedStep):
     def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
         calls = {
-            stage: counting(self._watcher.calls(module) or [], self.microbatches)
+            stage: counting(self._watchers[stage].calls(module) or [], self.microbatches)
             for stage, module in self._own.modules.items()
         }
         with self.noting():
@@ -198,22 +203,27 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             way = Way(self._by, self._divisor, self._run.count)
             for stage, made in sorted(calls.items(), reverse=True):
-                stages.append(way.run_again(stage, self._own.modules[stage], made, self._targets(chain, stage)))
+                module, targets = self._own.modules[stage], self._targets(chain, stage)
+                if self._only in (None, stage):
+                    stages.append(way.run_again(stage, module, made, targets))
+                elif targets is not None:  # one call tells by what losses were divided
+                    way.run_again(stage, module, made[:1], targets[:1])
             self._way = way
         lost, scale = [own.stage for own in stages if not own.closed], self._way.scale
         told = self._gather((lost, scale), "which stages give the same again, and how losses are divided")
         self._lost, self._way.scale = {stage for those, _ in told for stage in those}, max(one for _, one in told)
         due = self._summed(stages)
-        found = _dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
+        found = all_dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
         part = OwnPart(self._ledger, seen)
         for own in stages:
             part = self._compared(part, own, chain.orders[own.stage].numbers, due, found)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
-        lengths = {(self._own.places[name], name): _length(one) for name, one in due_each.items()}
+        lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         self._foresee(lengths)
         held = [one for module in self._own.modules.values() for one in module.parameters()]
-        links = {own.stage: tuple(own.links) for own in stages}
+        links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
+        links |= {own.stage: tuple(own.links) for own in stages}
         foreseen = self._update is not None
         return replace(part, links=links, lengths=lengths, foreseen=foreseen, precision=precision_among(held))
 
@@ -272,10 +282,12 @@ class ComposedCheck(CheckedStep):
             self._ledger.leave_out("gradient", list(names), not_known([own.stage]))
             return part
         for name, stages in self._shares.stages_of(names).items():
-            if self._lost & stages:
+            if self._only is not None:
+                del names[name]  # other stages' shares are not known
+            elif self._lost & stages:
                 self._ledger.leave_out("gradient", [name], not_known(self._lost & stages))
                 del names[name]
-        allowed, before = _Allowed(FP32, own, names), len(self._ledger.mismatches)
+        allowed, before = AllowedOf(FP32, own, names), len(self._ledger.mismatches)
         at = Comparison(Due("train", (), (), gradients={name: due[name] for name in names}), allowed, self._ledger)
         for name in [one for one in reversed(names) if one in seen]:
             at.gradient(name, seen[name], rank=self._exchange.rank, stage=own.stage)
@@ -303,6 +315,8 @@ class ComposedCheck(CheckedStep):
     def _foresee(self, lengths: Mapping[Site, float]) -> None:
         """Note what the optimizer is going to make of the gradients."""
         optimizer, most = self._by.optimizer, self._by.max_norm
+        if self._only is not None:
+            return
         if most < math.inf and self._lost:
             self._ledger.doubt("updated-parameters", not_known(self._lost))
             return
@@ -354,36 +368,20 @@ class ComposedCheck(CheckedStep):
             own = [one if here else OwnPart(Ledger(LAWS)) for one, here in zip(owned, mine, strict=True)]
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
             data, divisor = next(one for one in brought if one is not None), self._divisor / self._run.count
-            wholes.append(Whole(own, data, divisor, self._places, self._first, counted, no_norm))
-        return verdict_of(wholes, "a step of this job, link by link", rerun=rerun, seconds=seconds)
+            wholes.append(Whole(own, data, divisor, self._places, self._first, counted, no_norm, only=self._only))
+        which = "" if self._only is None else f"stage {self._only} of "
+        return verdict_of(wholes, f"{which}a step of this job, link by link", rerun=rerun, seconds=seconds)
+
+    def _close(self) -> None:
+        for watcher in self._watchers.values():
+            watcher.close()
 
     def _clear(self) -> None:
-        self._watcher.close()
+        self._close()
         self._shares.clear()
-
-
-def _length(gradient: Tensor) -> float:
-    """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
-    pieces = torch.split(gradient.reshape(-1), _PIECE)
-    return length_of(gradient) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
 
 
 def _on_its_own(calls: Sequence[Call]) -> bool:
     """Whether a module was called on what another call of it made."""
     made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
     return any(one.digest in made for call in calls for one in call.inputs)
-
-
-def _dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: dense(one) if isinstance(one, Tensor) else one for name, one in gradients.items()}
-
-
-@dataclass(frozen=True)
-class _Allowed(Unmeasured):
-    """What rounding may do to a stage's gradients, measured where one is not as it was to the bit."""
-
-    own: OwnStage
-    names: Mapping[str, str]
-
-    def gradient(self, name: str) -> Floor:
-        return self.own.floors.gradient_by_microbatch((self.own.stage, self.names[name]))

@@ -51,6 +51,7 @@ from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
 from pipeproof.records.step_record import Pairs
+from pipeproof.records.unchecked import Unchecked
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import RanksAbsent
 
@@ -310,7 +311,9 @@ def check_step(
     ranks, and so for the reference.
     """
     if isinstance(against, Composed):
-        check = ComposedCheck(modules, microbatches, against=against, rename=rename, timeout_s=timeout_s)
+        if (turn := against.turn()) is None:
+            return Unchecked()
+        check = ComposedCheck(modules, microbatches, against=against, rename=rename, timeout_s=timeout_s, turn=turn)
         if operation:
             check.refuse(
                 f"operation is {operation}: a step that is held against itself is one, so leave operation= out"

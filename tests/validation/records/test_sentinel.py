@@ -1,0 +1,115 @@
+"""Steps that are checked now and then, one stage after the other; and the job goes on as if nobody had looked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeproof import Composed, check_step
+from pipeproof.records.checked_step import CheckError
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
+
+COUNT, RANKS = 4, 3
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of each step that was checked: its number, the verdict, what it is on, and the laws that failed."""
+
+    step: int
+    verdict: str
+    config: str
+    failed: frozenset[str]
+
+
+def trained(
+    context: RankContext, steps: int, faults: Sequence[int], options: dict[str, Any] | None
+) -> tuple[list[Seen], list[float], list[Tensor]]:
+    """So many steps; rank 1 doubles a gradient in some. No ``options``: nobody checks."""
+    rank, last, microbatches, seen, losses = context.rank, context.ranks - 1, data(COUNT), list[Seen](), list[float]()
+    stage = stage_of(rank)
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.Adam(stage.parameters(), lr=0.01)
+    by = Composed(LOSS, **(options or {}))
+    given = microbatches if rank in (0, last) else None
+    for number in range(steps):
+        optimizer.zero_grad()
+        at = Step(rank, context.ranks)
+        check = None if options is None else check_step(stage, given, against=by, rename=named, timeout_s=20)
+        if check is not None:
+            check.__enter__()
+        forwards(at, stage, microbatches, Faults())
+        backwards(at, COUNT, Faults())
+        if rank == 1 and number in faults:
+            next(stage.parameters()).grad *= 2  # type: ignore[operator]  # it has one
+        if check is not None:
+            check.gradients()
+        optimizer.step()
+        losses += at.losses
+        if check is not None:
+            check.report(losses=at.losses or None)
+            check.__exit__(None, None, None)
+            if check.due:
+                verdict = check.verdict
+                failed = frozenset(law.name for law in verdict.laws if law.outcome == "fail")
+                seen.append(Seen(number, verdict.verdict, verdict.config, failed))
+    return seen, losses, [parameter.detach().clone() for parameter in stage.parameters()]
+
+
+def test_one_step_of_so_many_is_checked_one_stage_after_the_other(simulated: World) -> None:
+    (seen, *_), *_ = simulated.run(trained, 12, (), {"every": 3, "stages": "one by one"}, ranks=RANKS)
+    assert [(one.step, one.verdict) for one in seen] == [(step, "pass") for step in (0, 3, 6, 9)]
+    assert [one.config.split(" of ")[0] for one in seen] == ["stage 0", "stage 1", "stage 2", "stage 0"]
+
+
+def test_a_fault_shows_when_it_is_its_stage_s_turn(simulated: World) -> None:
+    (seen, *_), *_ = simulated.run(trained, 6, range(6), {"stages": "one by one"}, ranks=RANKS)
+    assert [(one.verdict, one.failed) for one in seen] == [
+        ("pass", set()),
+        ("fail", {"gradient"}),
+        ("pass", set()),
+    ] * 2
+
+
+def test_without_turns_every_stage_is_checked(simulated: World) -> None:
+    (seen, *_), *_ = simulated.run(trained, 4, [2], {"every": 2}, ranks=RANKS)
+    assert [(one.step, one.verdict) for one in seen] == [(0, "pass"), (2, "fail")]
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 7, "stages": "one by one"}, {"host": True}])
+def test_a_job_that_is_checked_goes_on_with_the_same_bits(options: dict[str, Any], simulated: World) -> None:
+    plain = simulated.run(trained, 50, (), None, ranks=RANKS)
+    checked = simulated.run(trained, 50, (), options, ranks=RANKS)
+    for (_, losses, weights), (_, others, same) in zip(plain, checked, strict=True):
+        assert losses == others
+        assert all(map(torch.equal, weights, same))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"every": 0}, "every is 0: expected a number of steps, from 1"),
+        ({"every": "often"}, "every is 'often': expected a number of steps, from 1"),
+        ({"stages": "some"}, 'stages is \'some\': expected "all" or "one by one"'),
+    ],
+)
+def test_what_is_no_turn_is_refused_in_a_sentence(options: dict[str, Any], told: str) -> None:
+    with check_step({0: stage_of(0)}, data(1), against=Composed(LOSS, **options)) as check:
+        pass
+    assert told in str(check.verdict)
+
+
+def test_a_step_that_is_not_checked_has_no_verdict() -> None:
+    by = Composed(LOSS, every=2)
+    by.turn()
+    with check_step({0: stage_of(0)}, data(1), against=by) as check:
+        check.gradients()
+        check.report(loss=1.0)
+    assert not check.due
+    with pytest.raises(CheckError, match=r"ask check\.due"):
+        _ = check.verdict
