@@ -21,7 +21,7 @@ from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.tolerance import FP32, Floor, precision_among
-from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.judging.verdict import Crash, LawResult, Verdict, names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import is_plain
 from pipeproof.observers.sketch import any_nonzero
@@ -240,6 +240,9 @@ class ComposedCheck(CheckedStep):
     def _once_more(self, stage: int, calls: Sequence[Call], ending: Ending | None) -> OwnStage:
         own = OwnStage(stage, self._own.modules[stage], calls, ending=ending, accumulation=self._by.accumulation)
         own.run()
+        if other := [name for name in own.unreached if self._grown(self._own.rename(stage, name), own.grad_of(name))]:
+            told = f"no backward through stage {stage} gives what is in .grad of {names_of(other)}: it is put off, or"
+            own.links[0] = replace(own.links[0], obstacle=f"{told} other code writes it")
         return own
 
     def _divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
