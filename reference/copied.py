@@ -42,8 +42,9 @@ def twin(module: Module) -> Module:
 
 
 class _TensorsShared(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, None, None)[:2]
+        return args[0] if func is Tensor.__deepcopy__ else func(*(args or ()), **(kwargs or {}))
 
 
 def _uncopied(error: Exception) -> object:
