@@ -1,20 +1,25 @@
 """A deep copy of a model that may hold what cannot be copied."""
 
 import copy
+from collections.abc import Iterable
 from traceback import walk_tb
-from typing import TypeVar
+from types import FunctionType
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 Value = TypeVar("Value")
+Module = TypeVar("Module", bound=nn.Module)
 
 
-def copied(value: Value) -> Value:
+def copied(value: Value, *, sharing: Iterable[object] = ()) -> Value:
     """A deep copy of ``value``, which shares with it what cannot be copied: a process group, a lock, a module.
 
-    Raises what ``deepcopy`` raises where that is a module or a parameter: what is done to the copy may not reach it.
+    ``sharing``: what it shares besides. Raises what ``deepcopy`` raises where that is a module or a parameter: what is
+    done to the copy may not reach it.
     """
-    shared: dict[int, object] = {}
+    shared: dict[int, object] = {id(one): one for one in sharing}
     while True:
         try:
             return copy.deepcopy(value, dict(shared))
@@ -23,6 +28,23 @@ def copied(value: Value) -> Value:
             if stuck is value or id(stuck) in shared or isinstance(stuck, nn.Module | nn.Parameter):
                 raise
             shared[id(stuck)] = stuck
+
+
+def twin(module: Module) -> Module:
+    """``module`` once more with the very tensors: what its calls leave in it, or in what it has, is left in the twin.
+
+    A module whose forward is a function of its own is itself: what that function has in it cannot be copied.
+    """
+    if any(isinstance(part.__dict__.get("forward"), FunctionType) for part in module.modules()):
+        return module
+    with _TensorsShared():
+        return copied(module, sharing=(*module.parameters(), *module.buffers()))
+
+
+class _TensorsShared(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, None, None)[:2]
+        return args[0] if func is Tensor.__deepcopy__ else func(*(args or ()), **(kwargs or {}))
 
 
 def _uncopied(error: Exception) -> object:

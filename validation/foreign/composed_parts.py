@@ -151,7 +151,7 @@ class Whole:
             if any(link.strange for link in links):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
             for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
-                ledger.doubt("boundaries", f"run again, {told}")
+                ledger.doubt("boundaries", told)
         self._enter_told(ledger)
         if self.only is None and not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")

@@ -21,7 +21,7 @@ from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, flowed
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import copied, twin
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.otherwise import widened
@@ -100,7 +100,7 @@ class OwnStage:
         accumulation: Accumulation,
     ) -> None:
         self.stage, self._calls, self._ending = stage, list(calls), ending
-        self._model = Again(module)
+        self._model = Again(twin(module))
         loss: LossFn = self._flow if ending is None else self._ending_loss
         recipe = Recipe(Loss(loss, 1.0 if ending is None else ending.divisor), accumulation=accumulation)
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
@@ -122,7 +122,7 @@ class OwnStage:
                 self._find_cast(k)
                 made = self._again(self._reference, self._batches[k], onto=onto)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
-                found[k] = Link({}, obstacle=f"stage {self.stage} raised {raised(error)}")
+                found[k] = Link({}, obstacle=f"run again, stage {self.stage} raised {raised(error)}")
                 continue
             found[k] = self._link(k, made)
             if made.contribution is not None and self._calls[k].ran:
@@ -157,6 +157,16 @@ class OwnStage:
         """How many output gradients of its calls are to the bit what they were."""
         every = [(k, at) for k, link in enumerate(self.links) for at in link.gives if at[0] == RECEIVED]
         return sum(_is_seen(self._calls[k], at, self.links[k].gives[at]) for k, at in every)
+
+    @property
+    def unreached(self) -> list[str]:
+        """The parameters to be trained to which no call contributes, where any should."""
+        wanting = [name for name, one in self._model.named_parameters() if one.requires_grad]
+        return [name for name in wanting if self.links and self._sums.get((self.stage, name)) is None]
+
+    def grad_of(self, name: str) -> Tensor | None:
+        """What the step has left in a parameter."""
+        return self._model.get_parameter(name).grad
 
     @property
     def single_names(self) -> list[str]:

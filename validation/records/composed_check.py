@@ -22,7 +22,7 @@ from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, precision_among
-from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.judging.verdict import Crash, LawResult, Verdict, names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import is_plain
 from pipeproof.observers.sketch import any_nonzero
@@ -206,6 +206,7 @@ class ComposedCheck(CheckedStep):
                 module, targets = self._own.modules[stage], self._targets(chain, stage)
                 if self._only in (None, stage):
                     stages.append(way.run_again(stage, module, made, targets))
+                    self._note_unreached(stages[-1])
                 elif targets is not None:  # one call tells by what losses were divided
                     way.run_again(stage, module, made[:1], targets[:1])
             self._way = way
@@ -259,6 +260,13 @@ class ComposedCheck(CheckedStep):
             return False
         begun = self._begun.get(name)
         return begun is None or not torch.equal(begun.to(gradient.device), dense(gradient))
+
+    def _note_unreached(self, own: OwnStage) -> None:
+        """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
+        grown = ((name, self._grown(self._own.rename(own.stage, name), own.grad_of(name))) for name in own.unreached)
+        if other := [name for name, is_there in grown if is_there]:
+            told = f"no backward through stage {own.stage} gives what is in .grad of {names_of(other)}"
+            own.links[0] = replace(own.links[0], obstacle=f"{told}: it is put off, or other code writes it")
 
     def _targets(self, chain: Chain, stage: int) -> list[Any] | None:
         """The target of each call of the last stage; None for others. Raises ``RecordError`` if they are not here."""

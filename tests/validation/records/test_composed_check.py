@@ -188,22 +188,16 @@ def test_what_is_wrong_fails(case: str) -> None:
     assert law in [one.name for one in verdict.laws if one.outcome == "fail"], str(verdict)
 
 
-def counted() -> nn.Module:
-    stage = Layer()
-    stage.then = lambda y: y * stage.calls
-    return stage
+class Counted(Layer):
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        return super().forward(x) * self.calls
 
 
-def not_again() -> nn.Module:
-    stage = Layer()
-
-    def then(y: Tensor) -> Tensor:
-        if stage.calls > len(DATA):
+class NotAgain(Layer):
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        if self.calls == len(DATA):
             raise ValueError("too often")
-        return torch.tanh(y)
-
-    stage.then = then
-    return stage
+        return super().forward(x)
 
 
 class Around(nn.Module):
@@ -216,8 +210,8 @@ class Around(nn.Module):
 
 
 UNKNOWN: dict[str, tuple[Callable[[], Job], str]] = {
-    "a counter": (lambda: Job([*layers(torch.tanh), counted(), *layers(torch.sin)]), "stage 1 gives something else"),
-    "it cannot be run again": (lambda: Job([not_again(), *layers(torch.sin)]), "ValueError: too often"),
+    "a counter": (lambda: Job([*layers(torch.tanh), Counted(), *layers(torch.sin)]), "stage 1 gives something else"),
+    "it cannot be run again": (lambda: Job([NotAgain(), *layers(torch.sin)]), "ValueError: too often"),
 }
 
 
@@ -230,6 +224,51 @@ def test_what_nobody_knows_is_said_of_all_laws_that_need_it(case: str, max_norm:
     assert verdict.verdict == "unknown", str(verdict)
     assert sentence in str(verdict)
     assert laws["boundaries"] == laws["gradient"] == laws["grad-norm"] == "unknown", str(verdict)
+
+
+class _PutOff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, stage: "PutOff") -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.stage = stage
+        return x @ stage.weight.detach().T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,), (gradient,), stage = ctx.saved_tensors, gradients, ctx.stage
+        stage.later.append(lambda: gradient.T @ x)
+        return gradient @ stage.weight, None, None
+
+
+class PutOff(nn.Module):
+    """A layer without bias, the gradients of whose weight wait in a list until somebody adds them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.later = nn.Parameter(torch.eye(8)), list[Callable[[], Tensor]]()
+
+    def forward(self, x: Tensor) -> Any:
+        return _PutOff.apply(x, torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]  # in torch
+
+    def add_up(self) -> None:
+        self.weight.grad = torch.stack([work() for work in self.later]).sum(0)
+        self.later.clear()
+
+
+def test_what_a_stage_has_besides_tensors_is_left_alone() -> None:
+    put_off, stages = PutOff(), layers(torch.tanh, torch.sin)
+    with check_step(dict(enumerate([*stages, put_off])), DATA, against=Composed(MSE), rename=named) as check:
+        Job([*stages, put_off]).step()
+        put_off.add_up()
+        check.gradients()
+    assert not put_off.later
+    assert [one.calls for one in stages if isinstance(one, Layer)] == [3, 3]
+    assert check.verdict.verdict == "unknown", str(check.verdict)
+    assert "no backward through stage 2 gives what is in .grad of weight" in str(check.verdict)
+
+
+def named(stage: int, name: str) -> str:
+    return f"{stage}.{name}"
 
 
 def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
