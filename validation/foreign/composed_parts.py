@@ -22,6 +22,7 @@ from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.tolerance import FP32, Floor, Precision, unmeasured
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
+from pipeproof.observers.recording import HANDED_ON, MADE
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
@@ -62,7 +63,7 @@ class OwnPart:
 
     ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
     it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
-    its optimizer makes of them.
+    its optimizer makes of them. ``moved``: the stages whose weights are not those that the step began with.
     """
 
     ledger: Ledger
@@ -74,6 +75,7 @@ class OwnPart:
     causes: tuple[Cause, ...] = ()
     undecided: tuple[str, ...] = ()
     foreseen: bool = False
+    moved: frozenset[int] = frozenset()
     precision: Precision = FP32
 
 
@@ -264,6 +266,7 @@ class Whole:
         )
         others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
         found = sought(verdict, lambda: explained(evidence)) if others else verdict
+        found = replace(found, cause=tuple(map(self._repeated, found.cause)))
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
         vague = {cause.stage for cause in found.cause if cause.kind == "computation"} & {cause.stage for cause in told}
         causes = [cause for cause in found.cause if cause.stage not in vague]
@@ -271,6 +274,17 @@ class Whole:
         causes += [cause for cause in told if cause.stage is None or cause.stage not in places]
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
         return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
+
+    def _repeated(self, cause: Cause) -> Cause:
+        """``cause``; where a stage gave something else than it gives when it is repeated, what that shows."""
+        flow = None if cause.stage is None else self._passed.get(cause.stage)
+        made = [
+            one for one in (() if flow is None else flow.crossings) if not one.same and one.where in (MADE, HANDED_ON)
+        ]
+        if cause.kind != "computation" or not made or (cause.action or "").partition("B")[1]:
+            return cause
+        moved = any(cause.stage in part.moved for part in self.parts)
+        return replace(cause, kind="weights-changed" if moved else "not-repeatable")
 
     def _of_copies(self) -> Iterator[Cause]:
         """What is wrong with parameters that stages share."""

@@ -169,6 +169,11 @@ class OwnStage:
         return self._model.get_parameter(name).grad
 
     @property
+    def other(self) -> bool:
+        """Whether anything that its calls give is not what they gave."""
+        return any(link.limits for link in self.links)
+
+    @property
     def single_names(self) -> list[str]:
         """The stage's parameters, each by the first of its names."""
         return [name for name, _ in self._model.named_parameters()]

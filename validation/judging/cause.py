@@ -50,6 +50,8 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "not-finite": "a tensor is not finite",
         # The model itself.
         "computation": "a stage computed something else from right inputs",
+        "weights-changed": "weights were changed in the midst of the step",
+        "not-repeatable": "a computation gave other bits than it gives when it is repeated",
         "randomness": "random numbers differ from the reference's",
         "partition": "a stage does not hold the layers that it should",
         # The order of things.

@@ -56,6 +56,9 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "
         "stage; else the message to it.",
         "computation": "Compare this stage's module with the reference's part, layer by layer.",
+        "weights-changed": "What writes to weights before the last backward: an optimizer, a callback, a copy?",
+        "not-repeatable": "Run the step again. If it comes again, the module depends on more than its inputs, or its "
+        "tensors are written to too early. If not, it was the hardware, or a race on the device.",
         "randomness": "Draw by seed, layer and microbatch, never by the order of draws: fork the generator for each.",
         "partition": "Compare the layers that each stage holds with the split: each layer once, in order.",
         "order": "The line says which law breaks where: change the order of these actions in the schedule.",

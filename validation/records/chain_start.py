@@ -1,18 +1,21 @@
 """What ranks bring to a step that is held against itself, and whether it is one chain of stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pipeproof.foreign.chain import TARGETS
 from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import tensors_in
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
+from pipeproof.worlds.drawing import drawing_apart
 
 _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
 
@@ -74,3 +77,12 @@ def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[i
 def _brought(inputs: Any, target: Any) -> dict[int, Sketch]:
     every: tuple[tuple[int, list[Tensor]], ...] = ((0, tensors_in(inputs)), (TARGETS, tensors_in(target)))
     return {first + k: sketch(one) for first, part in every for k, one in enumerate(part)}
+
+
+def names_in(build: Callable[[], nn.Module]) -> dict[str, str]:
+    """By each name of a parameter in the model that this builds, which takes no memory, the first one."""
+    with drawing_apart(), torch.device("meta"):
+        model = build()
+    check_module(f"build, {name_of(build)}, returned", model)
+    first: dict[int, str] = {}
+    return {n: first.setdefault(id(one), n) for n, one in model.named_parameters(remove_duplicate=False)}

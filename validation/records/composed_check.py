@@ -18,17 +18,16 @@ from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
-from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, precision_among
 from pipeproof.judging.verdict import Crash, LawResult, Verdict, names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import is_plain
-from pipeproof.observers.sketch import any_nonzero
+from pipeproof.observers.sketch import any_nonzero, contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
-from pipeproof.records.chain_start import ChainStart, problems_of
+from pipeproof.records.chain_start import ChainStart, names_in, problems_of
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
@@ -77,6 +76,7 @@ class ComposedCheck(CheckedStep):
         self._by, self._turn = against, turn
         self._only: int | None = None  # the one stage that is run again, if not all are
         self._watchers: dict[int, Watcher] = {}
+        self._weights: dict[int, dict[str, bytes]] = {}  # of stages that are run again, as the step began
         self._places: dict[str, list[RankStage]] = {}
         self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
         self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
@@ -144,7 +144,7 @@ class ComposedCheck(CheckedStep):
             self._by.check()
             self._refuse_parts()
             self._start = ChainStart.of(self._given, self._own, self._by)
-            self._one_name = self._names_of_model()
+            self._one_name = None if self._by.build is None else names_in(self._by.build)
         arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
@@ -165,20 +165,13 @@ class ComposedCheck(CheckedStep):
             kept = self._only is None or stage in (self._only, last)
             self._watchers[stage] = Watcher(keep=self._by.keep if kept else None)
             self._watchers[stage].watch(module)
+            if self._only in (None, stage):
+                self._weights[stage] = contents(module)
         return ""
 
     def _refuse_parts(self) -> None:
         if self._own.shards:
             raise RecordError(_IN_PARTS)
-
-    def _names_of_model(self) -> dict[str, str] | None:
-        if self._by.build is None:
-            return None
-        with drawing_apart(), torch.device("meta"):
-            model = self._by.build()
-        check_module(f"build, {name_of(self._by.build)}, returned", model)
-        first: dict[int, str] = {}
-        return {n: first.setdefault(id(one), n) for n, one in model.named_parameters(remove_duplicate=False)}
 
     def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
@@ -223,10 +216,16 @@ class ComposedCheck(CheckedStep):
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         self._foresee(lengths)
         held = [one for module in self._own.modules.values() for one in module.parameters()]
+        moved = frozenset(
+            own.stage
+            for own in stages
+            if own.other and self._weights.get(own.stage) != contents(self._own.modules[own.stage])
+        )
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
         links |= {own.stage: tuple(own.links) for own in stages}
         foreseen = self._update is not None
-        return replace(part, links=links, lengths=lengths, foreseen=foreseen, precision=precision_among(held))
+        part = replace(part, links=links, lengths=lengths, moved=moved)
+        return replace(part, foreseen=foreseen, precision=precision_among(held))
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
