@@ -120,6 +120,21 @@ class Chain:
             found[stage] = self._order(stage, found)
         return found
 
+    def lost(self, stage: int) -> list[frozenset[int]]:
+        """Of each call, the inputs that lost on their way that a gradient flows to them, as in other calls it does."""
+        calls = self.stages[stage].calls
+        flowing: dict[int, set[bytes]] = {}
+        for number in {number for call in calls for number in call.needing}:
+            of, at = self.sources.get((stage, number), (None, 0))
+            senders = () if of is None else self.stages[of].calls
+            flowing[number] = {one.outputs[at].digest for one in senders if at in one.giving}
+        return [
+            frozenset(
+                n for n, one in enumerate(call.inputs) if n not in call.needing and one.digest in flowing.get(n, ())
+            )
+            for call in calls
+        ]
+
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)

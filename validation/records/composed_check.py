@@ -226,6 +226,7 @@ class ComposedCheck(CheckedStep):
 
     def _run_again(self, stage: int, chain: Chain, calls: Sequence[Call]) -> OwnStage:
         """A stage of this rank, run once more."""
+        calls = [_wanting(call, more) for call, more in zip(calls, chain.lost(stage), strict=True)]
         if stage < chain.last:
             return self._once_more(stage, calls, None)
         ending = self._ending(chain.orders[stage].numbers)
@@ -353,6 +354,13 @@ class ComposedCheck(CheckedStep):
     def _clear(self) -> None:
         self._watcher.close()
         self._shares.clear()
+
+
+def _wanting(call: Call, more: frozenset[int]) -> Call:
+    """``call``, where a gradient of these inputs, too, is asked for when it is run again."""
+    if not more or call.again is None:
+        return call
+    return replace(call, again=replace(call.again, wanting=call.again.wanting | more))
 
 
 def _on_its_own(calls: Sequence[Call]) -> bool:

@@ -158,6 +158,10 @@ def test_what_is_right_passes(case: str) -> None:
     assert verdict.verdict == "pass", str(verdict)
 
 
+def detached(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
+    return [one.detach() for one in given] if (stage, microbatch) == (1, 2) else given
+
+
 def swapped_mask(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
     return [given[0], ~given[1]] if stage == 1 else given
 
@@ -174,6 +178,7 @@ WRONG: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "nothing is divided": (lambda: Job(layers(torch.tanh, torch.sin), late=1.0), "gradient"),
     "divided twice as much at last": (lambda: Job(layers(torch.tanh, torch.sin), late=6.0), "gradient"),
+    "one message wants no gradient": (lambda: Job(layers(*[torch.tanh] * 3), fault=detached), "boundaries"),
     "no mask is as it was sent": (lambda: Job(layers(with_mask, masked), fault=swapped_mask), "boundaries"),
     "a mode that matters": (
         lambda: Job([*layers(torch.tanh), nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval()]), "microbatches"
