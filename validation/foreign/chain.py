@@ -120,6 +120,21 @@ class Chain:
             found[stage] = self._order(stage, found)
         return found
 
+    def lost(self, stage: int) -> list[frozenset[int]]:
+        """Of each call, the inputs that lost on their way that a gradient flows to them, as in other calls it does."""
+        calls = self.stages[stage].calls
+        flowing: dict[int, set[bytes]] = {}
+        for number in {number for call in calls for number in call.needing}:
+            of, at = self.sources.get((stage, number), (None, 0))
+            senders = () if of is None else self.stages[of].calls
+            flowing[number] = {one.outputs[at].digest for one in senders if at in one.giving}
+        return [
+            frozenset(
+                n for n, one in enumerate(call.inputs) if n not in call.needing and one.digest in flowing.get(n, ())
+            )
+            for call in calls
+        ]
+
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)
@@ -196,12 +211,13 @@ class Chain:
 
         Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself.
         """
-        forms = {one.shape for one in self._came(stage, number)}
+        forms, votes = {one.shape for one in self._came(stage, number)}, self._votes(stage, number)
         alike = [s for s, sent in self._sent(stage) if not _is_target(s) and forms <= {one.shape for one in sent}]
         beside = [source for source in alike if source not in taken]
         flows = any(number in call.needing for call in self.stages[stage].calls)
         fitting = [source for source in beside if source[0] is not None] or beside or (alike if flows else [])
-        votes = self._votes(stage, number)
+        if stage == self.last and not flows:  # of targets, some must be as given: whoever makes the loss may have none
+            fitting += [one for one, count in votes.items() if count and _is_target(one) and one not in taken]
         return max(fitting, default=None, key=lambda source: (votes[source], source[1] == number))
 
     def _votes(self, stage: int, number: int) -> dict[Source, int]:

@@ -36,7 +36,7 @@ from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.way import Way
+from pipeproof.records.way import Way, wanting
 from pipeproof.reference.again import drawing_on
 from pipeproof.reference.step import Site, clip_factor, dense
 from pipeproof.worlds.drawing import drawing_apart
@@ -198,7 +198,7 @@ class ComposedCheck(CheckedStep):
             for stage, made in sorted(calls.items(), reverse=True):
                 module, targets = self._own.modules[stage], self._targets(chain, stage)
                 if self._only in (None, stage):
-                    stages.append(way.run_again(stage, module, made, targets))
+                    stages.append(way.run_again(stage, module, wanting(made, chain.lost(stage)), targets))
                     self._note_unreached(stages[-1])
                 elif targets is not None:  # one call tells by what losses were divided
                     way.run_again(stage, module, made[:1], targets[:1])

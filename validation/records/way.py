@@ -1,7 +1,7 @@
 """How a step divides: its losses by all microbatches or by a replica's own, or gradients at last."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,3 +55,13 @@ class Way:
         own = OwnStage(stage, module, calls, ending=ending, accumulation=self.by.accumulation)
         own.run()
         return own
+
+
+def wanting(calls: Sequence[Call], more: Sequence[frozenset[int]]) -> list[Call]:
+    """``calls``, each asked for a gradient of these inputs, too, when it is run again."""
+    found = []
+    for call, inputs in zip(calls, more, strict=True):
+        again = call.again
+        asked = again if again is None else replace(again, wanting=again.wanting | inputs)
+        found.append(replace(call, again=asked) if inputs else call)
+    return found

@@ -100,6 +100,10 @@ def target_at(stage: int, m: int, *, wrong: bool = False) -> dict[str, Tensor]:
     return {"target": DATA[0 if wrong and m == 1 else m][1]} if stage == 1 else {}
 
 
+def first_target_at(stage: int, m: int) -> dict[str, Tensor]:
+    return {"target": DATA[0][1]} if stage == 1 else {}
+
+
 def to_loss(y: Tensor, target: Tensor) -> Tensor:
     return MSE(y, target)
 
@@ -158,6 +162,10 @@ def test_what_is_right_passes(case: str) -> None:
     assert verdict.verdict == "pass", str(verdict)
 
 
+def detached(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
+    return [one.detach() for one in given] if (stage, microbatch) == (1, 2) else given
+
+
 def swapped_mask(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
     return [given[0], ~given[1]] if stage == 1 else given
 
@@ -174,6 +182,10 @@ WRONG: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "nothing is divided": (lambda: Job(layers(torch.tanh, torch.sin), late=1.0), "gradient"),
     "divided twice as much at last": (lambda: Job(layers(torch.tanh, torch.sin), late=6.0), "gradient"),
+    "one target comes in always": (
+        lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=first_target_at), "boundaries"
+    ),
+    "one message wants no gradient": (lambda: Job(layers(*[torch.tanh] * 3), fault=detached), "boundaries"),
     "no mask is as it was sent": (lambda: Job(layers(with_mask, masked), fault=swapped_mask), "boundaries"),
     "a mode that matters": (
         lambda: Job([*layers(torch.tanh), nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval()]), "microbatches"
