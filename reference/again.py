@@ -73,7 +73,8 @@ class State:
         """While this is open, types are cast as in the call."""
         with ExitStack() as stack:
             for kind, (enabled, dtype) in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                if enabled or torch.is_autocast_enabled(kind):  # not every device knows how to cast
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
 
     @property

@@ -69,6 +69,17 @@ def test_schedules_are_right_there_through_the_host_and_it_is_found_by_itself(
     assert ran.stdout.endswith("1 pass; 1 of 1 bit for bit\n")
 
 
+@pytest.mark.parametrize(*each_once(order=ORDERS, schedule=["1f1b", "zb-v"]))
+def test_steps_are_held_against_themselves_there(
+    machine: Pretending, tmp_path: Path, order: str, schedule: str
+) -> None:
+    shape = ("--ranks", "2", "--microbatches", "4", "--layers", "4", "--model", "gpt-tied")
+    checked = ("validate", "--check", "composed", "--schedule", schedule, *shape)
+    ran = machine.run(tmp_path, "-m", "pipeproof", *checked, order=order)
+    assert ran.returncode == 0, ran.stdout
+    assert ran.stdout.endswith("1 pass; 1 of 1 bit for bit\n")
+
+
 def test_a_fault_is_named_there(machine: Pretending, tmp_path: Path) -> None:
     line = "1f1b r2 s2 m4 model=mlp plan=train specimen=microbatches-swapped device=pretend"
     ran = machine.run(tmp_path, "-m", "pipeproof", "replay", line)
