@@ -1,5 +1,6 @@
 """Looking at a tensor recognises it again, and leaves it as it was."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ def test_equal_bits_have_equal_digests_and_others_have_not() -> None:
     one = torch.arange(6.0)
     assert digest(one) == digest(one.clone())
     assert len({digest(one), digest(one.view(2, 3)), digest(one.double()), digest(-one)}) == 4
+
+
+def test_what_can_go_wrong_on_a_wire_changes_a_digest() -> None:
+    one = torch.tensor([[0.0, 1.5], [2.5, math.nan]])
+    flipped = [one.clone().view(torch.int32).bitwise_xor(1 << bit).view(torch.float32) for bit in (0, 22, 31)]
+    other_nan, negative_zero = one.clone(), one.clone()
+    other_nan.view(torch.int32)[1, 1] += 1
+    negative_zero[0, 0] = -0.0
+    seen = [one, *flipped, one.flip(0), other_nan, negative_zero]
+    assert len({digest(tensor) for tensor in seen}) == len(seen)
+    assert sketch(negative_zero).digest == sketch(one).digest  # whoever adds up messages loses the sign
+    assert len({sketch(tensor).digest for tensor in seen[:-1]}) == len(seen) - 1
 
 
 def test_of_any_type_and_form_the_elements_are_known_in_another_order() -> None:
