@@ -93,6 +93,18 @@ class State:
 
 
 @contextmanager
+def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While this is open, backwards can run, and no types are cast where ``modules`` are, whatever the caller set."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in {device.type for module in modules for device in _devices(module)}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
 def drawing_on(modules: Iterable[nn.Module]) -> Iterator[None]:
     """While this is open, what is drawn where ``modules`` are changes nothing for what is drawn there later."""
     drawn = _drawn({device for module in modules for device in _devices(module)})

@@ -7,11 +7,12 @@ data. By what they have in common, call by call, it is known which microbatch ea
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
+from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
 from pipeproof.foreign.own_links import Link
 from pipeproof.foreign.survey import Places
 from pipeproof.judging.tolerance import precision_of
@@ -25,20 +26,6 @@ Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by numb
 Source = tuple[int | None, int]  # the stage that a tensor is an output of, and its number; None: of the data
 TARGETS = 1 << 16  # the number of a microbatch's first target
 _AS_SENT = "its call came in the order of those before it"
-
-
-@dataclass(frozen=True)
-class StageSeen:
-    """A stage on its rank, and its calls."""
-
-    rank: int
-    calls: tuple[Call, ...]
-
-
-def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
-    """The calls that are about microbatches: where there are too many, those that gradients came back to."""
-    trained = [call for call in calls if call.ran]
-    return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
 
 
 def without_trials(stages: Mapping[int, StageSeen], data: Data) -> dict[int, StageSeen]:
@@ -58,7 +45,7 @@ class Chain:
     """The calls of all ``stages``, by number; ``data`` is what each microbatch brings."""
 
     def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
-        self.stages = dict(sorted(stages.items()))
+        self.stages = as_sent(dict(sorted(stages.items())))
         self._data = data
 
     @property
@@ -121,10 +108,10 @@ class Chain:
         return found
 
     def lost(self, stage: int) -> list[frozenset[int]]:
-        """Of each call, the inputs that lost on their way that a gradient flows to them, as in other calls it does."""
+        """Of each call, the inputs that lost on their way that a gradient flows to them: it does to what was sent."""
         calls = self.stages[stage].calls
         flowing: dict[int, set[bytes]] = {}
-        for number in {number for call in calls for number in call.needing}:
+        for number in range(self._inputs(stage)):
             of, at = self.sources.get((stage, number), (None, 0))
             senders = () if of is None else self.stages[of].calls
             flowing[number] = {one.outputs[at].digest for one in senders if at in one.giving}
@@ -139,12 +126,17 @@ class Chain:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)
         sums = self._add_sums(sent[1])
-        columns = {stage: list(self._columns(stage, links[stage], again, sent)) for stage in self.stages}
-        stages = {stage: (seen.calls, columns[stage]) for stage, seen in self.stages.items()}
+        stages, narrowed = dict[int, tuple[Sequence[Call], list[Column]]](), dict[int, dict[Limited, float]]()
+        for stage, seen in self.stages.items():
+            columns = self._columns(stage, links[stage], again, sent)
+            read = [in_types_of_outputs(column, seen.calls, self.orders[stage].numbers) for column in columns]
+            stages[stage] = seen.calls, [column for column, _ in read]
+            narrowed[stage] = {at: limit for _, limits in read for at, limit in limits.items()}
         content = sent_by(stages, self.orders)
         found: dict[int, Passed] = {}
         for stage, (calls, seen_there) in stages.items():
             limits = {(*at, k): limit for k, link in enumerate(links[stage]) for at, limit in link.allowed.items()}
+            limits |= narrowed[stage]
             for k, m in enumerate(self.orders[stage].numbers):
                 for number in {at for of, at, whose in sums if (of, whose) == (stage, m)}:
                     at = (RECEIVED, number, k)
@@ -188,6 +180,11 @@ class Chain:
         for stage, number in self._places_in:
             if (stage, number) not in self.sources:
                 yield stage, number, any(number in call.needing for call in self.stages[stage].calls)
+
+    def ungiven(self) -> list[int]:
+        """The numbers of the inputs that microbatches bring and that no stage is known to have been given."""
+        brought = {number for one in self._data for number in one if number < TARGETS}
+        return sorted(brought - {number for of, number in self.sources.values() if of is None})
 
     @property
     def _places_in(self) -> Iterator[tuple[int, int]]:

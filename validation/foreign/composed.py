@@ -24,7 +24,8 @@ class Composed:
     every link holds, the step is what one device would have made.
 
     loss_fn: of the last stage's output and the target, a microbatch's loss, undivided. None: the last stage gives it.
-    loss_divisor: the loss is divided by this before its backward. The default is the number of microbatches.
+    loss_divisor: the loss is divided by this before its backward: of replicas, that of all together. The default is the
+    number of microbatches.
     build: makes the whole model; on the meta device, so that it takes no memory. With it, stages are to hold each of
     its parameters once. host: keep what stages were given in the host's memory, and not where they compute.
     every: check one step of so many, the first one first; the others run as if nobody checked, and are not ``due``.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -11,7 +11,8 @@ from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.tied import Shares, of_copies
-from pipeproof.foreign.chain import Chain, Data, StageSeen
+from pipeproof.foreign.chain import Chain, Data
+from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.own_links import Link
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.comparison import Comparison, Due
@@ -84,7 +85,8 @@ class Whole:
     """The parts of all ranks, with what the step was of: ``data``, and what its losses are divided by.
 
     ``only``: the one stage that was run again, if not all were.
-    Of replicas each is one of these; ``everybodys`` is the loss over all of them.
+    Of replicas each is one of these; ``everybodys`` is what the loss over all of them may be: they may have an unequal
+    number of microbatches, and then theirs or all microbatches' may count alike.
     ``held``: the ranks and stages of each parameter. ``first``: of each name in the model, the first that the parameter
     has; ``known``: whether those are all names in the model.
     """
@@ -96,7 +98,7 @@ class Whole:
     first: Mapping[str, str]
     known: bool
     no_norm: str = ""
-    everybodys: float = math.nan
+    everybodys: tuple[float, ...] = ()
     only: int | None = None
 
     @property
@@ -141,6 +143,9 @@ class Whole:
             self._enter_parameters(ledger, self.first)
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
+        if any(not flows for _, _, flows in self.chain.unplaced()):  # it may have come as one of those
+            unused = [f"input {number} of the microbatches" for number in self.chain.ungiven()]
+            ledger.leave_out("boundaries", unused, "no stage is known to have been given it")
         for stage, number, flows in self.chain.unplaced():
             name = f"input {number} of stage {stage}"
             if flows:
@@ -179,14 +184,14 @@ class Whole:
         known = len(self._losses) == self.chain.microbatches and self.chain.last not in lost
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
         at = Comparison(due, Unmeasured(self.precision), ledger)
-        of_all = Comparison(replace(due, loss=self.everybodys), Unmeasured(self.precision), ledger)
         for rank, part in enumerate(self.parts):
             for told in part.told:
                 if told.losses is not None and known:
                     at.losses(told.losses, rank=rank, in_order=told.in_order)
                 if told.loss is not None and known:
-                    nearer = abs(told.loss - self.everybodys) < abs(told.loss - made.loss)
-                    (of_all if nearer else at).loss(told.loss, rank=rank)
+                    nearest = min((made.loss, *self.everybodys), key=partial(_apart, told.loss))
+                    whole = Comparison(replace(due, loss=nearest), Unmeasured(self.precision), ledger)
+                    whole.loss(told.loss, rank=rank)
                 if told.norm is not None and not lost and self.only is None:
                     at.norm(told.norm, rank=rank)
         if any(one.losses is not None or one.loss is not None for one in self.reported):
@@ -216,9 +221,9 @@ class Whole:
         return Expected("train", losses, sum(losses) / self.divisor, norm=norm)
 
     @property
-    def total(self) -> float:
-        """The sum of its losses."""
-        return sum(self._expected.losses)
+    def loss(self) -> float:
+        """Its own loss."""
+        return self._expected.loss
 
     @property
     def _lengths(self) -> dict[Site, float]:
@@ -302,8 +307,9 @@ def verdict_of(wholes: Sequence[Whole], title: str, *, rerun: str, seconds: floa
     for whole in wholes:
         for part in reversed(whole.parts):
             ledger.join(part.ledger)
-    total = sum(whole.total for whole in wholes) / sum(whole.divisor for whole in wholes)
-    wholes = [replace(whole, everybodys=total) for whole in wholes]
+    total = sum(whole.loss * whole.divisor for whole in wholes) / sum(whole.divisor for whole in wholes)
+    mean = sum(whole.loss for whole in wholes) / len(wholes)
+    wholes = [replace(whole, everybodys=(total, mean)) for whole in wholes]
     for whole in wholes:
         whole.enter(ledger)
     reported = [one for whole in wholes for one in whole.reported]
@@ -366,6 +372,10 @@ class Unmeasured:
 
     def update(self, name: str) -> Floor:
         return unmeasured(self.precision)
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(one - other)
 
 
 def _done(flows: Sequence[Passed]) -> Iterator[Action]:

@@ -244,7 +244,7 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         return
     if seen is None:
         # An input that is gone before the backward is none that it needs.
-        if column.where != KEPT and call.backwards and not column.own and expected.norm:
+        if column.where != KEPT and call.ran and not column.own and expected.norm:
             yield replace(crossing, really=Likeness("missing"))
         return
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from statistics import median_low
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign.crossings import near
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
@@ -153,10 +153,19 @@ class OwnStage:
         return all(link.closed for link in self.links)
 
     @property
-    def received(self) -> int:
-        """How many output gradients of its calls are to the bit what they were."""
-        every = [(k, at) for k, link in enumerate(self.links) for at in link.gives if at[0] == RECEIVED]
-        return sum(_is_seen(self._calls[k], at, self.links[k].gives[at]) for k, at in every)
+    def flowing(self) -> int:
+        """How many gradients of its outputs are not zero when it is run again."""
+        return len(self._flows)
+
+    @property
+    def fitting(self) -> int:
+        """How many of them are what they were, but for rounding."""
+        return sum(seen is not None and _fits(seen, due) for seen, due in self._flows)
+
+    @property
+    def _flows(self) -> list[tuple[Sketch | None, Sketch]]:
+        every = [(k, at, one) for k, link in enumerate(self.links) for at, one in link.gives.items()]
+        return [(_seen(self._calls[k], at), one) for k, at, one in every if at[0] == RECEIVED and one.norm]
 
     @property
     def unreached(self) -> list[str]:
@@ -197,18 +206,6 @@ class OwnStage:
     def batches(self) -> list[Batch]:
         """What the calls that contribute were given, in the order of their backwards."""
         return [self._batches[k] for k in self._order if self._calls[k].ran]
-
-    @property
-    def flow_factor(self) -> float | None:
-        """How many times what it should be is what flows to the last stage's outputs, if mostly so many times."""
-        pairs = [
-            (seen, due)
-            for call, link in zip(self._calls, self.links, strict=True)
-            for number, seen in call.output_gradients.items()
-            if (due := link.gives.get((RECEIVED, number))) is not None
-        ]
-        factors = [factor for seen, due in pairs if (factor := seen.factor(due)) is not None]
-        return median_low(factors) if len(factors) * 2 > len(pairs) else None
 
     @property
     def model(self) -> nn.Module:
@@ -343,9 +340,8 @@ class OwnStage:
         return self._reference.of(widened(copied(self._model)))
 
 
-def _is_seen(call: Call, at: Point, made: Sketch) -> bool:
-    seen = _seen(call, at)
-    return seen is not None and seen.digest == made.digest
+def _fits(seen: Sketch, due: Sketch) -> bool:
+    return seen.digest == due.digest or near(seen.factor(due), 1.0)
 
 
 def _seen(call: Call, at: Point) -> Sketch | None:

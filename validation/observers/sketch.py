@@ -100,8 +100,8 @@ class Sketch:
 
     The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
     The digest is of the values: a zero has no sign there. ``narrow`` is the type, narrower than its own, that every
-    element can be said in; empty if there is none. ``bits`` is the sum of all elements read as integers, which no order
-    changes.
+    element can be said in; empty if there is none. ``said`` has the digest of the tensor in each such type. ``bits`` is
+    the sum of all elements read as integers, which no order changes.
     """
 
     shape: tuple[int, ...]
@@ -111,17 +111,21 @@ class Sketch:
     projections: tuple[float, ...]
     narrow: str = ""
     bits: int = 0
+    said: frozenset[bytes] = frozenset()
 
     def times(self, factor: float) -> "Sketch":
         """That of the tensor multiplied by ``factor``, but for its digest and bits."""
         projections = tuple(factor * one for one in self.projections)
-        return replace(self, digest=b"", norm=abs(factor) * self.norm, projections=projections, bits=0)
+        return replace(
+            self, digest=b"", norm=abs(factor) * self.norm, projections=projections, bits=0, said=frozenset()
+        )
 
     def plus(self, other: "Sketch") -> "Sketch":
         """About that of the sum of both tensors: nobody knows its digest, and its norm is what its projections tell."""
         projections = tuple(a + b for a, b in zip(self.projections, other.projections, strict=True))
         norm = math.sqrt(sum(one**2 for one in projections) / len(projections))
-        return replace(self, digest=b"", norm=norm, projections=projections, narrow=self.narrow or other.narrow, bits=0)
+        narrow = self.narrow or other.narrow
+        return replace(self, digest=b"", norm=norm, projections=projections, narrow=narrow, bits=0, said=frozenset())
 
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
@@ -167,8 +171,11 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     flat = numbers(tensor.cpu())
     flat = flat.to(flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float64)
     form, size = (tuple(tensor.shape), tensor.dtype, content), flat.norm().item()
-    narrow = _narrow(flat) if is_rounded(tensor.dtype) else ""
-    return Sketch(*form, size, tuple(_projections(flat).tolist()), narrow, _bits(tensor.cpu()))
+    narrow = list(_narrow(flat)) if is_rounded(tensor.dtype) else []
+    own = tensor if narrow and tensor.dtype in (torch.float32, torch.float64) else None
+    said = frozenset() if own is None else frozenset(digest(_unsigned(own.to(ROUNDED_TO[name]))) for name in narrow)
+    projections = tuple(_projections(flat).tolist())
+    return Sketch(*form, size, projections, next(iter(narrow), ""), _bits(tensor.cpu()), said)
 
 
 def _unsigned(tensor: Tensor) -> Tensor:
@@ -183,14 +190,12 @@ def _bits(tensor: Tensor) -> int:
     return int(words.sum(dtype=words.dtype))
 
 
-def _narrow(flat: Tensor) -> str:
-    """The narrower type that holds ``flat`` as it is; a few elements soon say that there is none."""
+def _narrow(flat: Tensor) -> Iterator[str]:
+    """The narrower types that hold ``flat`` as it is; a few elements soon say that there is none."""
     for name, dtype in ROUNDED_TO.items():
-        if dtype != flat.dtype and all(
-            torch.equal(part.to(dtype).to(part.dtype), part) for part in (flat[:_FEW], flat)
-        ):
-            return name if flat.any() else ""
-    return ""
+        held = (torch.equal(part.to(dtype).to(part.dtype), part) for part in (flat[:_FEW], flat))
+        if dtype != flat.dtype and all(held) and flat.any():
+            yield name
 
 
 def _projections(flat: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.chain import Chain, Data, StageSeen, counting, without_trials
+from pipeproof.foreign.chain import Chain, Data, without_trials
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known, verdict_of
 from pipeproof.foreign.handed_back import Gradient
+from pipeproof.foreign.own_calls import StageSeen, counting, on_its_own
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
@@ -37,7 +38,7 @@ from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way, wanting
-from pipeproof.reference.again import drawing_on
+from pipeproof.reference.again import drawing_on, undisturbed
 from pipeproof.reference.step import Site, clip_factor, dense
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
@@ -82,7 +83,7 @@ class ComposedCheck(CheckedStep):
         self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
         self._start = ChainStart(None)
         self._starts: Sequence[ChainStart] = ()
-        self._way = Way(against, 1.0, 1)
+        self._way = Way(against)
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
@@ -101,6 +102,11 @@ class ComposedCheck(CheckedStep):
         """What losses are divided by, of all replicas."""
         every = len(self._run.microbatches) if self._run.count > 1 else self.microbatches
         return float(self._by.loss_divisor or every or 1)
+
+    def _divisor_of(self, microbatches: int) -> float:
+        """What they are divided by in a replica of so many, where gradients are averaged over replicas."""
+        given = self._by.loss_divisor
+        return float(microbatches or 1) if given is None else given / self._run.count
 
     @property
     def _replica(self) -> int:
@@ -132,7 +138,8 @@ class ComposedCheck(CheckedStep):
         self._close()
         if self._obstacle or self._absent is not None or self._part_of_chain is not None:
             return
-        with self.noting(), drawing_apart(), drawing_on(self._own.modules.values()):
+        own = self._own.modules.values()
+        with self.noting(), drawing_apart(), drawing_on(own), undisturbed(own):
             try:
                 self._part_of_chain = self._made(named)
             except RanksAbsent as absent:
@@ -142,7 +149,8 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             self._take_given()
             self._by.check()
-            self._refuse_parts()
+            if self._own.shards:
+                raise RecordError(_IN_PARTS)
             self._start = ChainStart.of(self._given, self._own, self._by)
             self._one_name = None if self._by.build is None else names_in(self._by.build)
         arrivals: list[Arrival] = self._arrivals()
@@ -169,10 +177,6 @@ class ComposedCheck(CheckedStep):
                 self._weights[stage] = contents(module)
         return ""
 
-    def _refuse_parts(self) -> None:
-        if self._own.shards:
-            raise RecordError(_IN_PARTS)
-
     def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
         calls = {
@@ -194,14 +198,16 @@ class ComposedCheck(CheckedStep):
         calls = {stage: own[len(own) - len(seen[stage].calls) :] for stage, own in calls.items()}
         stages: list[OwnStage] = []
         with self.noting():
-            way = Way(self._by, self._divisor, self._run.count)
+            way = Way(self._by, self._divisor, self._divisor_of(self.microbatches), self._run.count)
             for stage, made in sorted(calls.items(), reverse=True):
                 module, targets = self._own.modules[stage], self._targets(chain, stage)
                 if self._only in (None, stage):
                     stages.append(way.run_again(stage, module, wanting(made, chain.lost(stage)), targets))
                     self._note_unreached(stages[-1])
-                elif targets is not None:  # one call tells by what losses were divided
-                    way.run_again(stage, module, made[:1], targets[:1])
+                elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
+                    flowed = (k for k, call in enumerate(made) if any(g.norm for g in call.output_gradients.values()))
+                    k = next(flowed, 0)
+                    way.run_again(stage, module, made[k : k + 1], targets[k : k + 1])
             self._way = way
         lost, scale = [own.stage for own in stages if not own.closed], self._way.scale
         told = self._gather((lost, scale), "which stages give the same again, and how losses are divided")
@@ -248,7 +254,7 @@ class ComposedCheck(CheckedStep):
                     f"no call of stage {stage}'s module was seen: pass the very module that is called, "
                     "and call it itself, not its forward, nor compiled"
                 )
-            if len(own) >= 2 * self.microbatches and _on_its_own(own):
+            if len(own) >= 2 * self.microbatches and on_its_own(own):
                 raise RecordError(
                     f"stage {stage}'s module is called on what it gave itself: pass one that makes all of its calls "
                     "for a microbatch in one"
@@ -374,8 +380,12 @@ class ComposedCheck(CheckedStep):
             mine = [of == replica for of in self._run.replicas]
             own = [one if here else OwnPart(Ledger(LAWS)) for one, here in zip(owned, mine, strict=True)]
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
-            data, divisor = next(one for one in brought if one is not None), self._divisor / self._run.count
-            wholes.append(Whole(own, data, divisor, self._places, self._first, counted, no_norm, only=self._only))
+            data = next(one for one in brought if one is not None)
+            wholes.append(
+                Whole(
+                    own, data, self._divisor_of(len(data)), self._places, self._first, counted, no_norm, only=self._only
+                )
+            )
         which = "" if self._only is None else f"stage {self._only} of "
         return verdict_of(wholes, f"{which}a step of this job, link by link", rerun=rerun, seconds=seconds)
 
@@ -386,9 +396,3 @@ class ComposedCheck(CheckedStep):
     def _clear(self) -> None:
         self._close()
         self._shares.clear()
-
-
-def _on_its_own(calls: Sequence[Call]) -> bool:
-    """Whether a module was called on what another call of it made."""
-    made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
-    return any(one.digest in made for call in calls for one in call.inputs)

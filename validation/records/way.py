@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.crossings import near
 from pipeproof.foreign.own_links import Ending, OwnStage
 from pipeproof.observers.calls import Call
 
@@ -16,13 +15,14 @@ from pipeproof.observers.calls import Call
 class Way:
     """Runs stages again, and finds out by what the losses of a step were divided.
 
-    ``whole`` is what the loss of all ``replicas`` is divided by. ``scale``: what sums are divided by at last, where
-    losses were divided by less.
+    ``whole`` is what the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``scale``: what sums are
+    divided by at last, where losses were divided by less.
     """
 
     by: Composed
-    whole: float
-    replicas: int
+    whole: float = 1.0
+    own: float = 1.0
+    replicas: int = 1
     scale: float = 1.0
 
     def run_again(
@@ -31,15 +31,30 @@ class Way:
         """A stage, run once more. ``targets``: those of its calls, if it is the last one."""
         if targets is None:
             return self._once_more(stage, module, calls, None)
-        ways = [1.0] if self.by.accumulation.late else dict.fromkeys((self.whole / self.replicas, self.whole, 1.0))
-        for divisor in ways:  # replicas may average gradients, or add them up; a runtime may divide them at last
+        best, fitting = None, -1
+        for divisor, scale in self._ways.items():
             own = self._once_more(stage, module, calls, Ending(self.by.loss_fn, divisor, targets))
-            if own.received or near(own.flow_factor, 1.0):
-                self.scale = self.whole / divisor
-                return own
-        first = next(iter(ways))
-        self.scale = self.whole / first
-        return self._once_more(stage, module, calls, Ending(self.by.loss_fn, first, targets))
+            if not own.flowing:
+                return own  # by zeros nobody tells; other ranks may know
+            if own.fitting > fitting:
+                best, fitting, self.scale = own, own.fitting, scale
+            if fitting == own.flowing:
+                break
+        assert best is not None, "there is a way"
+        return best
+
+    @property
+    def _ways(self) -> dict[float, float]:
+        """What losses may be divided by, and then sums.
+
+        Replicas may average gradients, or add them up; a runtime may divide them at last.
+        """
+        if self.by.accumulation.late:
+            return {1.0: self.whole}
+        ways = {self.own: float(self.replicas)}
+        ways.setdefault(self.whole, 1.0)
+        ways.setdefault(1.0, self.whole)
+        return ways
 
     def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """``sums`` by what they are too large."""

@@ -1,0 +1,153 @@
+"""A step by hand, whose calls are not quite as they should be, or are right in an unusual way."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof import Composed, check_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+WIDTH, ROWS, COUNT = 8, 4, 3
+Around = Callable[[], AbstractContextManager[object]]
+in_bf16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """Of means over rows: any number of rows has one."""
+    return (output.float().mean(0) - target.mean(0)).square().mean()
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.left(x)), self.right(x)
+
+
+class Join(nn.Module):
+    def __init__(self, *, one_side: bool = False) -> None:
+        super().__init__()
+        self.layer, self.one_side = nn.Linear(WIDTH, WIDTH), one_side
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        found: Tensor = self.layer(left) + (right.detach() if self.one_side else right)
+        return found
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is done: ``wanting`` are the messages that want a gradient, ``told`` the call of ``gradients()``."""
+
+    wanting: Sequence[bool] = (True, True)
+    one_side: bool = False
+    given: Callable[[Tensor], Tensor] = torch.clone
+    sent: Callable[[Tensor], Tensor] = torch.clone
+    back: Callable[[Tensor], Tensor] = torch.clone
+    run: Around = nullcontext
+    told: Around = nullcontext
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(7)
+    return [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(COUNT)]
+
+
+def step(context: RankContext, way: Way) -> Verdict:
+    torch.manual_seed(context.rank)
+    stage, losses = Join(one_side=way.one_side) if context.rank else Fork(), list[float]()
+    with check_step(stage, data(), against=Composed(loss_fn), rename="{}.{}".format, timeout_s=20) as check:
+        for x, target in data():
+            if context.rank:
+                losses.append(ending(stage, target, way))
+            else:
+                beginning(stage, x, way)
+        with way.told():
+            check.gradients()
+        check.report(losses=losses or None)
+    return check.verdict
+
+
+def beginning(stage: nn.Module, x: Tensor, way: Way) -> None:
+    with way.run():
+        outputs = stage(way.given(x))
+    flows = [torch.empty(one.shape) for one in outputs]
+    for one in outputs:
+        dist.send(way.sent(one.detach().float()), 1)
+    for flow in flows:
+        dist.recv(flow, 1)
+    torch.autograd.backward(outputs, [flow.to(one.dtype) for flow, one in zip(flows, outputs, strict=True)])
+
+
+def ending(stage: nn.Module, target: Tensor, way: Way) -> float:
+    rows = len(way.given(target))
+    inputs = [torch.empty(rows, WIDTH) for _ in way.wanting]
+    for one, wants in zip(inputs, way.wanting, strict=True):
+        dist.recv(one, 0)
+        one.requires_grad_(wants)
+    with way.run():
+        loss = loss_fn(stage(*inputs), target)
+    torch.autograd.backward(loss / COUNT)
+    for one in inputs:
+        dist.send(torch.zeros_like(one) if one.grad is None else way.back(one.grad), 0)
+    return loss.item()
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(kind="simulated", silent=True)
+
+
+def half(x: Tensor) -> Tensor:
+    return x[: ROWS // 2].clone()
+
+
+RIGHT = {
+    "as usual": Way(),
+    "a message of which the gradient is not needed": Way(one_side=True, wanting=(True, False)),
+    "bf16 is sent as fp32": Way(run=in_bf16),
+    "told without gradients": Way(told=torch.no_grad),
+    "told in inference mode": Way(told=torch.inference_mode),
+    "told where types are cast": Way(told=in_bf16),
+}
+
+
+@pytest.mark.parametrize("way", RIGHT.values(), ids=RIGHT)
+def test_an_unusual_step_that_is_right_passes(way: Way, world: World) -> None:
+    verdict = world.run(step, way, ranks=2)[0]
+    assert verdict.verdict == "pass", str(verdict)
+    rounds = way.run is in_bf16  # a gradient of what is sent as fp32 may have to be rounded to what was made
+    assert verdict.tier == ("fp32" if rounds else "bitwise")
+
+
+@pytest.mark.parametrize("wanting", [(False, True), (True, False), (False, False)])
+def test_a_message_that_never_wants_its_gradient_is_seen(wanting: tuple[bool, bool], world: World) -> None:
+    verdict = world.run(step, Way(wanting=wanting), ranks=2)[0]
+    assert verdict.verdict == "fail"
+    assert (verdict.cause[0].rank, verdict.cause[0].stage) == (1, 1)
+    assert "without requires_grad" in str(verdict)
+
+
+def test_a_message_that_is_widened_and_altered_is_wrong(world: World) -> None:
+    verdict = world.run(step, Way(run=in_bf16, sent=lambda one: one * 1.01), ranks=2)[0]
+    assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
+
+
+def test_a_gradient_that_is_narrowed_and_altered_is_wrong(world: World) -> None:
+    verdict = world.run(step, Way(run=in_bf16, back=lambda one: one * 1.01), ranks=2)[0]
+    assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
+
+
+def test_data_that_no_stage_was_given_is_missed(world: World) -> None:
+    verdict = world.run(step, Way(given=half), ranks=2)[0]
+    assert verdict.verdict == "unknown"
+    assert "no stage is known to have been given it: input 0 of the microbatches" in str(verdict)

@@ -1,0 +1,107 @@
+"""How a step divides is found out by what flows, whatever flows nowhere."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof import Composed, check_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+WIDTH, ROWS = 8, 4
+
+
+@dataclass(frozen=True)
+class Dividing:
+    """How replicas divide: losses by ``losses``, sums by ``sums`` at last. ``counts`` are their microbatches.
+
+    ``padded`` are the replica and the microbatch that are all padding. ``reported``: the loss of them all.
+    """
+
+    losses: tuple[float, ...]
+    sums: float
+    counts: tuple[int, ...] = (2, 2)
+    padded: tuple[int, int] | None = None
+    reported: str = "own"
+    stages: str = "all"
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output * 0).sum() if target.isnan().any() else nn.functional.mse_loss(output, target)
+
+
+def step(context: RankContext, way: Dividing) -> Verdict:
+    rank, draw = context.rank, torch.Generator().manual_seed(context.rank)
+    count, by = way.counts[rank], Composed(loss_fn, stages=way.stages)  # type: ignore[arg-type]  # one of two
+    data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(count)]
+    if way.padded is not None and way.padded[0] == rank:
+        data[way.padded[1]][1].fill_(torch.nan)
+    torch.manual_seed(0)
+    stage, losses = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), list[float]()
+    with check_step({0: stage}, data, against=by, timeout_s=20) as check:
+        for x, target in data:
+            loss = loss_fn(stage(x), target)
+            losses.append(loss.item())
+            torch.autograd.backward(loss / way.losses[rank])
+        for parameter in stage.parameters():
+            if context.ranks > 1:
+                dist.all_reduce(_there(parameter.grad))
+            parameter.grad = _there(parameter.grad) / way.sums
+        check.gradients()
+        check.report(losses=losses, loss=reported(way, sum(losses), count) if context.ranks > 1 else None)
+    return check.verdict
+
+
+def _there(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
+
+
+def reported(way: Dividing, total: float, count: int) -> float:
+    own = torch.tensor([total, float(count), total / count], dtype=torch.float64)
+    dist.all_reduce(own)
+    ways = {"own": total / count, "all": own[0].item() / own[1].item(), "mean": own[2].item() / len(way.counts)}
+    return ways[way.reported]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(kind="simulated", silent=True)
+
+
+RIGHT = {
+    "averaged, the first is padding": Dividing((2, 2), 2, padded=(0, 0)),
+    "added up, the first is padding": Dividing((4, 4), 1, padded=(0, 0)),
+    "added up, all of one is padding": Dividing((3, 3), 1, (1, 2), padded=(0, 0)),
+    "divided at last, the first is padding": Dividing((1, 1), 4, padded=(0, 0)),
+    "unequal, averaged": Dividing((3, 1), 2, (3, 1)),
+    "unequal, averaged, as is the loss": Dividing((3, 1), 2, (3, 1), reported="mean"),
+    "unequal, added up": Dividing((4, 4), 1, (3, 1), reported="all"),
+    "one pipeline, divided at last, the first is padding": Dividing((1,), 3, (3,), padded=(0, 0)),
+    "one stage, divided at last, the first is padding": Dividing((1,), 3, (3,), padded=(0, 0), stages="one by one"),
+}
+
+
+@pytest.mark.parametrize("way", RIGHT.values(), ids=RIGHT)
+def test_each_way_of_dividing_is_found(way: Dividing, world: World) -> None:
+    verdict = world.run(step, way, ranks=len(way.counts))[0]
+    assert verdict.verdict == "pass", str(verdict)
+
+
+WRONG = {
+    "not averaged": Dividing((2, 2), 1),
+    "averaged twice": Dividing((4, 4), 2, padded=(0, 0)),
+    "unequal, not averaged": Dividing((3, 1), 1, (3, 1)),
+    "each by the number of the other": Dividing((1, 3), 2, (3, 1)),
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG])
+def test_another_division_is_wrong(name: str, world: World) -> None:
+    verdict = world.run(step, WRONG[name], ranks=2)[0]
+    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.cause[0].kind == "scale"

@@ -1,0 +1,79 @@
+"""A stage's calls in a step that is held against itself."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeproof.foreign.call_matching import Column
+from pipeproof.observers.calls import Call
+from pipeproof.observers.recording import RECEIVED
+from pipeproof.observers.sketch import Sketch, is_rounded
+
+Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
+
+
+@dataclass(frozen=True)
+class StageSeen:
+    """A stage on its rank, and its calls."""
+
+    rank: int
+    calls: tuple[Call, ...]
+
+
+def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
+    """The calls that are about microbatches: where there are too many, those that gradients came back to."""
+    trained = [call for call in calls if call.ran]
+    return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
+
+
+def on_its_own(calls: Sequence[Call]) -> bool:
+    """Whether a module was called on what another call of it made."""
+    made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
+    return any(one.digest in made for call in calls for one in call.inputs)
+
+
+def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
+    """``stages``, where what came in another type than it was sent in is what was sent, if every number is the same."""
+    calls = [call for seen in stages.values() for call in seen.calls]
+    sent = {one.digest: one for call in calls for one in call.outputs}
+    came = [one for call in calls for one in (*call.inputs, *call.kept.values()) if one.digest not in sent]
+    activations = {one.digest: sent[said] for one in came for said in one.said & sent.keys()}
+    given = [one for call in calls for one in call.input_gradients.values()]
+    gradients = {said: one for one in given for said in one.said} if given else {}
+    for one in given:
+        gradients.pop(one.digest, None)
+
+    def read(call: Call) -> Call:
+        flows = {n: gradients.get(one.digest, one) for n, one in call.output_gradients.items()}
+        kept = {n: activations.get(one.digest, one) for n, one in call.kept.items()}
+        inputs = [activations.get(one.digest, one) for one in call.inputs]
+        return replace(call, inputs=inputs, kept=kept, output_gradients=flows)
+
+    if not activations and not gradients:
+        return dict(stages)
+    return {stage: replace(seen, calls=tuple(map(read, seen.calls))) for stage, seen in stages.items()}
+
+
+def in_types_of_outputs(
+    column: Column, calls: Sequence[Call], numbers: Sequence[int]
+) -> tuple[Column, dict[Limited, float]]:
+    """``column``, and how far rounding put gradients that came in a narrower type than they were sent in.
+
+    A gradient has the type of its output and can have no other. ``numbers`` are the microbatches of ``calls``.
+    """
+    found, limits = list(column.seen), dict[Limited, float]()
+    for k, (call, number) in enumerate(zip(calls, numbers, strict=True)):
+        seen, due = found[k], column.known.get(number)
+        if column.where != RECEIVED or seen is None or due is None or column.number >= len(call.outputs):
+            continue
+        forced = seen.dtype == call.outputs[column.number].dtype
+        if forced and seen.digest != due.digest and _narrower(seen, due):
+            found[k] = replace(seen, dtype=due.dtype, narrow=due.narrow)
+            limits[column.where, column.number, k] = torch.finfo(seen.dtype).eps
+    return replace(column, seen=tuple(found)), limits
+
+
+def _narrower(one: Sketch, other: Sketch) -> bool:
+    both = is_rounded(one.dtype) and is_rounded(other.dtype)
+    return both and torch.finfo(one.dtype).eps > torch.finfo(other.dtype).eps
