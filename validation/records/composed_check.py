@@ -326,18 +326,16 @@ class ComposedCheck(CheckedStep):
             return
         if most < math.inf and self._lost:
             self._ledger.doubt("updated-parameters", not_known(self._lost))
+            self._update = None if optimizer is None else OwnUpdate.unknown(not_known(self._lost))
             return
         if most < math.inf:
             every = self._gather(lengths, "the norms of gradients, to which they are clipped")
             whole = norm_of({site: one for each in every for site, one in each.items()}, self._first)
             factor = clip_factor(whole, most)
         if optimizer is not None:
-            own = {
-                self._own.rename(stage, name): one
-                for stage, module in self._own.modules.items()
-                for name, one in module.named_parameters(remove_duplicate=False)
-            }
-            self._update = OwnUpdate.by(optimizer, own, factor=factor if most < math.inf else 1.0)
+            self._update = OwnUpdate.by(optimizer, self._own.parameters, factor=factor if most < math.inf else 1.0)
+            if self._update.why:
+                self._ledger.doubt("updated-parameters", self._update.why)
 
     def _finish(self) -> None:
         if self._why or self._obstacle or self._absent is not None:
