@@ -27,7 +27,7 @@ from pipeproof.observers.shards import is_plain
 from pipeproof.observers.sketch import any_nonzero, contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
-from pipeproof.records.chain_start import ChainStart, names_in, problems_of
+from pipeproof.records.chain_start import ChainStart, names_in, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
@@ -132,9 +132,12 @@ class ComposedCheck(CheckedStep):
         self._close()
         if self._obstacle or self._absent is not None or self._part_of_chain is not None:
             return
+        known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
+        with self.noting():
+            known = None if named is None else all_dense(gradients_of(named, self._own.places))
         with self.noting(), drawing_apart(), drawing_on(self._own.modules.values()):
             try:
-                self._part_of_chain = self._made(named)
+                self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
                 self._absent = absent
 
@@ -145,7 +148,8 @@ class ComposedCheck(CheckedStep):
             self._refuse_parts()
             self._start = ChainStart.of(self._given, self._own, self._by)
             self._one_name = None if self._by.build is None else names_in(self._by.build)
-        arrivals: list[Arrival] = self._arrivals()
+        with saying_how_often(self._by, self._exchange.rank):
+            arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
         problems = problems or wrong or ({0: _UNSPLIT} if run.count > 1 and not run.apart else {})
