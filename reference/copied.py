@@ -1,7 +1,7 @@
 """A deep copy of a model that may hold what cannot be copied."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from traceback import walk_tb
 from types import FunctionType
 from typing import Any, TypeVar
@@ -13,13 +13,13 @@ Value = TypeVar("Value")
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def copied(value: Value, *, sharing: Iterable[object] = ()) -> Value:
+def copied(value: Value, *, sharing: Iterable[object] = (), instead: Mapping[int, object] | None = None) -> Value:
     """A deep copy of ``value``, which shares with it what cannot be copied: a process group, a lock, a module.
 
-    ``sharing``: what it shares besides. Raises what ``deepcopy`` raises where that is a module or a parameter: what is
-    done to the copy may not reach it.
+    ``sharing``: what it shares besides. ``instead``: by the id of an object, what the copy has in its place. Raises
+    what ``deepcopy`` raises where that is a module or a parameter: what is done to the copy may not reach it.
     """
-    shared: dict[int, object] = {id(one): one for one in sharing}
+    shared: dict[int, object] = {**{id(one): one for one in sharing}, **(instead or {})}
     while True:
         try:
             return copy.deepcopy(value, dict(shared))

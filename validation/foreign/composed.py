@@ -57,6 +57,8 @@ class Composed:
         check_divisor(self.loss_divisor)
         if self.build is not None:
             check_builds("build", self.build)
+        if not isinstance(self.accumulation, Accumulation):
+            raise WhiteBoxError(f"accumulation is {self.accumulation!r}: expected an Accumulation")
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
             raise WhiteBoxError(f"optimizer is {self.optimizer!r}: expected this rank's torch.optim.Optimizer")
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:

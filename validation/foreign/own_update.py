@@ -1,35 +1,113 @@
 """What an optimizer makes of a rank's gradients: a copy of it takes the step on copies of the weights."""
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim import optimizer as torch_optimizer
 
+from pipeproof.judging.tolerance import same_bits
+from pipeproof.judging.verdict import raised
 from pipeproof.reference.copied import copied
 
 
 @dataclass(frozen=True)
 class OwnUpdate:
-    """Parameters by the model's names, ``before`` the step and as they must be ``after`` it."""
+    """Parameters by the model's names, ``before`` the step and as they must be ``after`` it; ``why`` none knows it."""
 
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
+    why: str = ""
 
     @staticmethod
-    def by(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], *, factor: float) -> "OwnUpdate":
+    def unknown(why: str) -> "OwnUpdate":
+        """Nobody knows what the optimizer makes of them: that is ``why``."""
+        return OwnUpdate({}, {}, why)
+
+    @staticmethod
+    def by(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, factor: float) -> "OwnUpdate":
         """What ``optimizer`` is going to make of ``parameters``, whose gradients are multiplied by ``factor`` first.
 
         To be called before its step. It takes as much memory as they and its state do once more.
         """
-        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        some = {name: one for name, one in parameters.items() if id(one) in own}
-        before = {name: one.detach().clone() for name, one in some.items()}
-        copies, again = copied((dict(some), optimizer))
-        for name, one in copies.items():
-            gradient = some[name].grad
-            one.grad = None if gradient is None else gradient.detach() * factor
-        with torch.enable_grad():
-            again.step()
-        return OwnUpdate(before, {name: one.detach() for name, one in copies.items()})
+        name = type(optimizer).__name__
+        try:
+            parts = _parts(optimizer)
+            if obstacle := next((why for one in parts if (why := _obstacle(one))), ""):
+                return OwnUpdate.unknown(f"what {name} makes of gradients is not known: {obstacle}")
+            return _foreseen(parts, parameters, factor)
+        except Exception as error:  # no one type: it is the user's code
+            return OwnUpdate.unknown(f"a copy of {name} cannot take its step: it raised {raised(error)}")
+
+
+def _foreseen(parts: Sequence[Optimizer], parameters: Mapping[str, Tensor], factor: float) -> OwnUpdate:
+    own = {id(one) for part in parts for group in part.param_groups for one in group["params"]}
+    some = {name: one for name, one in parameters.items() if id(one) in own}
+    before = {name: one.detach().clone() for name, one in some.items()}
+    copies, again = _twins(some, parts)
+    for name, one in copies.items():
+        gradient = some[name].grad
+        one.grad = None if gradient is None else gradient.detach() * factor
+    with torch.enable_grad():
+        again.step()
+    moved = [name for name, one in some.items() if not same_bits(one.detach(), before[name])]
+    if moved:  # by a function that the copy shares
+        with torch.no_grad():
+            for name in moved:
+                some[name].copy_(before[name])
+        return OwnUpdate.unknown(f"a copy of {type(again).__name__} moved the weights themselves: they are put back")
+    return OwnUpdate(before, {name: one.detach() for name, one in copies.items()})
+
+
+def _parts(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer``, and those that it has inside."""
+    found = [optimizer]
+    for one in found:
+        found += [inner for inner in _held(vars(one).values()) if all(inner is not other for other in found)]
+    return found
+
+
+def _held(values: Any) -> Iterator[Optimizer]:
+    for one in values:
+        if isinstance(one, Optimizer):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from (inner for inner in one if isinstance(inner, Optimizer))
+
+
+def _obstacle(optimizer: Optimizer) -> str:
+    """Why a copy would not do what ``optimizer`` does, or would do it to others."""
+    own = vars(optimizer)
+    hooks = [own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")]
+    hooks += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    if any(hooks):
+        return "it has hooks around its step, which may change more than a copy"
+    step = own.get("step")
+    return "" if step is None or _counts_alone(step, type(optimizer)) else "its step was replaced by another function"
+
+
+def _counts_alone(step: object, kind: type[Optimizer]) -> bool:
+    """Whether ``step`` is what a learning rate's schedule puts in place of the step, which notes that it was called."""
+    ours = isinstance(step, FunctionType) and step.__code__.co_filename == lr_scheduler.__file__
+    return ours and getattr(step, "__wrapped__", None) is kind.step
+
+
+def _twins(parameters: Mapping[str, Tensor], parts: Sequence[Optimizer]) -> tuple[dict[str, nn.Parameter], Optimizer]:
+    """Copies of ``parameters`` and of the first of ``parts``, with all attributes: torch's own leave some out."""
+    blank = [type(one).__new__(type(one)) for one in parts]
+    given: Any = dict(parameters), [_attributes(one) for one in parts]
+    copies, attributes = copied(given, instead={id(one): twin for one, twin in zip(parts, blank, strict=True)})
+    for twin, own in zip(blank, attributes, strict=True):
+        twin.__dict__.update(own)
+    return copies, blank[0]
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a copy is to have. A hook may have the whole job in it; a step that was put in place is the original's."""
+    own = {name: one for name, one in vars(optimizer).items() if name != "step"}
+    return {n: OrderedDict() if n.startswith("_optimizer_") and n.endswith("_hooks") else one for n, one in own.items()}

@@ -1,6 +1,7 @@
 """What ranks bring to a step that is held against itself, and whether it is one chain of stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.worlds.drawing import drawing_apart
+from pipeproof.worlds.side_store import RanksAbsent
 
 _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
 
@@ -47,8 +49,7 @@ class ChainStart:
         every = [(stage, *pair) for stage, module in own.modules.items() for pair in module.named_parameters()]
         first = {own.rename(stage, name): (id(one), own.rename(stage, name)) for stage, name, one in every}
         first_of = {name: names.setdefault(*key) for name, key in first.items()}
-        told = {"loss_divisor": against.loss_divisor, "max_norm": against.max_norm, "build": bool(against.build)}
-        return ChainStart(None, tuple(own.modules), first_of, told)
+        return ChainStart(None, tuple(own.modules), first_of, _told(own, against))
 
     def with_data(self, given: Pairs | None) -> "ChainStart":
         """The same with its microbatches."""
@@ -57,11 +58,11 @@ class ChainStart:
 
 def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[int, str]:
     """Why what ranks bring is no chain in each of their ``replicas``, by the rank that says so; nothing if it is."""
-    first, *others = [start.told for start in starts]
-    for rank, told in enumerate(others, start=1):
-        if other := [name for name in first if told.get(name) != first[name]]:
-            (name, *_) = other
-            return {rank: f"{name} is another than on rank 0: give all ranks the same"}
+    first: dict[str, tuple[int, object]] = {}
+    for rank, name, told in [(rank, *pair) for rank, start in enumerate(starts) for pair in start.told.items()]:
+        of, other = first.setdefault(name, (rank, told))
+        if told != other:
+            return {rank: f"{name} is {told}, and {other} on rank {of}: give all ranks the same"}
     ranks: dict[int, list[int]] = {}
     for rank, start in enumerate(starts):
         for stage in start.stages:
@@ -72,6 +73,37 @@ def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[i
     if gone := sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys()):
         return {0: f"nobody has stage {gone[0]}: number the stages from 0, along the data path"}
     return {}
+
+
+@contextmanager
+def saying_how_often(against: Composed, rank: int) -> Iterator[None]:
+    """Who is waited for in vain may have been told to check other steps: say to what steps this ``rank`` comes."""
+    try:
+        yield
+    except RanksAbsent as absent:
+        if not absent.late and rank not in absent.reasons:  # there is a better reason
+            raise
+        own = f"rank {rank} was told every={against.every}, and all ranks must be told the same"
+        raise RanksAbsent({one: f"{why}; {own}" for one, why in absent.reasons.items()}, late=absent.late) from None
+
+
+def _told(own: RankStages, against: Composed) -> dict[str, object]:
+    """What all ranks are to be told alike. A rank that has nothing to train needs no optimizer, and tells of none."""
+    told: dict[str, object] = {
+        "loss_divisor": against.loss_divisor,
+        "max_norm": against.max_norm,
+        "build": _given(against.build),
+        "stages": against.stages,
+        "every": against.every,
+        "accumulation": str(against.accumulation),
+    }
+    if any(one.requires_grad for module in own.modules.values() for one in module.parameters()):
+        told["optimizer"] = _given(against.optimizer)
+    return told
+
+
+def _given(one: object) -> str:
+    return "not given" if one is None else "given"
 
 
 def _brought(inputs: Any, target: Any) -> dict[int, Sketch]:

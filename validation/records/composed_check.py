@@ -28,7 +28,7 @@ from pipeproof.observers.shards import is_plain
 from pipeproof.observers.sketch import any_nonzero, contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
-from pipeproof.records.chain_start import ChainStart, names_in, problems_of
+from pipeproof.records.chain_start import ChainStart, names_in, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
@@ -138,10 +138,13 @@ class ComposedCheck(CheckedStep):
         self._close()
         if self._obstacle or self._absent is not None or self._part_of_chain is not None:
             return
+        known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
+        with self.noting():
+            known = None if named is None else all_dense(gradients_of(named, self._own.places))
         own = self._own.modules.values()
         with self.noting(), drawing_apart(), drawing_on(own), undisturbed(own):
             try:
-                self._part_of_chain = self._made(named)
+                self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
                 self._absent = absent
 
@@ -153,7 +156,8 @@ class ComposedCheck(CheckedStep):
                 raise RecordError(_IN_PARTS)
             self._start = ChainStart.of(self._given, self._own, self._by)
             self._one_name = None if self._by.build is None else names_in(self._by.build)
-        arrivals: list[Arrival] = self._arrivals()
+        with saying_how_often(self._by, self._exchange.rank):
+            arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
         problems = problems or wrong or ({0: _UNSPLIT} if run.count > 1 and not run.apart else {})
@@ -332,18 +336,16 @@ class ComposedCheck(CheckedStep):
             return
         if most < math.inf and self._lost:
             self._ledger.doubt("updated-parameters", not_known(self._lost))
+            self._update = None if optimizer is None else OwnUpdate.unknown(not_known(self._lost))
             return
         if most < math.inf:
             every = self._gather(lengths, "the norms of gradients, to which they are clipped")
             whole = norm_of({site: one for each in every for site, one in each.items()}, self._first)
             factor = clip_factor(whole, most)
         if optimizer is not None:
-            own = {
-                self._own.rename(stage, name): one
-                for stage, module in self._own.modules.items()
-                for name, one in module.named_parameters(remove_duplicate=False)
-            }
-            self._update = OwnUpdate.by(optimizer, own, factor=factor if most < math.inf else 1.0)
+            self._update = OwnUpdate.by(optimizer, self._own.parameters, factor=factor if most < math.inf else 1.0)
+            if self._update.why:
+                self._ledger.doubt("updated-parameters", self._update.why)
 
     def _finish(self) -> None:
         if self._why or self._obstacle or self._absent is not None:
@@ -381,11 +383,8 @@ class ComposedCheck(CheckedStep):
             own = [one if here else OwnPart(Ledger(LAWS)) for one, here in zip(owned, mine, strict=True)]
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
             data = next(one for one in brought if one is not None)
-            wholes.append(
-                Whole(
-                    own, data, self._divisor_of(len(data)), self._places, self._first, counted, no_norm, only=self._only
-                )
-            )
+            of_all = self._places, self._first, counted, no_norm
+            wholes.append(Whole(own, data, self._divisor_of(len(data)), *of_all, only=self._only))
         which = "" if self._only is None else f"stage {self._only} of "
         return verdict_of(wholes, f"{which}a step of this job, link by link", rerun=rerun, seconds=seconds)
 

@@ -1,10 +1,13 @@
 """Replicas of stages: what each adds up is summed over all of them, in groups of the check's own.
 
-The job's messages are not touched: ranks with the same stages have a group for this, which lasts as long as the job's.
+The job's messages are not touched: ranks with the same stages have a group for this, which lasts as long as that of all
+ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,8 +22,10 @@ from pipeproof.worlds.side_store import Exchange
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
 Ranks = tuple[int, ...]
 
-_groups: dict[tuple[Ranks, ...], dict[Ranks, dist.ProcessGroup]] = {}
-belongs_to_rank(__name__, "_groups", fresh=lambda _: {})
+_Groups = dict[tuple[Ranks, ...], dict[Ranks, dist.ProcessGroup]]
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()  # by the group of all ranks
+belongs_to_rank(__name__, "_groups", fresh=lambda _: WeakKeyDictionary())
 
 
 @dataclass
@@ -45,13 +50,13 @@ class ReplicaSums:
         group = self._group()
         if group is None:
             return dict(sums)
+        for name, one in sums.items():  # whoever raises here is missed at the gathering, which is bounded
+            if one is not None:
+                self.alone[name] = sketch(one)
         what = "which parameters of replicas have gradients"
         there: list[dict[str, bool]] = self.exchange.gather(
             {name: one is not None for name, one in sums.items()}, what=what, bound_s=self.bound_s
         )
-        for name, one in sums.items():
-            if one is not None:
-                self.alone[name] = sketch(one)
         given = sorted({name for rank in self._peers for name, has in there[rank].items() if has})
         return {**dict.fromkeys(sums), **{name: self._reduced(group, sums.get(name), name) for name in given}}
 
@@ -96,10 +101,13 @@ class ReplicaSums:
         every = tuple(dict.fromkeys(self._all_peers()))
         if all(len(ranks) < 2 for ranks in every):
             return None
-        if every not in _groups:
-            made = {ranks: dist.new_group(list(ranks)) for ranks in every}
-            _groups[every] = {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
-        return _groups[every].get(self._peers)
+        world, bound = dist.group.WORLD, timedelta(seconds=self.bound_s)
+        assert world is not None, "several ranks have the same stages"
+        groups = _groups.setdefault(world, {})
+        if every not in groups:
+            made = {ranks: dist.new_group(list(ranks), timeout=bound) for ranks in every}
+            groups[every] = {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
+        return groups[every].get(self._peers)
 
     def _all_peers(self) -> list[Ranks]:
         return [tuple(r for r, own in enumerate(self.stages) if tuple(own) == tuple(one)) for one in self.stages]

@@ -337,7 +337,7 @@ def told_otherwise(context: RankContext, numbers: Sequence[int], max_norms: Sequ
     [
         ((0, 2), (1.0, 1.0), "rank 0: nobody has stage 1"),
         ((0, 0), (1.0, 1.0), "rank 1: stage 0 is on rank 0, too"),
-        ((0, 1), (1.0, 2.0), "rank 1: max_norm is another than on rank 0"),
+        ((0, 1), (1.0, 2.0), "rank 1: max_norm is 2.0, and 1.0 on rank 0: give all"),
     ],
 )
 def test_ranks_that_make_no_chain_are_told(

@@ -1,5 +1,10 @@
 """Replicas of a pipeline, held against themselves: what each adds up is summed over all of them."""
 
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import Composed, check_step
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.sketch import Sketch
+from pipeproof.records import replica_sums
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -143,3 +150,64 @@ def twice(context: RankContext) -> list[int]:
 def test_groups_are_made_once(world: World) -> None:
     (one, other), _ = world.run(twice, ranks=2)
     assert one == other
+
+
+def stuck(context: RankContext) -> tuple[Verdict, float]:
+    """On rank 1 the check raises while it sums; and how long it takes."""
+    if context.rank:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replica_sums, "sketch", broken)
+            return timed(context)
+    return timed(context)
+
+
+def broken(one: Tensor) -> Sketch:
+    raise MemoryError("no room for a sketch")
+
+
+def timed(context: RankContext) -> tuple[Verdict, float]:
+    began = monotonic()
+    return in_ddp(context), monotonic() - began
+
+
+def test_who_raises_while_it_sums_leaves_nobody_waiting() -> None:
+    with World() as world:
+        (one, one_s), (other, other_s) = world.run(stuck, ranks=2, timeout_s=40)
+    assert "rank 1 did not come to which parameters of replicas have gradients" in str(one)
+    assert "rank 1: the check raised MemoryError: no room for a sketch" in str(one)
+    assert "rank 1: the check raised MemoryError: no room for a sketch" in str(other)
+    assert max(one_s, other_s) < 20, "nobody waits for the group's own bound"
+
+
+def bounds(context: RankContext) -> list[Any]:
+    """How long those wait for each other who sum."""
+    found, made = [], dist.new_group
+
+    def noted(*given: Any, **named: Any) -> Any:
+        found.append(named.get("timeout"))
+        return made(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        in_ddp(context)
+    return found
+
+
+def test_sums_wait_no_longer_than_the_check() -> None:
+    with World() as world:
+        assert world.run(bounds, ranks=2) == [[timedelta(seconds=20)]] * 2
+
+
+def begun_anew(context: RankContext, folder: str) -> list[tuple[str, int]]:
+    """The verdict on a step, and how many groups there are; and the same after the job's ranks met anew."""
+    found = [(in_ddp(context).verdict, len(dist.distributed_c10d._world.pg_map))]
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", context.ranks)  # type: ignore[attr-defined]  # not in torch's __all__
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.ranks)
+    return [*found, (in_ddp(context).verdict, len(dist.distributed_c10d._world.pg_map))]
+
+
+def test_ranks_that_meet_anew_have_new_groups(tmp_path: Path) -> None:
+    with World() as world:
+        found = world.run(begun_anew, str(tmp_path), ranks=2, timeout_s=60)
+    assert found == [[("pass", 2), ("pass", 2)]] * 2

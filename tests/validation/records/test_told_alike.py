@@ -1,0 +1,127 @@
+"""What ranks are told of a step that is held against itself must be alike: else the verdict names what is not."""
+
+import math
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof import Composed, check_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.accumulation import Accumulation
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
+
+COUNT, BOUND_S = 3, 3.0
+Options = Mapping[str, Any]
+
+
+def one_step(
+    context: RankContext, stage: nn.Module, by: Composed, gradients: Mapping[str, Tensor] | None = None
+) -> Verdict | None:
+    """The verdict on a step, if it is checked."""
+    at, microbatches = Step(context.rank, context.ranks), data(COUNT)
+    with check_step(stage, microbatches, against=by, rename=named, timeout_s=BOUND_S) as check:
+        forwards(at, stage, microbatches, Faults())
+        backwards(at, COUNT, Faults())
+        check.gradients(gradients)
+    return check.verdict if check.due else None
+
+
+def told(context: RankContext, options: list[Options], optimizers: list[bool]) -> str:
+    stage = stage_of(context.rank)
+    given = torch.optim.SGD(stage.parameters(), lr=0.1) if optimizers[context.rank] else None
+    return str(one_step(context, stage, Composed(LOSS, optimizer=given, **options[context.rank])))
+
+
+UNLIKE: dict[str, tuple[list[Options], str]] = {
+    "stages": ([{}, {"stages": "one by one"}], "rank 1: stages is one by one, and all on rank 0"),
+    "every": ([{}, {"every": 2}], "rank 1: every is 2, and 1 on rank 0"),
+    "build": ([{"build": lambda: nn.Linear(1, 1)}, {}], "rank 1: build is not given, and given on rank 0"),
+    "accumulation": ([{}, {"accumulation": Accumulation(late=True)}], "rank 1: accumulation is Accumulation(dtype="),
+}
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("case", UNLIKE)
+def test_both_values_are_named(case: str, clips: bool, simulated: World) -> None:
+    options, sentence = UNLIKE[case]
+    both = [{**one, "max_norm": 1.0} if clips else one for one in options]
+    said = simulated.run(told, both, [False, False], ranks=2)
+    assert sentence in said[0]
+    assert said[0].startswith("UNKNOWN")
+    assert said[0] == said[1]
+
+
+def test_all_that_train_have_an_optimizer_or_none(simulated: World) -> None:
+    said, _ = simulated.run(told, [{}, {}], [True, False], ranks=2)
+    assert "rank 1: optimizer is not given, and given on rank 0: give all ranks the same" in said
+
+
+def test_who_trains_nothing_needs_no_optimizer(simulated: World) -> None:
+    said, _ = simulated.run(frozen, ranks=2)
+    assert said.startswith("PASS"), said
+
+
+def frozen(context: RankContext) -> str:
+    stage = stage_of(context.rank)
+    optimizer = None
+    if context.rank:
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    else:
+        stage.requires_grad_(False)
+    at, microbatches = Step(context.rank, context.ranks), data(COUNT)
+    by = Composed(LOSS, optimizer=optimizer)
+    with check_step(stage, microbatches, against=by, rename=named, timeout_s=BOUND_S) as check:
+        forwards(at, stage, microbatches, Faults())
+        if context.rank:
+            backwards(at, COUNT, Faults())
+        else:
+            flows(context)
+        check.gradients()
+        if optimizer is not None:
+            optimizer.step()
+    return str(check.verdict)
+
+
+def flows(context: RankContext) -> None:
+    """What comes back to a stage that trains nothing."""
+    for _ in range(COUNT):
+        torch.distributed.recv(torch.empty(4, 8), context.rank + 1)
+
+
+def steps(context: RankContext) -> list[str]:
+    """Two steps; rank 1 checks only the first."""
+    by = Composed(LOSS, every=1 + context.rank)
+    return [str(one_step(context, stage_of(context.rank), by)) for _ in range(2)]
+
+
+def test_who_is_waited_for_in_vain_may_have_been_told_otherwise(simulated: World) -> None:
+    (first, second), _ = simulated.run(steps, ranks=2)
+    assert "rank 1: every is 2, and 1 on rank 0" in first
+    assert "rank 0 was told every=1, and all ranks must be told the same" in second, second
+
+
+def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
+    by, began = Composed(LOSS, max_norm=1.0 if clips else math.inf), monotonic()
+    found = one_step(context, stage_of(context.rank), by, given if context.rank else None)
+    return str(found), monotonic() - began
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World) -> None:
+    (said, took_s), (other, _) = world.run(misnamed, clips, {"nonsense": torch.zeros(3)}, ranks=2)
+    assert said.startswith("UNKNOWN comparable: rank 1: gradients is of nonsense"), said
+    assert said == other
+    assert took_s < BOUND_S
+
+
+def test_what_is_no_accumulation_is_said_in_a_sentence() -> None:
+    late = Composed(LOSS, accumulation="late")  # type: ignore[arg-type]
+    with check_step(nn.Linear(8, 8), data(COUNT), against=late) as check:
+        check.gradients()
+    assert "accumulation is 'late': expected an Accumulation" in str(check.verdict)
