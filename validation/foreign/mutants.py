@@ -17,18 +17,22 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-Hit = Callable[[], None]  # called whenever something is changed
+from pipeproof.foreign.reductions import Changed, Hit, Left, is_sum, several
+
 Plant = Callable[[Hit], Any]  # a context manager, while which is open the fault is there
-_DRAWS = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: what it is, how it is planted, and whether on all ranks at once, as where a line is missing."""
+    """One fault: what it is, how it is planted, and whether on all ranks at once, as where a line is missing.
+
+    ``of_sums``: it is in sums over ranks.
+    """
 
     summary: str
     plant: Plant
     everywhere: bool = False
+    of_sums: bool = False
 
 
 @contextmanager
@@ -91,23 +95,17 @@ def _repeated() -> Plant:
     return plant
 
 
-def _reductions(left: Callable[[Tensor, Tensor], Tensor]) -> Plant:
+def _reductions(left: Left) -> Plant:
     """``left``: what becomes of a tensor and of what its reduction over ranks makes of it."""
 
     def plant(hit: Hit) -> Any:
         def make(allreduce: Any) -> Any:
             def changed(group: Any, tensors: Any, *more: Any, **named: Any) -> Any:
-                some = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-                before = [one.clone() for one in some]
+                if group.size() < 2 or not is_sum(tensors, *more, **named):
+                    return allreduce(group, tensors, *more, **named)
+                before = [one.detach().clone() for one in several(tensors)]
                 work = allreduce(group, tensors, *more, **named)
-                if group.size() > 1 and all(one.is_floating_point() and one.numel() > 1 for one in some):
-                    work.wait()
-                    for one, other in zip(some, before, strict=True):
-                        found = left(other, one)
-                        if not torch.equal(found, one):
-                            hit()
-                            one.copy_(found)
-                return work
+                return None if work is None else Changed(work, several(tensors), before, left, hit)
 
             return changed
 
@@ -142,7 +140,7 @@ def _left_out(backward: Callable[..., None], given: dict[str, Any], number: int)
 
 
 def _done_twice(backward: Callable[..., None], given: dict[str, Any], number: int) -> bool:
-    if number:
+    if number or _begins_with_zeros(given):
         return False
     backward(**{**given, "retain_graph": True})
     backward(**given)
@@ -150,15 +148,18 @@ def _done_twice(backward: Callable[..., None], given: dict[str, Any], number: in
 
 
 def _doubled_flow(backward: Callable[..., None], given: dict[str, Any], number: int) -> bool:
-    tensors = _several(given["tensors"])
-    flows = _several(given.get("grad_tensors")) or [None] * len(tensors)
+    if _begins_with_zeros(given):
+        return False
+    tensors = several(given["tensors"])
+    flows = several(given.get("grad_tensors")) or [None] * len(tensors)
     ones = [torch.ones_like(one) if flow is None else flow for one, flow in zip(tensors, flows, strict=True)]
     backward(**{**given, "tensors": tensors, "grad_tensors": [2 * one for one in ones]})
     return True
 
 
-def _several(given: Any) -> list[Any]:
-    return [] if given is None else [given] if isinstance(given, Tensor) else list(given)
+def _begins_with_zeros(given: dict[str, Any]) -> bool:
+    flows = several(given.get("grad_tensors"))
+    return bool(flows) and not any(flow is None or bool(flow.any()) for flow in flows)
 
 
 def _gradients(change: Callable[[Tensor], Tensor], *, most: int | None = None) -> Plant:
@@ -234,8 +235,10 @@ def _unclipped(clip: Any, given: dict[str, Any], hit: Hit) -> Any:
 
 
 def _doubled_norm(clip: Any, given: dict[str, Any], hit: Hit) -> Any:
-    hit()
-    return 2 * clip(**given)
+    norm = clip(**given)
+    if 2 * norm > norm:
+        hit()
+    return 2 * norm
 
 
 @contextmanager
@@ -262,8 +265,10 @@ def _updated_twice(hit: Hit) -> Iterator[None]:
     def again(optimizer: Any, *_: Any) -> None:
         if not within:
             within.append(True)
-            hit()
+            once = [one.detach().clone() for one in _parameters(optimizer)]
             optimizer.step()
+            if not all(map(torch.equal, _parameters(optimizer), once)):
+                hit()
             within.clear()
 
     with _hooked(register_optimizer_step_post_hook(again)):
@@ -272,15 +277,16 @@ def _updated_twice(hit: Hit) -> Iterator[None]:
 
 @contextmanager
 def _nudged(hit: Hit) -> Iterator[None]:
-    done: list[nn.Module] = []
+    done: list[Tensor] = []
 
     def look(module: nn.Module, arguments: Any) -> None:
         own = [one for one in module._parameters.values() if one is not None and one.is_floating_point()]
-        if own and not done:
-            done.append(module)
-            hit()
-            with torch.no_grad():
-                own[0].data.mul_(1.01)
+        for one in own if not done else ():
+            nudged = one.detach() * 1.01
+            if not done and not torch.equal(nudged, one):
+                done.append(one)
+                hit()
+                one.data.copy_(nudged)
 
     with _hooked(register_module_forward_pre_hook(look)):
         yield
@@ -290,8 +296,10 @@ def _nudged(hit: Hit) -> Iterator[None]:
 def _rounded_outputs(hit: Hit) -> Iterator[None]:
     def look(module: nn.Module, arguments: Any, output: Any) -> Any:
         if module._parameters and isinstance(output, Tensor) and output.dtype is torch.float32:
-            hit()
-            return output.bfloat16().float()
+            rounded = _through_bf16(output)
+            if not torch.equal(rounded, output):
+                hit()
+                return rounded
         return None
 
     with _hooked(register_module_forward_hook(look)):
@@ -301,12 +309,19 @@ def _rounded_outputs(hit: Hit) -> Iterator[None]:
 @contextmanager
 def _evaluating(hit: Hit) -> Iterator[None]:
     def look(module: nn.Module, arguments: Any) -> None:
-        if isinstance(module, _DRAWS) and module.training:
+        if module.training and _is_other_in_training(module):
             hit()
             module.training = False
 
     with _hooked(register_module_forward_pre_hook(look)):
         yield
+
+
+def _is_other_in_training(module: nn.Module) -> bool:
+    """Whether this is a dropout that drops anything, or a layer whose statistics run."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
 @contextmanager
@@ -316,6 +331,10 @@ def _hooked(*hooks: Any) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _of_sums(summary: str, left: Left, *, everywhere: bool = True) -> Mutant:
+    return Mutant(summary, _reductions(left), everywhere=everywhere, of_sums=True)
 
 
 def _through_bf16(tensor: Tensor, number: int = 0) -> Tensor:
@@ -329,14 +348,12 @@ MUTANTS: Mapping[str, Mutant] = MappingProxyType(
         "message-repeated": Mutant("a message is the one before it", _repeated()),
         "message-rounded": Mutant("messages go through bf16", _messages(_through_bf16)),
         "message-noisy": Mutant("messages are off by a thousandth", _messages(lambda one, _: one * 1.001)),
-        "reduction-left-out": Mutant("sums over ranks are left out", _reductions(lambda one, _: one), everywhere=True),
-        "reduction-doubled": Mutant(
-            "sums over ranks are doubled", _reductions(lambda _, all_: 2 * all_), everywhere=True
+        "reduction-left-out": _of_sums("sums over ranks are left out", lambda one, _: one),
+        "reduction-doubled": _of_sums("sums over ranks are doubled", lambda _, all_: 2 * all_),
+        "reduction-halved": _of_sums("sums over ranks are halved", lambda _, all_: all_ / 2),
+        "reduction-lost": _of_sums(
+            "one rank keeps its own part of sums over ranks", lambda one, _: one, everywhere=False
         ),
-        "reduction-halved": Mutant(
-            "sums over ranks are halved", _reductions(lambda _, all_: all_ / 2), everywhere=True
-        ),
-        "reduction-lost": Mutant("one rank keeps its own part of sums over ranks", _reductions(lambda one, _: one)),
         "backward-left-out": Mutant("a backward is left out", _backwards(_left_out)),
         "backward-doubled": Mutant("a backward is done twice", _backwards(_done_twice)),
         "flow-doubled": Mutant("backwards begin with twice the gradient", _backwards(_doubled_flow)),

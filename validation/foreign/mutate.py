@@ -1,25 +1,22 @@
 """Does a test test anything? Faults are planted in the step that it is about, and it should fail each time."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-import torch.distributed as dist
-from torch import Tensor
-
 from pipeproof.foreign.mutants import MUTANTS
+from pipeproof.foreign.reductions import Given, Key, noted, same_ranks
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.cause import few
-from pipeproof.observers.sketch import digest
 from pipeproof.pipeline.schedules import nearest
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 Test = Callable[[RankContext], object]
-Outcome = Literal["caught", "let pass", "not planted"]
+Outcome = Literal["caught", "let pass", "not judged", "not planted"]
 
 
 class LetPass(AssertionError):
@@ -55,8 +52,8 @@ class Mutated:
         return tuple(one for one in self.tried if one.outcome == "let pass")
 
     def raise_if_any_passed(self) -> None:
-        """Raise ``LetPass`` where the test let any fault pass, or none could be planted."""
-        if self.let_pass or all(one.outcome == "not planted" for one in self.tried):
+        """Raise ``LetPass`` where the test let any fault pass, or caught none."""
+        if self.let_pass or not any(one.outcome == "caught" for one in self.tried):
             raise LetPass(str(self))
 
     def __str__(self) -> str:
@@ -69,44 +66,61 @@ class Mutated:
         return "\n".join([*lines, ", ".join(f"{count} {outcome}" for outcome, count in counts if count)])
 
 
-_ORDER: tuple[Outcome, ...] = ("let pass", "caught", "not planted")
+_ORDER: tuple[Outcome, ...] = ("let pass", "not judged", "caught", "not planted")
 
 
 @dataclass(frozen=True)
 class _Went:
     """How a test that passed went on a rank: how often a fault changed anything, and what it gave to reductions.
 
-    ``given``: by the ranks of a group and the number of its reduction, the digest of what this rank gave. ``marked``:
-    the test said where its step runs.
+    ``given``: what this rank gave to sums, where that was looked at. ``marked``: the test said where its step runs.
     """
 
     hits: int = 0
-    given: Mapping[tuple[tuple[int, ...], int], bytes] | None = None
+    given: Mapping[Key, Given] = field(default_factory=dict)
     marked: bool = False
 
 
 def mutated(test: Test, world: World, *, ranks: int, only: Collection[str] = (), timeout_s: float | None) -> Mutated:
     """What ``test`` makes of each fault of ``MUTANTS``, or of ``only`` some; it runs on every rank.
 
-    Raises ``WhiteBoxError`` for a test that fails without any fault, or whose replicas all have the same data.
+    Raises ``WhiteBoxError`` for a test that fails without any fault, and for what cannot be asked.
     """
     names = _chosen(only)
+    _look_at(test, ranks)
     try:
         plain = world.run(_go, test, "", ranks=ranks, timeout_s=timeout_s)
     except RankFailed as failure:
         raise WhiteBoxError(f"the test fails as it is, with no fault planted: {_how(failure)}") from failure
-    if same := _same_everywhere(plain):
-        raise WhiteBoxError(same)
-    go = partial(_go, marked=any(one.marked for one in plain))
-    run = partial(world.run, go, test, ranks=ranks, timeout_s=timeout_s)
-    return Mutated(tuple(_tried(name, run, ranks) for name in names))
+    marked = any(one.marked for one in plain)
+    same = _same([one.given for one in plain], marked=marked)
+    run = partial(world.run, partial(_go, marked=marked), test, ranks=ranks, timeout_s=timeout_s)
+    return Mutated(
+        tuple(
+            Tried(name, MUTANTS[name].summary, "not judged", how=same)
+            if same and MUTANTS[name].of_sums
+            else _tried(name, run, ranks)
+            for name in names
+        )
+    )
+
+
+def _look_at(test: object, ranks: object) -> None:
+    if not callable(test):
+        raise WhiteBoxError(f"test is {test!r}: expected what can be called with a RankContext")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise WhiteBoxError(f"ranks is {ranks!r}: expected a number of ranks, at least 1")
 
 
 def _chosen(only: Collection[str]) -> Sequence[str]:
-    for name in only:
-        if name not in MUTANTS:
-            raise WhiteBoxError(f"unknown fault {name!r}: {nearest(name, list(MUTANTS))}")
-    return [name for name in MUTANTS if not only or name in only]
+    if not isinstance(only, Iterable):
+        raise WhiteBoxError(f"only is {only!r}: expected names of faults, such as {next(iter(MUTANTS))!r}")
+    wanted = [only] if isinstance(only, str) else list(only)
+    for name in wanted:
+        if not isinstance(name, str) or name not in MUTANTS:
+            known = nearest(str(name), list(MUTANTS)) or f"expected a name such as {few(list(MUTANTS))}"
+            raise WhiteBoxError(f"unknown fault {name!r}: {known}")
+    return [name for name in MUTANTS if not wanted or name in wanted]
 
 
 def _tried(name: str, run: Callable[..., list[Any]], ranks: int) -> Tried:
@@ -128,22 +142,29 @@ def _go(context: RankContext, test: Test, name: str, rank: int | None = None, *,
     The fault is there where the test says that its step runs, or all the time where it does not say so.
     """
     __tracebackhide__ = True
-    global _fault, _marked
+    global _fault, _marked, _open
     hits: list[None] = []
     planted = bool(name) and rank in (None, context.rank)
     _fault = (lambda: MUTANTS[name].plant(lambda: hits.append(None))) if planted else nullcontext
-    _marked, _marks[:] = marked, []
+    _marked, _marks[:], _open = marked, [], []
+    noting: AbstractContextManager[dict[Key, Given]] = nullcontext({}) if name else noted(_runs)
     try:
-        with nullcontext() if marked or not planted else _fault(), _noted_reductions(wanted=not name) as given:
+        with nullcontext() if marked or not planted else _fault(), noting as given:
             test(context)
     finally:
         _fault = nullcontext
     return _Went(len(hits), given, marked=bool(_marks))
 
 
+def _runs() -> bool:
+    """Whether the test says that its step runs now."""
+    return bool(_open)
+
+
 _fault: Callable[[], Any] = nullcontext  # what makes the fault that is to be planted
 _marked = False  # whether it is to be there only while the test says that its step runs
 _marks: list[None] = []  # for each time that a test said that its step runs
+_open: list[None] = []  # for each of these times that has not ended
 
 
 @contextmanager
@@ -153,46 +174,21 @@ def under_test() -> Iterator[None]:
     Outside ``mutate`` this does nothing.
     """
     _marks.append(None)
-    with _fault() if _marked else nullcontext():
-        yield
-
-
-@contextmanager
-def _noted_reductions(*, wanted: bool) -> Iterator[dict[tuple[tuple[int, ...], int], bytes] | None]:
-    """What this rank gives to sums over ranks, by group and number."""
-    if not wanted:
-        yield None
-        return
-    given: dict[tuple[tuple[int, ...], int], bytes] = {}
-    kept = vars(dist.ProcessGroup)["allreduce"]
-    reduce: Any = dist.ProcessGroup.allreduce
-
-    def noted(group: Any, tensors: Any, *more: Any, **named: Any) -> Any:
-        some = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if all(one.is_floating_point() and one.numel() > 1 and bool(one.any()) for one in some):
-            ranks = tuple(dist.get_process_group_ranks(group))
-            number = sum(of == ranks for of, _ in given)
-            given[ranks, number] = b"".join(map(digest, some))
-        return reduce(group, tensors, *more, **named)
-
-    dist.ProcessGroup.allreduce = noted  # type: ignore[assignment,method-assign]
+    opened = _open  # simulated ranks share this module: another's run may have begun when this ends
+    opened.append(None)
     try:
-        yield given
+        with _fault() if _marked else nullcontext():
+            yield
     finally:
-        dist.ProcessGroup.allreduce = kept  # type: ignore[method-assign]
+        opened.pop()
 
 
-def _same_everywhere(plain: Sequence[_Went]) -> str:
-    """Why a reduction that is missing would not show: all give the same to it. Empty where none do."""
-    found: dict[tuple[tuple[int, ...], int], list[bytes]] = {}
-    for one in plain:
-        for key, content in (one.given or {}).items():
-            found.setdefault(key, []).append(content)
-    same = [ranks for (ranks, _), given in found.items() if len(given) == len(ranks) > 1 and len(set(given)) == 1]
-    if not same:
+def _same(given: Sequence[Mapping[Key, Given]], *, marked: bool) -> str:
+    """Why a sum that is missing would not show: all give the same to it. Empty where they do not."""
+    if not (ranks := same_ranks(given, marked=marked)):
         return ""
     return (
-        f"ranks {few(list(map(str, same[0])))} give the same to a sum over them, so that it would not show if it were "
+        f"ranks {few(list(map(str, ranks)))} give the same to a sum over them, so that it would not show if it were "
         "left out: give each replica data of its own"
     )
 

@@ -161,8 +161,8 @@ class WhiteBox:
         over ranks. ranks: how many. only: names of some faults. timeout_s: bounds each run, in seconds; a test that
         hangs has caught the fault.
 
-        Raises ``WhiteBoxError`` for a test that fails without a fault, and where replicas have the same data, for then
-        a reduction that is left out does not show.
+        Raises ``WhiteBoxError`` for a test that fails without a fault. Where replicas have the same data, faults in
+        sums over them are not judged, for then a sum that is left out does not show.
         """
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
