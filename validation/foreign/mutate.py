@@ -52,8 +52,9 @@ class Mutated:
         return tuple(one for one in self.tried if one.outcome == "let pass")
 
     def raise_if_any_passed(self) -> None:
-        """Raise ``LetPass`` where the test let any fault pass, or caught none."""
-        if self.let_pass or not any(one.outcome == "caught" for one in self.tried):
+        """Raise ``LetPass`` where the test let any fault pass, gave no data to judge it by, or caught none."""
+        outcomes = {one.outcome for one in self.tried}
+        if outcomes & {"let pass", "not judged"} or "caught" not in outcomes:
             raise LetPass(str(self))
 
     def __str__(self) -> str:
