@@ -13,8 +13,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "sign": "Look for a minus: a loss that is maximised, or a gradient that is subtracted where it is added.",
         "unequal-weights": "Are losses averaged over microbatches whose tokens differ? Divide sums of losses by the "
         "number of all tokens, or means by the number of microbatches, of all replicas, and do so on both sides.",
-        "dropped": "Find this microbatch's backward: is it in the schedule, does its loop run to the end, and does "
-        "anything clear gradients after it?",
+        "dropped": "Find this microbatch's backward: is it in the schedule, does its loop run to the end, did "
+        "its message come without requires_grad, and does anything clear gradients after it?",
         "doubled": "Find this microbatch's backward: does it run twice, or does anything add its gradient once more?",
         "swapped-activations": "Compare the order in which activations are kept with the order in which backwards take "
         "them: first in, first out, or by the microbatch's number.",
