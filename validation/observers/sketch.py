@@ -73,7 +73,7 @@ def _counts(dtype: torch.dtype) -> bool:
     return not name.startswith(("bits", "float4"))
 
 
-_ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _DIRECTIONS = 4
 _FEW = 16
 _ROW = 65_521  # signs in a direction
@@ -181,7 +181,7 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
 def _unsigned(tensor: Tensor) -> Tensor:
     """``tensor``, but that no zero has a sign: whoever adds up messages loses that, and it is equal without."""
     plain = _plain(tensor)
-    return plain + 0.0 if plain.is_complex() or plain.dtype in _ADDED else plain
+    return plain + 0.0 if plain.dtype in _ADDED else plain
 
 
 def _bits(tensor: Tensor) -> int:
