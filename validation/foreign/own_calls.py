@@ -36,22 +36,18 @@ def on_its_own(calls: Sequence[Call]) -> bool:
 def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
     """``stages``, where what came in another type than it was sent in is what was sent, if every number is the same."""
     calls = [call for seen in stages.values() for call in seen.calls]
-    sent = {one.digest: one for call in calls for one in call.outputs}
-    came = [one for call in calls for one in (*call.inputs, *call.kept.values()) if one.digest not in sent]
-    activations = {one.digest: sent[said] for one in came for said in one.said & sent.keys()}
-    given = [one for call in calls for one in call.input_gradients.values()]
-    gradients = {said: one for one in given for said in one.said} if given else {}
-    for one in given:
-        gradients.pop(one.digest, None)
+    made = {one.digest: one for call in calls for one in call.outputs}
+    came = [one for call in calls for one in (*call.inputs, *call.kept.values()) if one.digest not in made]
+    widened = {one.digest: made[said] for one in came for said in one.said & made.keys()}
+    handed = [one for call in calls for one in call.input_gradients.values()]
+    narrowed = {said: one for one in handed for said in one.said - {one.digest for one in handed}}
 
     def read(call: Call) -> Call:
-        flows = {n: gradients.get(one.digest, one) for n, one in call.output_gradients.items()}
-        kept = {n: activations.get(one.digest, one) for n, one in call.kept.items()}
-        inputs = [activations.get(one.digest, one) for one in call.inputs]
+        inputs = [widened.get(one.digest, one) for one in call.inputs]
+        kept = {n: widened.get(one.digest, one) for n, one in call.kept.items()}
+        flows = {n: narrowed.get(one.digest, one) for n, one in call.output_gradients.items()}
         return replace(call, inputs=inputs, kept=kept, output_gradients=flows)
 
-    if not activations and not gradients:
-        return dict(stages)
     return {stage: replace(seen, calls=tuple(map(read, seen.calls))) for stage, seen in stages.items()}
 
 
