@@ -36,19 +36,32 @@ def on_its_own(calls: Sequence[Call]) -> bool:
 def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
     """``stages``, where what came in another type than it was sent in is what was sent, if every number is the same."""
     calls = [call for seen in stages.values() for call in seen.calls]
-    made = {one.digest: one for call in calls for one in call.outputs}
-    came = [one for call in calls for one in (*call.inputs, *call.kept.values()) if one.digest not in made]
-    widened = {one.digest: made[said] for one in came for said in one.said & made.keys()}
-    handed = [one for call in calls for one in call.input_gradients.values()]
-    narrowed = {said: one for one in handed for said in one.said - {one.digest for one in handed}}
+    came = [one for call in calls for one in (*call.inputs, *call.kept.values())]
+    activations = _in_other_types([one for call in calls for one in call.outputs], came)
+    flows = [one for call in calls for one in call.output_gradients.values()]
+    gradients = _in_other_types([one for call in calls for one in call.input_gradients.values()], flows)
 
     def read(call: Call) -> Call:
-        inputs = [widened.get(one.digest, one) for one in call.inputs]
-        kept = {n: widened.get(one.digest, one) for n, one in call.kept.items()}
-        flows = {n: narrowed.get(one.digest, one) for n, one in call.output_gradients.items()}
+        inputs = [activations.get(one.digest, one) for one in call.inputs]
+        kept = {n: activations.get(one.digest, one) for n, one in call.kept.items()}
+        flows = {n: gradients.get(one.digest, one) for n, one in call.output_gradients.items()}
         return replace(call, inputs=inputs, kept=kept, output_gradients=flows)
 
     return {stage: replace(seen, calls=tuple(map(read, seen.calls))) for stage, seen in stages.items()}
+
+
+def _in_other_types(sent: Sequence[Sketch], came: Sequence[Sketch]) -> dict[bytes, Sketch]:
+    """What was ``sent``, by the digests under which it ``came`` in a wider or a narrower type."""
+    known = {one.digest: one for one in sent}
+    narrowed = {said: one for one in sent for said in one.said}
+    found: dict[bytes, Sketch] = {}
+    for one in came:
+        those = [known[said] for said in one.said if said in known] or [
+            narrowed[d] for d in [one.digest] if d in narrowed
+        ]
+        if one.digest not in known and those:
+            found[one.digest] = those[0]
+    return found
 
 
 def in_types_of_outputs(

@@ -202,7 +202,7 @@ class ComposedCheck(CheckedStep):
         calls = {stage: own[len(own) - len(seen[stage].calls) :] for stage, own in calls.items()}
         stages: list[OwnStage] = []
         with self.noting():
-            way = Way(self._by, self._divisor, self._divisor_of(self.microbatches), self._run.count)
+            self._way = way = Way(self._by, self._divisor, self._divisor_of(self.microbatches), self._run.count)
             for stage, made in sorted(calls.items(), reverse=True):
                 module, targets = self._own.modules[stage], self._targets(chain, stage)
                 if self._only in (None, stage):
@@ -212,10 +212,14 @@ class ComposedCheck(CheckedStep):
                     flowed = (k for k, call in enumerate(made) if any(g.norm for g in call.output_gradients.values()))
                     k = next(flowed, 0)
                     way.run_again(stage, module, made[k : k + 1], targets[k : k + 1])
-            self._way = way
-        lost, scale = [own.stage for own in stages if not own.closed], self._way.scale
-        told = self._gather((lost, scale), "which stages give the same again, and how losses are divided")
-        self._lost, self._way.scale = {stage for those, _ in told for stage in those}, max(one for _, one in told)
+        said = [own.stage for own in stages if not own.closed], self._way.fitting
+        told = self._gather(said, "which stages give the same again, and how losses are divided")
+        self._lost = {stage for those, _ in told for stage in those}
+        self._way.agree([fitting for _, fitting in told])
+        with self.noting():
+            for k, own in enumerate(stages):
+                module, targets = self._own.modules[own.stage], self._targets(chain, own.stage)
+                stages[k] = self._way.as_agreed(own, module, calls[own.stage], targets)
         due = self._summed(stages)
         found = all_dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
         part = OwnPart(self._ledger, seen)
@@ -323,7 +327,8 @@ class ComposedCheck(CheckedStep):
         if wrong <= shared:
             return part
         if self._run.count > 1:
-            pairs = {name: (due[name], seen[name]) for name in names if name in wrong - shared}
+            whole = self._way.undivided(due)
+            pairs = {name: (whole[name], seen[name]) for name in names if name in wrong - shared}
             return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
         begun = {name: self._begun.get(name) for name in alone}
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, rank=self._exchange.rank)

@@ -63,7 +63,10 @@ class ReplicaSums:
     def causes(
         self, stage: int, wrong: Mapping[str, tuple[Tensor | None, Tensor | None]], scale: float
     ) -> Iterator[Cause]:
-        """What is wrong with gradients of a stage, each with what is due of it, where that is one thing for all."""
+        """What is wrong with gradients of a stage, each with what is due of it, where that is one thing for all.
+
+        Both are as they are before sums are divided by ``scale``.
+        """
         at, factors = Cause("not-reduced", rank=self.exchange.rank, stage=stage), set[float | None]()
         pairs = {
             name: (sketch(seen), sketch(due))
@@ -73,7 +76,7 @@ class ReplicaSums:
         if not pairs or len(pairs) < len(wrong):
             return
         own = {name: seen.factor(self.alone[name]) for name, (seen, _) in pairs.items() if name in self.alone}
-        if len(own) == len(pairs) and all(near(one, 1.0) or near(one, 1 / scale) for one in own.values()):
+        if len(own) == len(pairs) and all(near(one, 1.0) or near(one, scale) for one in own.values()):
             yield replace(at, detail="its gradients are those of its own microbatches alone")
             return
         for seen, due in pairs.values():

@@ -13,17 +13,19 @@ from pipeproof.observers.calls import Call
 
 @dataclass
 class Way:
-    """Runs stages again, and finds out by what the losses of a step were divided.
+    """Runs stages again, and finds out by what the losses of a step were divided, as all ranks do alike.
 
-    ``whole`` is what the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``scale``: what sums are
-    divided by at last, where losses were divided by less.
+    ``whole`` is what the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``fitting``: the names of
+    ways that fit what flows here, which ranks tell each other. ``name``: the one that they agreed upon.
     """
 
     by: Composed
     whole: float = 1.0
     own: float = 1.0
     replicas: int = 1
-    scale: float = 1.0
+    name: str = ""
+    fitting: frozenset[str] = frozenset()
+    _divisor: float | None = None  # by which the last stage was run, where anything flows
 
     def run_again(
         self, stage: int, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
@@ -31,30 +33,46 @@ class Way:
         """A stage, run once more. ``targets``: those of its calls, if it is the last one."""
         if targets is None:
             return self._once_more(stage, module, calls, None)
-        best, fitting = None, -1
-        for divisor, scale in self._ways.items():
+        best, most = None, -1
+        for divisor in dict.fromkeys(divisor for divisor, _ in self._ways.values()):
             own = self._once_more(stage, module, calls, Ending(self.by.loss_fn, divisor, targets))
             if not own.flowing:
                 return own  # by zeros nobody tells; other ranks may know
-            if own.fitting > fitting:
-                best, fitting, self.scale = own, own.fitting, scale
-            if fitting == own.flowing:
+            if own.fitting > most:
+                best, most, self._divisor = own, own.fitting, divisor
+            if most == own.flowing:
                 break
         assert best is not None, "there is a way"
+        self.fitting = frozenset(name for name, (by, _) in self._ways.items() if most and by == self._divisor)
         return best
 
-    @property
-    def _ways(self) -> dict[float, float]:
-        """What losses may be divided by, and then sums.
+    def agree(self, fitting: Sequence[frozenset[str]]) -> None:
+        """Take the way that fits on most ranks, of those that can tell."""
+        self.name = max(self._ways, key=lambda name: sum(name in those for those in fitting))
 
-        Replicas may average gradients, or add them up; a runtime may divide them at last.
-        """
+    def as_agreed(
+        self, own: OwnStage, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
+    ) -> OwnStage:
+        """``own``, or what it is in the way that ranks agreed upon, if that is not the one it was run in."""
+        divisor = self._ways[self.name][0]
+        if targets is None or self._divisor in (None, divisor):
+            return own
+        return self._once_more(own.stage, module, calls, Ending(self.by.loss_fn, divisor, targets))
+
+    @property
+    def scale(self) -> float:
+        """What sums are divided by at last, where losses were divided by less."""
+        return self._ways[self.name or next(iter(self._ways))][1]
+
+    @property
+    def _ways(self) -> dict[str, tuple[float, float]]:
+        """What losses may be divided by, and then sums. The likeliest is the first."""
+        late = (1.0, self.whole)
         if self.by.accumulation.late:
-            return {1.0: self.whole}
-        ways = {self.own: float(self.replicas)}
-        ways.setdefault(self.whole, 1.0)
-        ways.setdefault(1.0, self.whole)
-        return ways
+            return {"late": late}
+        every = float(self.replicas)
+        averaged, weighted = (self.own, every), (self.whole / every, every)
+        return {"averaged": averaged, "added": (self.whole, 1.0), "weighted": weighted, "late": late}
 
     def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """``sums`` by what they are too large."""
