@@ -46,11 +46,11 @@ class Chain:
 
     def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
         self.stages = as_sent(dict(sorted(stages.items())))
-        self._data = data
+        self.data = data
 
     @property
     def microbatches(self) -> int:
-        return len(self._data)
+        return len(self.data)
 
     @property
     def last(self) -> int:
@@ -152,7 +152,10 @@ class Chain:
         """The inputs from which gradients flow back to each output, as stages and numbers."""
         found: dict[Source, list[tuple[int, int]]] = {}
         for (stage, number), source in self.sources.items():
-            if source[0] is not None and any(number in call.needing for call in self.stages[stage].calls):
+            of, at = source
+            if of is None or not any(at in call.giving for call in self.stages[of].calls):
+                continue
+            if any(number in call.needing for call in self.stages[stage].calls):
                 found.setdefault(source, []).append((stage, number))
         return found
 
@@ -183,7 +186,7 @@ class Chain:
 
     def ungiven(self) -> list[int]:
         """The numbers of the inputs that microbatches bring and that no stage is known to have been given."""
-        brought = {number for one in self._data for number in one if number < TARGETS}
+        brought = {number for one in self.data for number in one if number < TARGETS}
         return sorted(brought - {number for of, number in self.sources.values() if of is None})
 
     @property
@@ -228,8 +231,8 @@ class Chain:
             calls = self.stages[other].calls
             for number in range(max((len(call.outputs) for call in calls), default=0)):
                 yield (other, number), [call.outputs[number] for call in calls if number < len(call.outputs)]
-        for number in sorted(set().union(*self._data)):
-            yield (None, number), [one[number] for one in self._data if number in one]
+        for number in sorted(set().union(*self.data)):
+            yield (None, number), [one[number] for one in self.data if number in one]
 
     def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
         calls = self.stages[stage].calls
@@ -259,7 +262,7 @@ class Chain:
                     {m for sent, m in pairs if at < len(sent.outputs) and sent.outputs[at].digest == one.digest}
                 )
             elif at >= 0:
-                brought = [(m, those[at]) for m, those in enumerate(self._data) if at in those]
+                brought = [(m, those[at]) for m, those in enumerate(self.data) if at in those]
                 told.append({m for m, its in brought if its.digest == one.digest})
         known = [own for those in told if (own := those - {UNKNOWN_MICROBATCH})]
         common = set.intersection(*known) if known else set()
@@ -272,7 +275,7 @@ class Chain:
     def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[tuple[Places, Places], tuple[Places, Places]]:
         """What stages give again, and what they sent: tensors, and what flows back."""
         again, sent = (Places(), Places()), (Places(), Places())
-        for m, brought in enumerate(self._data):
+        for m, brought in enumerate(self.data):
             for number, one in brought.items():
                 sent[0].add(_place((None, number)), m, one)
         for stage, seen in self.stages.items():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeproof.foreign.chain import Chain, Data, without_trials
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known, verdict_of
+from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.own_calls import StageSeen, counting, on_its_own
 from pipeproof.foreign.own_causes import own_causes
@@ -37,7 +38,7 @@ from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.way import Way, wanting
+from pipeproof.records.way import Way, targets_of, wanting
 from pipeproof.reference.again import drawing_on, undisturbed
 from pipeproof.reference.step import Site, clip_factor, dense
 from pipeproof.worlds.drawing import drawing_apart
@@ -198,13 +199,14 @@ class ComposedCheck(CheckedStep):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
         own_chain = {s: one for part in self._of_replica(every) for s, one in part.items()}
         chain = Chain(without_trials(own_chain, self._data), self._data)
+        calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
+        chain = all_giving(chain, self._own.modules, calls, gather=self._gather, of_replica=self._of_replica)
         seen = {stage: chain.stages[stage] for stage in seen}
-        calls = {stage: own[len(own) - len(seen[stage].calls) :] for stage, own in calls.items()}
         stages: list[OwnStage] = []
         with self.noting():
             self._way = way = Way(self._by, self._divisor, self._divisor_of(self.microbatches), self._run.count)
             for stage, made in sorted(calls.items(), reverse=True):
-                module, targets = self._own.modules[stage], self._targets(chain, stage)
+                module, targets = self._own.modules[stage], targets_of(self._given, chain, stage)
                 if self._only in (None, stage):
                     stages.append(way.run_again(stage, module, wanting(made, chain.lost(stage)), targets))
                     self._note_unreached(stages[-1])
@@ -218,7 +220,7 @@ class ComposedCheck(CheckedStep):
         self._way.agree([fitting for _, fitting in told])
         with self.noting():
             for k, own in enumerate(stages):
-                module, targets = self._own.modules[own.stage], self._targets(chain, own.stage)
+                module, targets = self._own.modules[own.stage], targets_of(self._given, chain, own.stage)
                 stages[k] = self._way.as_agreed(own, module, calls[own.stage], targets)
         due = self._summed(stages)
         found = all_dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
@@ -280,14 +282,6 @@ class ComposedCheck(CheckedStep):
         if other := [name for name, is_there in grown if is_there]:
             told = f"no backward through stage {own.stage} gives what is in .grad of {names_of(other)}"
             own.links[0] = replace(own.links[0], obstacle=f"{told}: it is put off, or other code writes it")
-
-    def _targets(self, chain: Chain, stage: int) -> list[Any] | None:
-        """The target of each call of the last stage; None for others. Raises ``RecordError`` if they are not here."""
-        if stage < chain.last:
-            return None
-        if self._given is None:
-            raise RecordError("the last stage is here, and its targets are not: pass microbatches on its rank, too")
-        return [self._given[m][1] if m >= 0 else None for m in chain.orders[stage].numbers]
 
     def _compared(
         self,

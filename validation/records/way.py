@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.own_links import Ending, OwnStage
 from pipeproof.observers.calls import Call
+from pipeproof.records.record import RecordError
+from pipeproof.records.step_record import Pairs
 
 
 @dataclass
@@ -88,6 +91,15 @@ class Way:
         own = OwnStage(stage, module, calls, ending=ending, accumulation=self.by.accumulation)
         own.run()
         return own
+
+
+def targets_of(given: Pairs | None, chain: Chain, stage: int) -> list[Any] | None:
+    """The target of each call of the last stage; None for others. Raises ``RecordError`` if they are not here."""
+    if stage < chain.last:
+        return None
+    if given is None:
+        raise RecordError("the last stage is here, and its targets are not: pass microbatches on its rank, too")
+    return [given[m][1] if m >= 0 else None for m in chain.orders[stage].numbers]
 
 
 def wanting(calls: Sequence[Call], more: Sequence[frozenset[int]]) -> list[Call]:

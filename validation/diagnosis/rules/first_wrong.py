@@ -86,7 +86,12 @@ class Boundaries:
             point, cut = Point(stage, microbatch, GIVEN), flow.detached.get(microbatch, frozenset[int]())
             names = {f"input {number}" if number else "input" for number in cut}
             crossing = next((one for one in self._at.get(point, ()) if one.what in names), None)
-            if found.what.kind == "missing" and found.point.where == HANDED_ON and stage <= last and crossing:
+            if (
+                found.what.kind == "missing"
+                and found.point.where in (HANDED_ON, RECEIVED)
+                and stage <= last
+                and crossing
+            ):
                 words = f"without requires_grad, with which stage {stage - 1} made it"
                 words += f" ({crossing.what})" if crossing.what[-1].isdigit() else ""
                 return FirstWrong(point, crossing, replace(found.what, words=words), True)
