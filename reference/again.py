@@ -171,8 +171,9 @@ class _Here:
 class Called:
     """A call of a module, as it was when it began: its tensors, what else it was given, and its state.
 
-    ``wanting`` are the numbers of those tensors that want a gradient. ``flows`` are the gradients that came to what it
-    gave, by number; whoever sees them come notes them here.
+    ``wanting`` are the numbers of those tensors that want a gradient. Of one that was given in several places the first
+    counts, and ``repeated`` has its number for the others. ``flows`` are the gradients that came to what it gave, by
+    number; whoever sees them come notes them here.
     """
 
     tensors: tuple[Tensor, ...]
@@ -180,6 +181,7 @@ class Called:
     form: TreeSpec
     state: State
     wanting: frozenset[int]
+    repeated: Mapping[int, int]
     flows: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -196,18 +198,26 @@ class Called:
         own = {id(one) for one in tensors(leaves)}
         seen = [one for one in leaves if id(one) in own]
         others = tuple(_Here() if id(one) in own else one for one in leaves)
-        wanting = frozenset(k for k, one in enumerate(seen) if one.requires_grad)
-        return Called(tuple(copy(one.detach()) for one in seen), others, form, State.of(module), wanting)
+        repeated = repeats(seen)
+        wanting = frozenset(k for k, one in enumerate(seen) if one.requires_grad and k not in repeated)
+        return Called(tuple(copy(one.detach()) for one in seen), others, form, State.of(module), wanting, repeated)
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it was called with, with these in place of its tensors."""
-        rest = iter(tensors)
+        rest = iter([tensors[self.repeated.get(k, k)] for k in range(len(tensors))])
         leaves = [next(rest) if isinstance(one, _Here) else one for one in self.others]
         arguments, named = tree_unflatten(leaves, self.form)
         return arguments, named
 
     def __deepcopy__(self, memo: object) -> "Called":
         return self  # whoever copies a model, or what it is given, has no use for another
+
+
+def repeats(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """The number of each tensor that is the very one of an earlier number, with the first of those."""
+    first: dict[int, int] = {}
+    each = [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
+    return {number: one for number, one in enumerate(each) if one != number}
 
 
 class Again(nn.Module):

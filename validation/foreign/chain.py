@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import torch
+
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
@@ -29,16 +31,24 @@ _AS_SENT = "its call came in the order of those before it"
 
 
 def without_trials(stages: Mapping[int, StageSeen], data: Data) -> dict[int, StageSeen]:
-    """``stages`` without a first call too many that is about nothing known: by such, a runtime learns shapes.
+    """``stages`` without a first call too many that is a trial: by such, a runtime learns shapes.
 
-    Were it more than that, the gradients would show it.
+    A trial is about nothing known, or about what lay in memory that it was given, and then other gradients flow back.
+    Were it more than that, the sums of gradients would show it.
     """
     orders, found = Chain(stages, data).orders, dict(stages)
     for stage, seen in stages.items():
-        first, *others = orders[stage].numbers or (0,)
-        if first == UNKNOWN_MICROBATCH and sorted(others) == list(range(len(data))):
+        first, *others = orders[stage].numbers or (UNKNOWN_MICROBATCH,)
+        if sorted(others) != list(range(len(data))):
+            continue
+        own = seen.calls[1 + others.index(first)] if first in others else None
+        if own is None or _flows(own) != _flows(seen.calls[0]):
             found[stage] = replace(seen, calls=seen.calls[1:])
     return found
+
+
+def _flows(call: Call) -> dict[int, bytes]:
+    return {number: one.digest for number, one in call.output_gradients.items()}
 
 
 class Chain:
@@ -62,7 +72,7 @@ class Chain:
         """Where each stage's inputs come from, by their numbers, as far as that is known."""
         found: dict[tuple[int, int], Source] = {}
         for source_of in (self._as_sent, self._of_its_form):  # what came as it was sent leaves less to guess from
-            for stage, number in self._places_in:
+            for stage, number in self.places_in:
                 if (stage, number) in found:
                     continue
                 if (source := source_of(stage, number, set(found.values()))) is not None:
@@ -109,18 +119,24 @@ class Chain:
 
     def lost(self, stage: int) -> list[frozenset[int]]:
         """Of each call, the inputs that lost on their way that a gradient flows to them: it does to what was sent."""
-        calls = self.stages[stage].calls
-        flowing: dict[int, set[bytes]] = {}
-        for number in range(self._inputs(stage)):
-            of, at = self.sources.get((stage, number), (None, 0))
-            senders = () if of is None else self.stages[of].calls
-            flowing[number] = {one.outputs[at].digest for one in senders if at in one.giving}
-        return [
-            frozenset(
-                n for n, one in enumerate(call.inputs) if n not in call.needing and one.digest in flowing.get(n, ())
-            )
-            for call in calls
-        ]
+        return [due - call.needing for due, call in zip(self.due(stage), self.stages[stage].calls, strict=True)]
+
+    def due(self, stage: int) -> list[frozenset[int]]:
+        """Of each call, the inputs to which a gradient should flow: it leads to a weight, or nobody knows where to."""
+        flowing = {number: self._flowing(stage, number) for number in range(self._inputs(stage))}
+
+        def is_due(number: int, call: Call) -> bool:
+            those = flowing[number]
+            if number in call.needing:
+                return those is None or bool(those)
+            return those is not None and number not in call.given_again and call.inputs[number].digest in those
+
+        return [frozenset(n for n in range(len(call.inputs)) if is_due(n, call)) for call in self.stages[stage].calls]
+
+    def _flowing(self, stage: int, number: int) -> set[bytes] | None:
+        """What was sent as this input and brings a gradient; None where no stage is known to have sent it."""
+        of, at = self.sources.get((stage, number), (None, 0))
+        return None if of is None else {one.outputs[at].digest for one in self.stages[of].calls if at in one.giving}
 
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
@@ -153,7 +169,9 @@ class Chain:
         found: dict[Source, list[tuple[int, int]]] = {}
         for (stage, number), source in self.sources.items():
             of, at = source
-            if of is None or not any(at in call.giving for call in self.stages[of].calls):
+            if of is None or not any(
+                at in call.giving or at in call.output_gradients for call in self.stages[of].calls
+            ):
                 continue
             if any(number in call.needing for call in self.stages[stage].calls):
                 found.setdefault(source, []).append((stage, number))
@@ -178,19 +196,8 @@ class Chain:
                 limits[stage, number, m] = precision_of(whole.dtype).least * size / (whole.norm or math.inf)
         return limits
 
-    def unplaced(self) -> Iterator[tuple[int, int, bool]]:
-        """The inputs of which nobody is known to have sent them: stage, number, and whether a gradient flows there."""
-        for stage, number in self._places_in:
-            if (stage, number) not in self.sources:
-                yield stage, number, any(number in call.needing for call in self.stages[stage].calls)
-
-    def ungiven(self) -> list[int]:
-        """The numbers of the inputs that microbatches bring and that no stage is known to have been given."""
-        brought = {number for one in self.data for number in one if number < TARGETS}
-        return sorted(brought - {number for of, number in self.sources.values() if of is None})
-
     @property
-    def _places_in(self) -> Iterator[tuple[int, int]]:
+    def places_in(self) -> Iterator[tuple[int, int]]:
         """Every stage's inputs, by their numbers."""
         for stage in self.stages:
             yield from ((stage, number) for number in range(self._inputs(stage)))
@@ -212,12 +219,12 @@ class Chain:
         Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself.
         """
         forms, votes = {one.shape for one in self._came(stage, number)}, self._votes(stage, number)
-        alike = [s for s, sent in self._sent(stage) if not _is_target(s) and forms <= {one.shape for one in sent}]
+        alike = [s for s, sent in self._sent(stage) if not is_target(s) and forms <= {one.shape for one in sent}]
         beside = [source for source in alike if source not in taken]
         flows = any(number in call.needing for call in self.stages[stage].calls)
         fitting = [source for source in beside if source[0] is not None] or beside or (alike if flows else [])
         if stage == self.last and not flows:  # of targets, some must be as given: whoever makes the loss may have none
-            fitting += [one for one, count in votes.items() if count and _is_target(one) and one not in taken]
+            fitting += [one for one, count in votes.items() if count and is_target(one) and one not in taken]
         return max(fitting, default=None, key=lambda source: (votes[source], source[1] == number))
 
     def _votes(self, stage: int, number: int) -> dict[Source, int]:
@@ -227,12 +234,23 @@ class Chain:
 
     def _sent(self, stage: int) -> Iterator[tuple[Source, list[Sketch]]]:
         """What can come into a stage: outputs of those before it, the nearest first, and data; for the first, data."""
-        for other in sorted((one for one in self.stages if one < stage), reverse=True):
-            calls = self.stages[other].calls
+        return ((source, those) for source, those in self.sent.items() if source[0] is None or source[0] < stage)
+
+    @cached_property
+    def sent(self) -> dict[Source, list[Sketch]]:
+        """The outputs of stages, the last one's first, then data."""
+        found: dict[Source, list[Sketch]] = {}
+        for stage in sorted(self.stages, reverse=True):
+            calls = self.stages[stage].calls
             for number in range(max((len(call.outputs) for call in calls), default=0)):
-                yield (other, number), [call.outputs[number] for call in calls if number < len(call.outputs)]
+                found[stage, number] = [call.outputs[number] for call in calls if number < len(call.outputs)]
         for number in sorted(set().union(*self.data)):
-            yield (None, number), [one[number] for one in self.data if number in one]
+            found[None, number] = [one[number] for one in self.data if number in one]
+        return found
+
+    def forms(self, source: Source) -> set[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and types of what it sent."""
+        return {(one.shape, one.dtype) for one in self.sent[source]}
 
     def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
         calls = self.stages[stage].calls
@@ -277,7 +295,7 @@ class Chain:
         again, sent = (Places(), Places()), (Places(), Places())
         for m, brought in enumerate(self.data):
             for number, one in brought.items():
-                sent[0].add(_place((None, number)), m, one)
+                sent[0].add(place_of((None, number)), m, one)
         for stage, seen in self.stages.items():
             for call, m, link in zip(seen.calls, self.orders[stage].numbers, links[stage], strict=True):
                 if m == UNKNOWN_MICROBATCH:
@@ -323,7 +341,7 @@ class Chain:
         """What should pass there, what flows the other way, and the place of each tensor by its number."""
         inputs = {number: source for (of, number), source in self.sources.items() if of == stage}
         if where in (GIVEN, KEPT):
-            return sent[0], sent[1], {n: _place(source) for n, source in inputs.items()}
+            return sent[0], sent[1], {n: place_of(source) for n, source in inputs.items()}
         if where == MADE:
             count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
             return again[0], again[1], {n: _output(stage, n) for n in range(count)}
@@ -348,14 +366,14 @@ _PARTS = (
 )
 
 
-def _place(source: Source) -> str:
+def place_of(source: Source) -> str:
     stage, number = source
     if stage is not None:
         return _output(stage, number)
-    return f"{INPUT} (target {number - TARGETS})" if _is_target(source) else f"{INPUT} {number}"
+    return f"{INPUT} (target {number - TARGETS})" if is_target(source) else f"{INPUT} {number}"
 
 
-def _is_target(source: Source) -> bool:
+def is_target(source: Source) -> bool:
     stage, number = source
     return stage is None and number >= TARGETS
 

@@ -14,6 +14,7 @@ from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain, Data
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.own_links import Link
+from pipeproof.foreign.wiring import enter_wiring
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.execution import Execution
@@ -143,17 +144,7 @@ class Whole:
             self._enter_parameters(ledger, self.first)
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
-        if any(not flows for _, _, flows in self.chain.unplaced()):  # it may have come as one of those
-            unused = [f"input {number} of the microbatches" for number in self.chain.ungiven()]
-            ledger.leave_out("boundaries", unused, "no stage is known to have been given it")
-        for stage, number, flows in self.chain.unplaced():
-            name = f"input {number} of stage {stage}"
-            if flows:
-                ledger.leave_out("boundaries", [name], "nobody is known to have sent it")
-            else:
-                ledger.remark("boundaries", f"{name} is no stage's and no data: it was taken as it came")
-        lost = [f"output {number} of stage {stage}" for stage, number in self.chain.unreceived()]
-        ledger.leave_out("boundaries", lost, "nobody is known to have received it")
+        enter_wiring(self.chain, ledger)
         for stage, links in self._links.items():
             if any(link.strange for link in links):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")

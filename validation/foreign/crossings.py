@@ -117,7 +117,9 @@ def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Map
     """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them."""
     made = {call.outputs[number].digest for call in before for number in call.giving}
     cut = {
-        number: frozenset(k for k, one in enumerate(call.inputs) if k not in call.needing and one.digest in made)
+        number: frozenset(
+            k for k, one in enumerate(call.inputs) if k not in call.needing | call.given_again and one.digest in made
+        )
         for call, number in zip(calls, order.numbers, strict=True)
     }
     return {number: inputs for number, inputs in cut.items() if inputs and number != UNKNOWN_MICROBATCH}
@@ -253,13 +255,22 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
     same = exact or (little and (limit == math.inf or not is_rounded_sketch(seen, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = same or near(seen.factor(expected), context.late)
-    really = None if same else _really(column, seen, expected, k, context)
+    really = (
+        None if same else _really(column, seen, expected, k, context, passed_on=_passes_on(call, column.where, seen))
+    )
     faint = not same and error <= _FAINT * limit
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
 
 
-def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Context) -> Likeness:
-    """What ``seen`` is, the one of call ``k``, in place of the expected one."""
+def _passes_on(call: Call, where: str, seen: Sketch) -> bool:
+    """Whether ``call`` puts out what it was given there, as it is: so that is found at every place after it."""
+    out = {GIVEN: call.outputs, RECEIVED: [*call.input_gradients.values()]}.get(where, [])
+    return seen.digest in {one.digest for one in out}
+
+
+def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Context, *, passed_on: bool) -> Likeness:
+    """What ``seen`` is, the one of call ``k``, in place of the expected one; ``passed_on``: it is put out, too."""
+    seen = seen.widened(expected.dtype)
     microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
     forward = column.where in (*FORWARD_POINTS, KEPT)
     told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
@@ -286,8 +297,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     activation, gradient = (column.places, column.elsewhere) if forward else (column.elsewhere, column.places)
     for flow, of in ((activation, ""), (gradient, "gradient of ")):
         for place, owner in flow.find(seen) if seen.norm else ():
-            if (place, owner) == (column.place, microbatch):
-                continue  # nearly its own
+            if (place, owner) == (column.place, microbatch) or (passed_on and owner == microbatch):
+                continue  # nearly its own, or made of it
             if owner == microbatch and is_part(place, column.place):
                 return Likeness("different", words=f"a part of its own alone: {place}")
             whose = f"the {of}{place}{OF_ANOTHER_PLACE}" if owner == microbatch else f"microbatch {owner}'s {of}{place}"

@@ -1,4 +1,4 @@
-"""What outputs would bring gradients, if a stage's inputs had not lost on their way that gradients flow to them."""
+"""What outputs bring gradients that lead to a weight, whichever of a step's messages were asked for theirs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,36 +24,38 @@ def all_giving(
     gather: Callable[[object, str], list[Any]],
     of_replica: Callable[[Sequence[Any]], list[Any]],
 ) -> Chain:
-    """``chain``, in which what lost on its way that gradients flow to it counts, through as many stages as there are.
+    """``chain``, in which outputs bring gradients as if every message had been asked for one that should be, and no
+    other: so a gradient that is lost, or asked for in vain, is followed through as many stages as there are.
 
     ``modules`` and ``calls`` are this rank's. ``gather`` brings all ranks'; ``of_replica`` picks its replica's.
     """
-    while True:
-        own: dict[int, Giving] = {}
-        for stage, module in modules.items():
-            pairs = zip(calls[stage], chain.stages[stage].calls, strict=True)
-            own[stage] = _giving_more(module, [replace(a, giving=b.giving) for a, b in pairs], chain.lost(stage))
-        every = gather(own, "whether gradients should flow to more of what was sent")
-        if not any(more for part in every for more in part.values()):
-            return chain
-        given = {stage: more for part in of_replica(every) for stage, more in part.items()}
+    for _ in range(1 + len(chain.stages)):  # what a stage's outputs bring depends on stages before it alone
+        own = {stage: _otherwise(chain, stage, module, calls[stage]) for stage, module in modules.items()}
+        every = gather(own, "to which messages gradients should flow")
+        if not any(other for part in every for other in part.values()):
+            break
+        given = {stage: other for part in of_replica(every) for stage, other in part.items()}
         chain = Chain(_with_giving(chain.stages, given), chain.data)
+    return chain
 
 
-def _giving_more(module: nn.Module, calls: Sequence[Call], lost: Sequence[frozenset[int]]) -> Giving:
-    """The calls of a stage that bring gradients by more outputs when they run again and what is ``lost`` counts."""
+def _otherwise(chain: Chain, stage: int, module: nn.Module, calls: Sequence[Call]) -> Giving:
+    """The calls of a stage that bring gradients by other outputs when what is due to its inputs is all they want."""
     found: dict[int, frozenset[int]] = {}
-    model = Again(twin(module)) if any(lost) else None
-    for k, (call, inputs) in enumerate(zip(calls, lost, strict=True)):
-        if model is None or not inputs or call.again is None:
+    seen, due = chain.stages[stage].calls, chain.due(stage)
+    other = [k for k, (call, inputs) in enumerate(zip(seen, due, strict=True)) if inputs != call.needing]
+    model = Again(twin(module)) if other else None
+    for k in other:
+        again = calls[k].again
+        if model is None or again is None:
             continue
-        tensors = [one.detach().requires_grad_(n in inputs | call.needing) for n, one in enumerate(call.again.tensors)]
+        tensors = [one.detach().requires_grad_(n in due[k]) for n, one in enumerate(again.tensors)]
         try:
-            made = tensors_in(model(call.again, *tensors))
+            made = tensors_in(model(again, *tensors))
         except Exception:  # no one type: it is the user's code, and its link is going to say why
             continue
-        giving = call.giving | {n for n, one in enumerate(made) if one.requires_grad}
-        if giving > call.giving:
+        giving = frozenset(n for n, one in enumerate(made) if one.requires_grad) - set(seen[k].repeated)
+        if giving != seen[k].giving:
             found[k] = giving
     return found
 

@@ -78,7 +78,7 @@ class Call:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
     ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
     ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
-    very tensor of another one, with that one's number.
+    very tensor of another one, with that one's number; and ``given_again`` the inputs that are so.
     """
 
     training: bool
@@ -101,6 +101,7 @@ class Call:
     flowed: dict[int, int] = field(default_factory=dict)
     again: Called | None = None
     repeated: Mapping[int, int] = field(default_factory=dict)
+    given_again: frozenset[int] = frozenset()
 
     @property
     def ran(self) -> list[int]:

@@ -127,6 +127,12 @@ class Sketch:
         narrow = self.narrow or other.narrow
         return replace(self, digest=b"", norm=norm, projections=projections, narrow=narrow, bits=0, said=frozenset())
 
+    def widened(self, dtype: torch.dtype) -> "Sketch":
+        """That of the tensor as it is in ``dtype``, if that is a wider type; itself otherwise."""
+        name = next((name for name, narrow in ROUNDED_TO.items() if narrow == self.dtype != dtype), "")
+        wide = name and dtype.is_floating_point and torch.finfo(dtype).eps < torch.finfo(self.dtype).eps
+        return replace(self, dtype=dtype, narrow=self.narrow or name) if wide else self
+
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
         if self.digest == other.digest:

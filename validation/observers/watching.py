@@ -20,7 +20,7 @@ from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
-from pipeproof.reference.again import Called
+from pipeproof.reference.again import Called, repeats
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.posted_messages import Came, received_at
 from pipeproof.worlds.stack import Stack, own_stack
@@ -177,7 +177,8 @@ class Watcher:
         call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=stacks, began=began)
         call.came, call.again = entry.came, entry.again
         if entry.again is not None:  # of one tensor, what flows to it is told once
-            call.repeated = _repeated(outputs)
+            call.repeated, call.given_again = repeats(outputs), frozenset(entry.again.repeated)
+            needing = {number: tensor for number, tensor in needing.items() if number not in call.given_again}
             giving = {number: tensor for number, tensor in giving.items() if number not in call.repeated}
         call.needing, call.giving = frozenset(needing), frozenset(giving)
         if mode is Mode.SILENT:
@@ -327,12 +328,6 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:
     return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}
-
-
-def _repeated(tensors: Sequence[Tensor]) -> dict[int, int]:
-    first: dict[int, int] = {}
-    each = [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
-    return {number: one for number, one in enumerate(each) if one != number}
 
 
 def _mode() -> Mode:

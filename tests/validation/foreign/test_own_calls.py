@@ -26,12 +26,13 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Fork(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, wide: bool = False) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.left, self.right, self.wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), wide
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.left(x)), self.right(x)
+        left, right = torch.tanh(self.left(x)), self.right(x)
+        return (left.float(), right.float()) if self.wide else (left, right)
 
 
 class Join(nn.Module):
@@ -40,21 +41,27 @@ class Join(nn.Module):
         self.layer, self.one_side = nn.Linear(WIDTH, WIDTH), one_side
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        found: Tensor = self.layer(left) + (right.detach() if self.one_side else right)
+        found: Tensor = self.layer(left.float()) + (right.detach() if self.one_side else right)
         return found
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is done: ``wanting`` are the messages that want a gradient, ``told`` the call of ``gradients()``."""
+    """How a step is done: ``wanting`` are the messages that want a gradient, ``told`` the call of ``gradients()``.
+
+    ``tried``: each stage runs once before the step, on memory that holds what it was given in an earlier one.
+    """
 
     wanting: Sequence[bool] = (True, True)
     one_side: bool = False
+    wide: bool = False
     given: Callable[[Tensor], Tensor] = torch.clone
     sent: Callable[[Tensor], Tensor] = torch.clone
+    took: Callable[[Tensor], Tensor] = torch.clone
     back: Callable[[Tensor], Tensor] = torch.clone
     run: Around = nullcontext
     told: Around = nullcontext
+    tried: bool = False
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
@@ -64,8 +71,10 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 def step(context: RankContext, way: Way) -> Verdict:
     torch.manual_seed(context.rank)
-    stage, losses = Join(one_side=way.one_side) if context.rank else Fork(), list[float]()
+    stage, losses = Join(one_side=way.one_side) if context.rank else Fork(wide=way.wide), list[float]()
     with check_step(stage, data(), against=Composed(loss_fn), rename="{}.{}".format, timeout_s=20) as check:
+        if way.tried:
+            try_out(stage, context.rank)
         for x, target in data():
             if context.rank:
                 losses.append(ending(stage, target, way))
@@ -75,6 +84,19 @@ def step(context: RankContext, way: Way) -> Verdict:
             check.gradients()
         check.report(losses=losses or None)
     return check.verdict
+
+
+def try_out(stage: nn.Module, rank: int) -> None:
+    """Run ``stage`` as torch.distributed.pipelining does to learn shapes: its weights get no gradient."""
+    old = data()[1][0]
+    if rank:
+        torch.manual_seed(0)
+        inputs = [one.detach() for one in Fork()(old)]
+    else:
+        inputs = [old]
+    made = stage(*(one.requires_grad_() for one in inputs))
+    outputs = made if isinstance(made, tuple) else (made,)
+    torch.autograd.grad(outputs, inputs, [torch.ones_like(one) for one in outputs])
 
 
 def beginning(stage: nn.Module, x: Tensor, way: Way) -> None:
@@ -91,14 +113,14 @@ def beginning(stage: nn.Module, x: Tensor, way: Way) -> None:
 def ending(stage: nn.Module, target: Tensor, way: Way) -> float:
     rows = len(way.given(target))
     inputs = [torch.empty(rows, WIDTH) for _ in way.wanting]
-    for one, wants in zip(inputs, way.wanting, strict=True):
+    for one in inputs:
         dist.recv(one, 0)
-        one.requires_grad_(wants)
+    inputs = [way.took(one).requires_grad_(wants) for one, wants in zip(inputs, way.wanting, strict=True)]
     with way.run():
         loss = loss_fn(stage(*inputs), target)
     torch.autograd.backward(loss / COUNT)
     for one in inputs:
-        dist.send(torch.zeros_like(one) if one.grad is None else way.back(one.grad), 0)
+        dist.send(torch.zeros_like(one) if one.grad is None else way.back(one.grad.float()), 0)
     return loss.item()
 
 
@@ -115,6 +137,9 @@ RIGHT = {
     "as usual": Way(),
     "a message of which the gradient is not needed": Way(one_side=True, wanting=(True, False)),
     "bf16 is sent as fp32": Way(run=in_bf16),
+    "bf16 is sent as fp32 and made bf16 again": Way(run=in_bf16, took=torch.Tensor.bfloat16),
+    "bf16 is made fp32, and sent as bf16": Way(run=in_bf16, wide=True, took=torch.Tensor.bfloat16),
+    "shapes are learned on old messages": Way(tried=True),
     "told without gradients": Way(told=torch.no_grad),
     "told in inference mode": Way(told=torch.inference_mode),
     "told where types are cast": Way(told=in_bf16),
@@ -125,7 +150,9 @@ RIGHT = {
 def test_an_unusual_step_that_is_right_passes(way: Way, world: World) -> None:
     verdict = world.run(step, way, ranks=2)[0]
     assert verdict.verdict == "pass", str(verdict)
-    rounds = way.run is in_bf16  # a gradient of what is sent as fp32 may have to be rounded to what was made
+    rounds = (
+        way.run is in_bf16 and way.took is torch.clone
+    )  # a gradient of what is sent as fp32 may have to be rounded to what was made
     assert verdict.tier == ("fp32" if rounds else "bitwise")
 
 
@@ -145,6 +172,12 @@ def test_a_message_that_is_widened_and_altered_is_wrong(world: World) -> None:
 def test_a_gradient_that_is_narrowed_and_altered_is_wrong(world: World) -> None:
     verdict = world.run(step, Way(run=in_bf16, back=lambda one: one * 1.01), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
+
+
+def test_what_digits_are_lost_of_is_wrong(world: World) -> None:
+    verdict = world.run(step, Way(took=torch.Tensor.bfloat16), ranks=2)[0]
+    assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
+    assert verdict.cause[0].kind == "rounded", str(verdict)
 
 
 def test_data_that_no_stage_was_given_is_missed(world: World) -> None:

@@ -265,6 +265,9 @@ def _ran_otherwise(evidence: Evidence, kind: str, wrong: Sequence[tuple[int, str
     times = sorted({times for stage, other, _, times in wrong if (stage, other) == (first, name)})
     whose = f"their {name}s" if len(alike[first]) > 1 else f"its {name}"
     detail = f"{whose} ran {' or '.join(map(str, times))} times{' each' * (len(alike[first]) > 1)}"
+    flow = evidence.passed.get(first)
+    if times == [0] and name == "backward" and flow is not None and all(map(flow.detached.get, alike[first])):
+        detail += f"; what stage {first - 1} made with requires_grad came without it"
     return Cause(
         kind,
         rank=None if whole else evidence.placement[first],

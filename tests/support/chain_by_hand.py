@@ -1,0 +1,87 @@
+"""A step by hand of as many stages as there are ranks, each of a few tensors, held against itself."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof import Composed, check_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+
+WIDTH, ROWS, COUNT = 8, 4, 3
+
+
+class Both(nn.Module):
+    """Of any number of tensors as many, each of all of them; ``plain``: it has no parameters."""
+
+    def __init__(self, *, plain: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Identity() if plain else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        whole = self.layer(sum((k + 1) * one for k, one in enumerate(given)))
+        return tuple(torch.tanh(whole / (k + 1)) for k in range(len(given)))
+
+
+def loss_fn(outputs: Sequence[Tensor], target: Tensor) -> Tensor:
+    return torch.stack([(one - target).square().mean() for one in outputs]).sum()
+
+
+def as_they_came(rank: int, tensors: list[Tensor]) -> list[Tensor]:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Chained:
+    """How a chain is run. ``build`` makes a rank's stage, ``given`` are what it is called with, of what it has.
+
+    ``wants``: whether a rank's message wants a gradient. ``inputs``: how many tensors each microbatch brings.
+    """
+
+    build: Callable[[int], nn.Module] = lambda rank: Both()
+    given: Callable[[int, list[Tensor]], list[Tensor]] = as_they_came
+    wants: Callable[[int], bool] = lambda rank: True
+    inputs: int = 1
+
+
+def data(way: Chained) -> list[tuple[tuple[Tensor, ...], Tensor]]:
+    draw = torch.Generator().manual_seed(7)
+
+    def drawn() -> Tensor:
+        return torch.randn(ROWS, WIDTH, generator=draw)
+
+    return [(tuple(drawn() for _ in range(way.inputs)), drawn()) for _ in range(COUNT)]
+
+
+def chain_step(context: RankContext, way: Chained) -> Verdict:
+    """The verdict on one step, forward and backward of one microbatch after the other."""
+    rank, last = context.rank, context.ranks - 1
+    torch.manual_seed(rank)
+    stage = way.build(rank)
+    with check_step(stage, data(way), against=Composed(loss_fn), rename="{}.{}".format, timeout_s=20) as check:
+        for inputs, target in data(way):
+            held = list(inputs) if not rank else [_received(rank - 1, way.wants(rank)) for _ in inputs]
+            outputs = stage(*way.given(rank, held))
+            if rank == last:
+                (loss_fn(outputs, target) / COUNT).backward()
+            else:
+                for one in outputs:
+                    dist.send(one.detach(), rank + 1)
+                flows = [_received(rank + 1, False) for _ in outputs]
+                pairs = [pair for pair in zip(outputs, flows, strict=True) if pair[0].requires_grad]
+                if pairs:
+                    torch.autograd.backward(*zip(*pairs, strict=True))
+            for one in held if rank else ():
+                dist.send(torch.zeros_like(one) if one.grad is None else one.grad, rank - 1)
+        check.gradients()
+        check.report()
+    return check.verdict
+
+
+def _received(source: int, wants: bool) -> Tensor:
+    message = torch.empty(ROWS, WIDTH)
+    dist.recv(message, source)
+    return message.requires_grad_(wants)

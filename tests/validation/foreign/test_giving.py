@@ -1,0 +1,45 @@
+"""A gradient that is lost on several hops is missed where it should have come, and one asked for in vain nowhere."""
+
+import re
+from functools import partial
+
+import pytest
+from torch import nn
+
+from pipeproof.worlds.world import World
+from tests.support.chain_by_hand import Both, Chained, chain_step
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(kind="simulated", silent=True)
+
+
+def stage(rank: int, *, plain: int = -1, frozen: int = -1) -> nn.Module:
+    made = Both(plain=rank == plain)
+    return made.requires_grad_(rank != frozen)
+
+
+def never(rank: int, *, ranks: frozenset[int]) -> bool:
+    return rank not in ranks
+
+
+@pytest.mark.parametrize("plain", [-1, 1])
+@pytest.mark.parametrize("ranks", [{1}, {2}, {1, 2}])
+def test_who_forgot_that_a_gradient_is_wanted_is_named(ranks: set[int], plain: int, world: World) -> None:
+    way = Chained(partial(stage, plain=plain), wants=partial(never, ranks=frozenset(ranks)))
+    verdict = world.run(chain_step, way, ranks=3)[0]
+    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.cause[0].rank == min(ranks)
+    assert re.search("is without requires_grad|with requires_grad came without it", str(verdict.cause[0]))
+
+
+@pytest.mark.parametrize("wants", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("plain", [-1, 1])
+def test_nothing_is_lost_where_the_first_stage_is_frozen(plain: int, wants: tuple[bool, bool], world: World) -> None:
+    """A middle stage without parameters then gives nothing that brings a gradient, whoever asks it for one."""
+    lost = frozenset(rank for rank, wanted in enumerate(wants, 1) if not wanted)
+    way = Chained(partial(stage, plain=plain, frozen=0), wants=partial(never, ranks=lost))
+    verdict = world.run(chain_step, way, ranks=3)[0]
+    wrong = 2 in lost and plain != 1  # stage 1 has weights to be trained
+    assert verdict.verdict == ("fail" if wrong else "pass"), str(verdict)

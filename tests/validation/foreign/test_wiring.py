@@ -1,0 +1,109 @@
+"""Which inputs of stages are which outputs and data: what is open is told, and what may hide a fault is unknown."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.worlds.world import World
+from tests.support.chain_by_hand import Both, Chained, chain_step
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(kind="simulated", silent=True)
+
+
+class Beside(nn.Module):
+    """Gives a tensor that no gradient flows to beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Both()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, ...] = self.both(x, y)
+        return made[0], torch.sign(y.detach())
+
+
+class Onward(nn.Module):
+    """Passes its second input on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Both()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.both(x, y)[0], y.detach()
+
+
+def built(rank: int) -> nn.Module:
+    return Both() if rank else Beside()
+
+
+def altered(rank: int, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[0], tensors[1].cos()] if rank == 1 else tensors
+
+
+def picked(rank: int, tensors: list[Tensor], *, at: int, order: list[int]) -> list[Tensor]:
+    return [tensors[k] for k in order] if rank == at else tensors
+
+
+def given(at: int, *order: int) -> partial[list[Tensor]]:
+    return partial(picked, at=at, order=list(order))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_given_in_its_order_is_right(ranks: int, world: World) -> None:
+    verdict = world.run(chain_step, Chained(inputs=2), ranks=ranks)[0]
+    assert (verdict.verdict, verdict.law("boundaries").note) == ("pass", ""), str(verdict)
+
+
+def test_an_input_that_is_given_twice_leaves_open_where_the_other_went(world: World) -> None:
+    verdict = world.run(chain_step, Chained(given=given(0, 0, 0), inputs=2), ranks=2)[0]
+    assert verdict.verdict == "unknown"
+    assert verdict.law("boundaries").left_out == ("input 1 of the microbatches",)
+    told = "no stage was given it, and input 0 of the microbatches went to several inputs: input 1 of the microbatches"
+    assert told in str(verdict)
+
+
+def test_a_message_that_is_given_twice_leaves_open_where_the_other_went(world: World) -> None:
+    both = world.run(chain_step, Chained(given=given(1, 0, 0), inputs=2), ranks=2)[0]
+    assert both.verdict in ("unknown", "fail")
+    assert "output 1 of stage 0" in str(both)
+    beside = world.run(chain_step, Chained(built, given(1, 0, 0), inputs=2), ranks=2)[0]
+    assert beside.verdict == "unknown", str(beside)
+    assert beside.law("boundaries").left_out == ("output 1 of stage 0",)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_tensor_in_two_places_is_right(ranks: int, world: World) -> None:
+    verdict = world.run(chain_step, Chained(given=given(ranks - 1, 0, 0)), ranks=ranks)[0]
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+
+
+def test_data_of_another_use_is_told_and_is_no_fault(world: World) -> None:
+    verdict = world.run(chain_step, Chained(given=given(0, 0), inputs=2), ranks=1)[0]
+    assert verdict.verdict == "pass"
+    assert "input 1 of the microbatches went to no stage" in str(verdict)
+
+
+def test_what_is_altered_and_passed_on_is_no_other_place_s(world: World) -> None:
+    verdict = world.run(chain_step, Chained(lambda rank: Onward(), altered, inputs=2), ranks=3)[0]
+    assert verdict.verdict == "fail"
+    assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("altered", 1), str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        (0, "inputs 0 and 1 of stage 0 are input 1 of the microbatches and input 0 of the microbatches"),
+        (1, "inputs 0 and 1 of stage 1 are output 1 of stage 0 and output 0 of stage 0"),
+    ],
+)
+def test_an_order_that_is_another_in_every_call_is_told(at: int, told: str, world: World) -> None:
+    """Arguments may be given by name in any order, so that it is no fault; but readers know what was taken as meant."""
+    verdict = world.run(chain_step, Chained(given=given(at, 1, 0), inputs=2), ranks=2)[0]
+    assert verdict.verdict == "pass"
+    assert f"{told}: that order was taken as meant" in str(verdict)

@@ -1,0 +1,79 @@
+"""How a step's stages are wired: which inputs are known to be which output or datum, and what that leaves open."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations
+
+from pipeproof.foreign.chain import TARGETS, Chain, Source, is_target, place_of
+from pipeproof.judging.ledger import Ledger
+
+_LAW = "boundaries"
+
+
+def enter_wiring(chain: Chain, ledger: Ledger) -> None:
+    """Enter which inputs nobody sent, what nobody received, and what was exchanged wherever it was given.
+
+    Inputs are known by their content. So one that is exchanged for another of its form in every call is not seen to be.
+    """
+    unplaced, unused = list(_unplaced(chain)), list(_unused(chain))
+    data = [one for one in unused if one[0] is None]
+    if any(not flows for _, _, flows in unplaced):  # it may have come as one of those
+        ledger.leave_out(_LAW, [_name(one) for one in data], "no stage is known to have been given it")
+    for stage, number, flows in unplaced:
+        name = f"input {number} of stage {stage}"
+        if flows:
+            ledger.leave_out(_LAW, [name], "nobody is known to have sent it")
+        else:
+            ledger.remark(_LAW, f"{name} is no stage's and no data: it was taken as it came")
+    lost = chain.unreceived()
+    ledger.leave_out(_LAW, [place_of(one) for one in lost], "nobody is known to have received it")
+    for source, other in _instead(chain, [one for one in unused if one not in lost]):
+        ledger.leave_out(_LAW, [_name(source)], f"no stage was given it, and {_name(other)} went to several inputs")
+    for one in data:
+        ledger.remark(_LAW, f"{_name(one)} went to no stage")
+    for told in _exchanged(chain):
+        ledger.remark(_LAW, told)
+
+
+def _unplaced(chain: Chain) -> Iterator[tuple[int, int, bool]]:
+    """The inputs of which nobody is known to have sent them: stage, number, and whether a gradient flows there."""
+    for stage, number in chain.places_in:
+        if (stage, number) not in chain.sources:
+            yield stage, number, any(number in call.needing for call in chain.stages[stage].calls)
+
+
+def _unused(chain: Chain) -> Iterator[Source]:
+    """The inputs of microbatches, and outputs of stages before the last, that are known to have come nowhere."""
+    used = set(chain.sources.values())
+    again = {(stage, k) for stage, seen in chain.stages.items() for call in seen.calls for k in call.repeated}
+    for source in chain.sent:
+        if source not in used | again and source[0] != chain.last and not is_target(source):
+            yield source
+
+
+def _instead(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, Source]]:
+    """Each of the ``unused`` with another of its form that went to several inputs: it may have come in its place."""
+    several = [source for source, count in Counter(chain.sources.values()).items() if count > 1]
+    for source in unused:
+        forms = chain.forms(source)
+        other = next((one for one in several if one[0] == source[0] and chain.forms(one) == forms), None)
+        if other is not None:
+            yield source, other
+
+
+def _exchanged(chain: Chain) -> Iterator[str]:
+    """Inputs of one form that come from one place, and in another order than there."""
+    for stage in chain.stages:
+        own = [(number, source) for (of, number), source in sorted(chain.sources.items()) if of == stage]
+        for (i, one), (j, other) in combinations(own, 2):
+            if one[0] == other[0] and one[1] > other[1] and chain.forms(one) == chain.forms(other):
+                yield (
+                    f"inputs {i} and {j} of stage {stage} are {_name(one)} and {_name(other)}: that order was taken"
+                    " as meant"
+                )
+
+
+def _name(source: Source) -> str:
+    if source[0] is not None:
+        return place_of(source)
+    return f"target {source[1] - TARGETS}" if is_target(source) else f"input {source[1]} of the microbatches"
