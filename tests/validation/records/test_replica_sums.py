@@ -108,6 +108,8 @@ def test_what_is_wrong_between_replicas_is_named(
     assert verdict.law("gradient").outcome == "fail", str(verdict)
     assert {mismatch.rank for mismatch in verdict.mismatches if mismatch.law == "gradient"} == ranks
     assert verdict.cause[0].kind == kind, str(verdict)
+    told = [cause.detail for cause in verdict.cause if cause.kind == "scale"]
+    assert set(told) <= {"2 times"}, "the factor by which its gradients are too large"
 
 
 def test_replicas_of_whom_nobody_tells_what_they_run_are_not_judged(simulated: World) -> None:
@@ -136,6 +138,31 @@ def in_ddp(context: RankContext) -> Verdict:
 def test_the_module_inside_ddp_is_a_stage(world: World) -> None:
     verdict = world.run(in_ddp, ranks=2)[0]
     assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 8), str(verdict)
+
+
+def in_one(context: RankContext) -> Verdict:
+    """Two stages on each rank, whose gradients are averaged; rank 1 takes a step that is too long."""
+    stages, microbatches = {number: stage_of(number) for number in range(STAGES)}, data(context.rank)
+    parameters = [one for stage in stages.values() for one in stage.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    by = Composed(LOSS, optimizer=optimizer)
+    with check_step(stages, microbatches, against=by, rename=named, timeout_s=20) as check:
+        for x, target in microbatches:
+            (LOSS(stages[1](stages[0](x)), target) / COUNT).backward()
+        for one in parameters:
+            assert one.grad is not None
+            dist.all_reduce(one.grad)
+            one.grad /= context.ranks
+        check.gradients()
+        optimizer.param_groups[0]["lr"] *= 1 + context.rank
+        optimizer.step()
+        check.report()
+    return check.verdict
+
+
+def test_a_step_that_is_wrong_on_one_rank_is_not_everywhere(simulated: World) -> None:
+    verdict = simulated.run(in_one, ranks=2)[0]
+    assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "update", 1), str(verdict)
 
 
 def twice(context: RankContext) -> list[int]:

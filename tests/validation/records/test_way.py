@@ -80,6 +80,7 @@ RIGHT = {
     "divided at last, the first is padding": Dividing((1, 1), 4, padded=(0, 0)),
     "unequal, averaged": Dividing((3, 1), 2, (3, 1)),
     "unequal, averaged, as is the loss": Dividing((3, 1), 2, (3, 1), reported="mean"),
+    "unequal, weighted, averaged": Dividing((2, 2), 2, (3, 1)),
     "unequal, added up": Dividing((4, 4), 1, (3, 1), reported="all"),
     "one pipeline, divided at last, the first is padding": Dividing((1,), 3, (3,), padded=(0, 0)),
     "one stage, divided at last, the first is padding": Dividing((1,), 3, (3,), padded=(0, 0), stages="one by one"),
@@ -96,6 +97,8 @@ WRONG = {
     "not averaged": Dividing((2, 2), 1),
     "averaged twice": Dividing((4, 4), 2, padded=(0, 0)),
     "unequal, not averaged": Dividing((3, 1), 1, (3, 1)),
+    "one by all, one by its own": Dividing((4, 2), 1),
+    "one as if there were more": Dividing((2, 6), 2),
     "each by the number of the other": Dividing((1, 3), 2, (3, 1)),
 }
 

@@ -76,7 +76,11 @@ def update(evidence: Evidence) -> list[Cause]:
     ranks = _ranks_of(found, evidence)
     cause = Cause(
         "update",
-        rank=ranks[0] if len(ranks) == 1 else first.rank if one and not ranks else None,
+        rank=ranks[0]
+        if len(ranks) == 1
+        else first.rank
+        if not ranks and (one or _is_of_one(found, evidence))
+        else None,
         stage=first.stage if one else None,
         ranks=ranks if len(ranks) > 1 else (),
         parameter=first.parameter if one and others <= 0 else None,
@@ -86,6 +90,12 @@ def update(evidence: Evidence) -> list[Cause]:
     foreign = evidence.members is not None and evidence.max_norm is None
     known = evidence.playable is not None or foreign
     return [cause if known else _or_clip(cause, evidence)]
+
+
+def _is_of_one(found: Sequence[Mismatch], evidence: Evidence) -> bool:
+    """Whether one rank alone is wrong: of ranks that hold a stage together, the first may speak for all."""
+    held = {rank for m in found for rank in (evidence.holders(m.stage) if m.stage is not None else ())}
+    return len({m.rank for m in found}) == 1 and (len(held) == 1 or (evidence.members, evidence.sums) == (None, None))
 
 
 def _ranks_of(found: Sequence[Mismatch], evidence: Evidence) -> tuple[int, ...]:
