@@ -93,6 +93,7 @@ def test_a_job_that_is_checked_goes_on_with_the_same_bits(options: dict[str, Any
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"scaler": 2.0}, "scaler is 2.0: expected a torch.amp.GradScaler, or one that has get_scale()"),
         ({"every": 0}, "every is 0: expected a number of steps, from 1"),
         ({"every": "often"}, "every is 'often': expected a number of steps, from 1"),
         ({"stages": "some"}, 'stages is \'some\': expected "all" or "one by one"'),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from pipeproof import Composed, check_step
 from pipeproof.judging.verdict import Verdict
@@ -39,12 +40,16 @@ class Chained:
     """How a chain is run. ``build`` makes a rank's stage, ``given`` are what it is called with, of what it has.
 
     ``wants``: whether a rank's message wants a gradient. ``inputs``: how many tensors each microbatch brings.
+    ``scale``: what a rank's losses are multiplied by, and its gradients divided by, before its optimizer takes a step.
+    ``far``: what targets are multiplied by.
     """
 
     build: Callable[[int], nn.Module] = lambda rank: Both()
     given: Callable[[int, list[Tensor]], list[Tensor]] = as_they_came
     wants: Callable[[int], bool] = lambda rank: True
     inputs: int = 1
+    scale: Callable[[int], float] | None = None
+    far: float = 1.0
 
 
 def data(way: Chained) -> list[tuple[tuple[Tensor, ...], Tensor]]:
@@ -53,7 +58,7 @@ def data(way: Chained) -> list[tuple[tuple[Tensor, ...], Tensor]]:
     def drawn() -> Tensor:
         return torch.randn(ROWS, WIDTH, generator=draw)
 
-    return [(tuple(drawn() for _ in range(way.inputs)), drawn()) for _ in range(COUNT)]
+    return [(tuple(drawn() for _ in range(way.inputs)), drawn() * way.far) for _ in range(COUNT)]
 
 
 def chain_step(context: RankContext, way: Chained) -> Verdict:
@@ -61,12 +66,17 @@ def chain_step(context: RankContext, way: Chained) -> Verdict:
     rank, last = context.rank, context.ranks - 1
     torch.manual_seed(rank)
     stage = way.build(rank)
-    with check_step(stage, data(way), against=Composed(loss_fn), rename="{}.{}".format, timeout_s=20) as check:
+    scale = 0.0 if way.scale is None else way.scale(rank)
+    scaler = GradScaler("cpu", init_scale=scale, enabled=scale > 0)
+    scaler.scale(torch.zeros(()))  # on ranks without a loss, too
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1) if scale else None
+    by = Composed(loss_fn, optimizer=optimizer, scaler=scaler if scale else None)
+    with check_step(stage, data(way), against=by, rename="{}.{}".format, timeout_s=20) as check:
         for inputs, target in data(way):
             held = list(inputs) if not rank else [_received(rank - 1, way.wants(rank)) for _ in inputs]
             outputs = stage(*way.given(rank, held))
             if rank == last:
-                (loss_fn(outputs, target) / COUNT).backward()
+                scaler.scale(loss_fn(outputs, target) / COUNT).backward()
             else:
                 for one in outputs:
                     dist.send(one.detach(), rank + 1)
@@ -76,7 +86,12 @@ def chain_step(context: RankContext, way: Chained) -> Verdict:
                     torch.autograd.backward(*zip(*pairs, strict=True))
             for one in held if rank else ():
                 dist.send(torch.zeros_like(one) if one.grad is None else one.grad, rank - 1)
+        if optimizer is not None:
+            scaler.unscale_(optimizer)
         check.gradients()
+        if optimizer is not None:
+            scaler.step(optimizer)
+            scaler.update()
         check.report()
     return check.verdict
 

@@ -367,6 +367,7 @@ _PARTS = (
 
 
 def place_of(source: Source) -> str:
+    """What it is called among the places of tensors."""
     stage, number = source
     if stage is not None:
         return _output(stage, number)
@@ -374,6 +375,7 @@ def place_of(source: Source) -> str:
 
 
 def is_target(source: Source) -> bool:
+    """Whether it is a target of the microbatches."""
     stage, number = source
     return stage is None and number >= TARGETS
 

@@ -31,7 +31,8 @@ class Composed:
     every: check one step of so many, the first one first; the others run as if nobody checked, and are not ``due``.
     stages: "all" are run again in a step that is checked, or "one by one", so that a step costs little more.
     accumulation: how gradients are added up. optimizer: this rank's. With it, weights after its step are compared with
-    what a copy of it makes of the gradients, clipped to max_norm.
+    what a copy of it makes of the gradients, clipped to max_norm. scaler: the one that scales this rank's losses, such
+    as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | None = None
@@ -41,6 +42,7 @@ class Composed:
     accumulation: Accumulation = PLAIN
     optimizer: Optimizer | None = None
     max_norm: float = math.inf
+    scaler: Any = None
     every: int = 1
     stages: Literal["all", "one by one"] = "all"
     _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
@@ -65,8 +67,17 @@ class Composed:
             raise WhiteBoxError(f"every is {self.every!r}: expected a number of steps, from 1")
         if self.stages not in ("all", _ONE_BY_ONE):
             raise WhiteBoxError(f'stages is {self.stages!r}: expected "all" or "{_ONE_BY_ONE}"')
+        if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
+            raise WhiteBoxError(
+                f"scaler is {self.scaler!r}: expected a torch.amp.GradScaler, or one that has get_scale()"
+            )
         if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
             raise WhiteBoxError(f"max_norm is {self.max_norm!r}: expected a number above 0")
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by before their backwards, as the scaler has it now."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def only(self, turn: int, stages: int) -> int | None:
         """The one stage, of so many, that is run again in the checked step of this number; None: all are."""

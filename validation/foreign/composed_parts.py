@@ -148,6 +148,8 @@ class Whole:
         for stage, links in self._links.items():
             if any(link.strange for link in links):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
+            if any(link.endless for link in links):
+                ledger.doubt("boundaries", f"what stage {stage} gives is not finite")
             for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
                 ledger.doubt("boundaries", told)
         self._enter_told(ledger)

@@ -17,7 +17,7 @@ from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
-from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.sketch import Sketch, all_finite, sketch
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, flowed
@@ -58,6 +58,11 @@ class Link:
     def closed(self) -> bool:
         """Whether what the call gives is known."""
         return not self.strange and not self.obstacle
+
+    @property
+    def endless(self) -> bool:
+        """Whether it gives what is not finite, and not the same: where numbers overflow depends on their order."""
+        return not self.strange and math.inf in self.limits.values()
 
 
 @dataclass(frozen=True)
@@ -331,7 +336,9 @@ class OwnStage:
             wide = self._again(self._wide, self._batches[k].cast(torch.float64)).tensors
         except Exception:  # no one type: it is the user's code, which may know of one type only
             wide = {}
-        limits = {at: _limit(made.tensors[at], wide.get(at)) for at in other}
+        limits = {
+            at: _limit(made.tensors[at], wide.get(at)) if all_finite(made.tensors[at]) else math.inf for at in other
+        }
         strange = frozenset(at for at in other if not _near(made.tensors[at], twice.get(at), limits[at]))
         return replace(link, limits={**link.limits, **limits}, strange=strange)
 

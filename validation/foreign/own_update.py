@@ -30,10 +30,11 @@ class OwnUpdate:
         return OwnUpdate({}, {}, why)
 
     @staticmethod
-    def by(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, factor: float) -> "OwnUpdate":
+    def by(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, factor: float | None) -> "OwnUpdate":
         """What ``optimizer`` is going to make of ``parameters``, whose gradients are multiplied by ``factor`` first.
 
-        To be called before its step. It takes as much memory as they and its state do once more.
+        None: its step is skipped, as where gradients overflowed. To be called before its step. It takes as much memory
+        as they and its state do once more.
         """
         name = type(optimizer).__name__
         try:
@@ -45,10 +46,12 @@ class OwnUpdate:
             return OwnUpdate.unknown(f"a copy of {name} cannot take its step: it raised {raised(error)}")
 
 
-def _foreseen(parts: Sequence[Optimizer], parameters: Mapping[str, Tensor], factor: float) -> OwnUpdate:
+def _foreseen(parts: Sequence[Optimizer], parameters: Mapping[str, Tensor], factor: float | None) -> OwnUpdate:
     own = {id(one) for part in parts for group in part.param_groups for one in group["params"]}
     some = {name: one for name, one in parameters.items() if id(one) in own}
     before = {name: one.detach().clone() for name, one in some.items()}
+    if factor is None:
+        return OwnUpdate(before, before)
     copies, again = _twins(some, parts)
     for name, one in copies.items():
         gradient = some[name].grad

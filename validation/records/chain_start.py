@@ -92,6 +92,7 @@ def _told(own: RankStages, against: Composed) -> dict[str, object]:
     told: dict[str, object] = {
         "loss_divisor": against.loss_divisor,
         "max_norm": against.max_norm,
+        "scaler": _given(against.scaler),
         "build": _given(against.build),
         "stages": against.stages,
         "every": against.every,

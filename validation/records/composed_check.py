@@ -204,7 +204,9 @@ class ComposedCheck(CheckedStep):
         seen = {stage: chain.stages[stage] for stage in seen}
         stages: list[OwnStage] = []
         with self.noting():
-            self._way = way = Way(self._by, self._divisor, self._divisor_of(self.microbatches), self._run.count)
+            self._way = way = Way(
+                self._by, self._by.scale, self._divisor, self._divisor_of(self.microbatches), self._run.count
+            )
             for stage, made in sorted(calls.items(), reverse=True):
                 module, targets = self._own.modules[stage], targets_of(self._given, chain, stage)
                 if self._only in (None, stage):
@@ -214,10 +216,10 @@ class ComposedCheck(CheckedStep):
                     flowed = (k for k, call in enumerate(made) if any(g.norm for g in call.output_gradients.values()))
                     k = next(flowed, 0)
                     way.run_again(stage, module, made[k : k + 1], targets[k : k + 1])
-        said = [own.stage for own in stages if not own.closed], self._way.fitting
+        said = [own.stage for own in stages if not own.closed], way.fitting, [way.scaled] * (chain.last in calls)
         told = self._gather(said, "which stages give the same again, and how losses are divided")
-        self._lost = {stage for those, _ in told for stage in those}
-        self._way.agree([fitting for _, fitting in told])
+        self._lost = {stage for those, *_ in told for stage in those}
+        way.agree([fitting for _, fitting, _ in told], [one for *_, scaled in told for one in scaled])
         with self.noting():
             for k, own in enumerate(stages):
                 module, targets = self._own.modules[own.stage], targets_of(self._given, chain, own.stage)
@@ -333,16 +335,17 @@ class ComposedCheck(CheckedStep):
         optimizer, most = self._by.optimizer, self._by.max_norm
         if self._only is not None:
             return
-        if most < math.inf and self._lost:
+        if (most < math.inf or self._by.scaler is not None) and self._lost:
             self._ledger.doubt("updated-parameters", not_known(self._lost))
             self._update = None if optimizer is None else OwnUpdate.unknown(not_known(self._lost))
             return
-        if most < math.inf:
-            every = self._gather(lengths, "the norms of gradients, to which they are clipped")
+        factor: float | None = 1.0
+        if most < math.inf or self._by.scaler is not None:
+            every = self._gather(lengths, "the norms of gradients, by which they are clipped, or a step is skipped")
             whole = norm_of({site: one for each in every for site, one in each.items()}, self._first)
-            factor = clip_factor(whole, most)
+            factor = clip_factor(whole, most) if math.isfinite(whole) or self._by.scaler is None else None
         if optimizer is not None:
-            self._update = OwnUpdate.by(optimizer, self._own.parameters, factor=factor if most < math.inf else 1.0)
+            self._update = OwnUpdate.by(optimizer, self._own.parameters, factor=factor)
             if self._update.why:
                 self._ledger.doubt("updated-parameters", self._update.why)
 

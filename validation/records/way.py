@@ -18,11 +18,13 @@ from pipeproof.records.step_record import Pairs
 class Way:
     """Runs stages again, and finds out by what the losses of a step were divided, as all ranks do alike.
 
-    ``whole`` is what the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``fitting``: the names of
-    ways that fit what flows here, which ranks tell each other. ``name``: the one that they agreed upon.
+    ``scaled``: what losses were multiplied by, and gradients divided by before they are looked at. ``whole`` is what
+    the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``fitting``: the names of ways that fit what
+    flows here, which ranks tell each other. ``name``: the one that they agreed upon.
     """
 
     by: Composed
+    scaled: float = 1.0
     whole: float = 1.0
     own: float = 1.0
     replicas: int = 1
@@ -49,8 +51,9 @@ class Way:
         self.fitting = frozenset(name for name, (by, _) in self._ways.items() if most and by == self._divisor)
         return best
 
-    def agree(self, fitting: Sequence[frozenset[str]]) -> None:
-        """Take the way that fits on most ranks, of those that can tell."""
+    def agree(self, fitting: Sequence[frozenset[str]], scaled: Sequence[float]) -> None:
+        """Take the way that fits on most ranks, of those that can tell; and what a last stage's rank ``scaled`` by."""
+        self.scaled = next(iter(scaled), self.scaled)
         self.name = max(self._ways, key=lambda name: sum(name in those for those in fitting))
 
     def as_agreed(
@@ -70,12 +73,15 @@ class Way:
     @property
     def _ways(self) -> dict[str, tuple[float, float]]:
         """What losses may be divided by, and then sums. The likeliest is the first."""
-        late = (1.0, self.whole)
-        if self.by.accumulation.late:
-            return {"late": late}
         every = float(self.replicas)
-        averaged, weighted = (self.own, every), (self.whole / every, every)
-        return {"averaged": averaged, "added": (self.whole, 1.0), "weighted": weighted, "late": late}
+        found = {
+            "averaged": (self.own, every),
+            "added": (self.whole, 1.0),
+            "weighted": (self.whole / every, every),
+            "late": (1.0, self.whole),
+        }
+        names = ["late"] if self.by.accumulation.late else [*found]
+        return {name: (found[name][0] / self.scaled, found[name][1] * self.scaled) for name in names}
 
     def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """``sums`` by what they are too large."""

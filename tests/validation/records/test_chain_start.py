@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from pipeproof import Composed, check_step
 from pipeproof.judging.verdict import Verdict
@@ -42,6 +43,7 @@ UNLIKE: dict[str, tuple[list[Options], str]] = {
     "stages": ([{}, {"stages": "one by one"}], "rank 1: stages is one by one, and all on rank 0"),
     "every": ([{}, {"every": 2}], "rank 1: every is 2, and 1 on rank 0"),
     "build": ([{"build": lambda: nn.Linear(1, 1)}, {}], "rank 1: build is not given, and given on rank 0"),
+    "scaler": ([{}, {"scaler": GradScaler("cpu")}], "rank 1: scaler is given, and not given on rank 0"),
     "accumulation": ([{}, {"accumulation": Accumulation(late=True)}], "rank 1: accumulation is Accumulation(dtype="),
 }
 

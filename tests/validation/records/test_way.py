@@ -11,6 +11,7 @@ from pipeproof import Composed, check_step
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.chain_by_hand import Chained, chain_step
 
 WIDTH, ROWS = 8, 4
 
@@ -68,6 +69,18 @@ def reported(way: Dividing, total: float, count: int) -> float:
     return ways[way.reported]
 
 
+def one_scale(rank: int) -> float:
+    return 1024.0
+
+
+def each_its_own(rank: int) -> float:
+    return 1024.0 * 2**rank
+
+
+def too_large(rank: int) -> float:
+    return 3e38
+
+
 @pytest.fixture(scope="module")
 def world() -> World:
     return World(kind="simulated", silent=True)
@@ -91,6 +104,25 @@ RIGHT = {
 def test_each_way_of_dividing_is_found(way: Dividing, world: World) -> None:
     verdict = world.run(step, way, ranks=len(way.counts))[0]
     assert verdict.verdict == "pass", str(verdict)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_loss_that_is_scaled_is_right(ranks: int, world: World) -> None:
+    verdict = world.run(chain_step, Chained(scale=one_scale), ranks=ranks)[0]
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert verdict.law("updated-parameters").checked == 2 * ranks
+
+
+def test_each_rank_by_its_own_scale_is_wrong(world: World) -> None:
+    verdict = world.run(chain_step, Chained(scale=each_its_own), ranks=2)[0]
+    assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "scale", 0), str(verdict)
+
+
+def test_a_step_that_is_skipped_moves_nothing(world: World) -> None:
+    verdict = world.run(chain_step, Chained(scale=too_large, far=1e4), ranks=2)[0]
+    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.law("updated-parameters").outcome == "pass"
+    assert "what stage 1 gives is not finite" in str(verdict)
 
 
 WRONG = {
