@@ -215,7 +215,7 @@ def validated(
     if (refused := refusal(case)) is not None:
         return refused, None
     began = perf_counter()
-    once = partial(_composed if composed else partial(_validated, measure=measure), case, world)
+    once = partial(_of_composed if composed else partial(_validated, measure=measure), case, world)
     for _ in world.interleavings():
         verdict, observed = once()
         if verdict.verdict != "pass":
@@ -246,13 +246,18 @@ def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Obs
     return verdict, observed
 
 
-def _composed(case: Case, world: World) -> tuple[Verdict, None]:
+def _of_composed(case: Case, world: World) -> tuple[Verdict, None]:
+    return composed_verdict(case, world), None
+
+
+def composed_verdict(case: Case, world: World) -> Verdict:
+    """The verdict on ``case``, held against itself, link by link. Raises ``Impossible`` for too small a world."""
     try:
         with enough_ranks():
             verdict = validate_composed(case, world)
     except RankFailed as failure:
         verdict = crashed(case, failure)
-    return replace(verdict, rerun=f"{verdict.replay} {CHECK_COMPOSED}"), None
+    return replace(verdict, rerun=f"{verdict.replay} {CHECK_COMPOSED}")
 
 
 @contextmanager

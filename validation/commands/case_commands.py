@@ -100,6 +100,7 @@ def _add_fuzz(commands: Commands) -> None:
     parser.add_argument("--runtime", choices=(OWN, TORCH, *FRAMEWORKS), default=OWN, help=runtimes)
     goes_on = "where a long campaign says how far it has come; the same call goes on from there"
     parser.add_argument("--resume", metavar="FILE", help=goes_on)
+    _add_check(parser)
     add_world(parser)
     add_simulation(parser, drawn=True)
     add_outputs(parser, page=True)
@@ -196,6 +197,8 @@ def _fuzz(options: argparse.Namespace) -> int:
             raise CaseError(f"--device {options.device}: engines of frameworks are run on CPUs here; give --device cpu")
     elif options.runtime != OWN:
         without_effect(options, ["--dtype"], "with --runtime torch, which is run in fp32")
+    composed = options.check == _COMPOSED
+    without_effect(options, ["--check"] if options.runtime != OWN else (), f"with --runtime {options.runtime}")
     counted("--cases", options.cases, most=MOST_ACTIONS)
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
@@ -207,6 +210,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     device = CPU if options.runtime in FRAMEWORKS else options.device
     drawn = (options.cases, options.seed, schedules, dtypes, options.max_ranks, options.runtime)
     setting = Setting(device, options.timeout, Outputs.of(options), simulation=simulation_of(options))
+    setting = replace(setting, composed=composed)
     return fuzz_all(setting, Wish(*drawn, decisions_of(options)), resume=options.resume)
 
 

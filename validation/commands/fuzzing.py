@@ -9,7 +9,7 @@ from typing import Any, Generic
 import torch
 from hypothesis import strategies as st
 
-from pipeproof.cases.any_case import SomeCase
+from pipeproof.cases.any_case import AnyCase, SomeCase
 from pipeproof.cases.case import Case
 from pipeproof.cases.decisions import Decisions
 from pipeproof.cases.findings import FINDINGS, Finding, known
@@ -17,11 +17,11 @@ from pipeproof.cases.frameworks.engines import installed
 from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
 from pipeproof.cases.frameworks.framework_draws import framework_cases
 from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
-from pipeproof.cases.fuzz import Deciding, Found, Tally, cases, fuzz
+from pipeproof.cases.fuzz import Deciding, Found, Tally, cases, fuzz, judged
 from pipeproof.cases.interleavings import narrow
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.validator import crashed, validate
-from pipeproof.commands.campaign import NOTHING, Setting, enough_ranks, replacing
+from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, enough_ranks, replacing
 from pipeproof.commands.campaign_file import CampaignFile, Part
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.judging.elsewhere import told_of_transports
@@ -54,6 +54,7 @@ class Wish:
         drawn = {"seed": self.seed, "schedules": [*self.schedules], "dtypes": [*self.dtypes]}
         decided = "real ranks" if setting.simulation is None else str(self.decisions or setting.simulation)
         device = {"device": setting.device, "decided": decided, "on": on}
+        device |= {"check": "composed"} if setting.composed else {}
         return drawn | {"max_ranks": self.max_ranks, "runtime": self.runtime} | device
 
 
@@ -66,7 +67,7 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     runtime, on = wish.runtime, f"torch {torch.__version__}"
     on = f"{installed(runtime)}, {on}" if runtime in FRAMEWORKS else on
     file = None if resume is None else CampaignFile.opened(resume, wish.told(setting, on))
-    parts = Parts(wish.seed, file)
+    parts = Parts(wish.seed, file, setting.composed)
     if runtime in FRAMEWORKS:
         strategy = framework_cases(runtime, max_ranks=wish.max_ranks)
         drawn = Drawn(strategy, FRAMEWORK_FINDINGS[runtime], on, None)
@@ -101,10 +102,25 @@ class Drawn(Generic[SomeCase]):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a campaign runs of what it draws: all at once, or parts, of which a file says which have run."""
+    """What a campaign runs of what it draws: all at once, or parts, of which a file says which have run.
+
+    ``composed``: each step is held against itself, link by link.
+    """
 
     seed: int
     file: CampaignFile | None
+    composed: bool = False
+
+    def judged(self, case: AnyCase, world: World) -> Verdict:
+        """The verdict on one case."""
+        if not self.composed:
+            return judged(case, world)
+        assert isinstance(case, Case), "other runtimes' cases have no composed check"
+        for _ in world.interleavings():
+            verdict = composed_verdict(case, world)
+            if verdict.verdict != "pass":
+                break
+        return verdict
 
     def left(self, budget: int) -> Iterator[Part]:
         """The parts that are to run."""
@@ -120,7 +136,8 @@ def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], 
             file.resumed(tally)
         with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
             there += _findings(drawn, world, terminal)
-            found = _explained(_run(drawn, there, world, tally, parts, show), world)
+            found = _run(drawn, there, world, tally, parts, show)
+            found = found if parts.composed else _explained(found, world)
         found = found or tally.smallest
         left = None if found else next(iter(tally.undecided), None)
         terminal.say(f"seed {parts.seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
@@ -162,6 +179,7 @@ def _run(
                 seed_=part.seed,
                 strategy=drawn.without(there),
                 progress=partial(_show, show, own, tally),
+                run=parts.judged,
                 deciding=drawn.deciding,
             )
         finally:

@@ -3,19 +3,18 @@
 import json
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.cases.fuzz import Found, Tally, fuzz
+from pipeproof.cases.fuzz import Found, Tally
 from pipeproof.commands import campaign_file, fuzzing
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
-from pipeproof.commands.fuzzing import Wish, fuzz_all
+from pipeproof.commands.fuzzing import Parts, Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 from pipeproof.worlds.world import World
@@ -55,6 +54,24 @@ def test_a_failure_that_was_still_being_shrunk_is_told(
     assert (len(data["verdicts"]), data["status"]) == (1, 130)
 
 
+def test_composed_cases_are_drawn_and_judged_link_by_link(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--check", "composed", "--world", "simulated", "--cases", "2", "--max-ranks", "2"]
+    assert main(["fuzz", *options]) == 0
+    assert "2 cases, 2 pass" in capsys.readouterr().out
+
+
+def test_a_composed_case_that_is_wrong_is_found_and_can_be_replayed(simulated: World) -> None:
+    case = Case.parse("1f1b r2 s2 m2 split=1,1 model=mlp plan=train seed=0 specimen=loss-undivided")
+    found = Parts(0, None, composed=True).judged(case, simulated)
+    assert found.verdict == "fail"
+    assert found.replay.endswith("--check composed")
+
+
+def test_what_only_our_runtime_can_is_refused_for_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fuzz", "--check", "composed", "--runtime", "torch"]) == 2
+    assert "--check has no effect with --runtime torch" in capsys.readouterr().err
+
+
 class Judge:
     """In the place of all ranks: every case passes but those of these numbers, at which something else happens."""
 
@@ -62,7 +79,7 @@ class Judge:
         self.at = {number: what for what, number in at.items()}
         self.ran: list[str] = []
         monkeypatch.setattr(campaign_file, "PART", 4)
-        monkeypatch.setattr(fuzzing, "fuzz", partial(fuzz, run=self))
+        monkeypatch.setattr(fuzzing, "judged", self)
 
     def __call__(self, case: Case, world: World) -> Verdict:
         self.ran.append(f"{case} {world.simulation}")
