@@ -3,7 +3,8 @@
 ``python tests/quality/truth.py``, or ``ci/truth``, runs faults in five foreign runtimes, faults in surroundings such as
 two streams or bf16 (mixtures), faults of parallelism around and inside a stage beside what is right there (axes),
 foreign runs and cases of our own that are right, and each specimen of the catalogue in its smallest case: watched or
-recorded, and from final gradients alone. That takes some minutes on two cores.
+recorded, from final gradients alone, and held against itself, link by link, where that can show it. That takes some
+minutes on two cores.
 ``--all`` runs the specimens on every schedule as well, which takes most of an hour. The table counts how the runs were
 named and how many sentences were false; every false sentence is listed. The exit status is 1 where any sentence is
 false, where a run that is right fails or raises, and where a fault is not caught; else 0.
@@ -14,9 +15,10 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from composed_reach import AS_TOLD, HANGS, OUT_OF_REACH, SEEN_AS
 from truth_axes import Along, axes
 from truth_check import Checked, Counts, False_, Truth, check
 from truth_faults import COUNTS, FAULTS, Planted
@@ -31,10 +33,11 @@ from pipeproof.cases.specimens import CONTROLS, SPECIMENS
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, virtuals
+from pipeproof.records.composed_case import validate_composed
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
 
-PARTS = ("faults", "mixtures", "axes", "rights", "specimens", "cases")
+PARTS = ("faults", "mixtures", "axes", "rights", "specimens", "composed", "cases")
 _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")
 
 
@@ -97,6 +100,10 @@ def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], wo
     for schedule in schedules if "specimens" in parts else ():
         for case in wanted((), [schedule] if schedule else ()):
             yield from of_specimen(case, world) if chosen(str(case)) else ()
+    for schedule in schedules if "composed" in parts else ():
+        for case in wanted((), [schedule] if schedule else ()):
+            if chosen(str(case)) and case.specimen not in {*OUT_OF_REACH, *HANGS}:
+                yield of_links(case, world)
 
 
 def row(
@@ -126,6 +133,15 @@ def of_specimen(case: Case, world: World) -> Iterator[Row]:
             yield Row("specimens", one.title, one.watched, checked)
     except Exception as error:  # whatever a run raises is what became of it
         yield Row("specimens", str(case), True, None, _first_line(error))
+
+
+def of_links(case: Case, world: World) -> Row:
+    """The verdict on a case with a specimen that is held against itself, link by link."""
+    name, counts = case.specimen, counts_of(case)
+    known = truth_of(SPECIMENS[name], case)
+    known = replace(known, kinds=(*known.kinds, *([SEEN_AS[name]] if name in SEEN_AS else ())))
+    known = replace(known, wrong=known.wrong - AS_TOLD.get(name, frozenset()))
+    return row("composed", str(case), True, known, lambda: validate_composed(case, world), counts)
 
 
 def _cases() -> Iterator[Case]:

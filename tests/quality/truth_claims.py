@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+from pipeproof.foreign.composed_parts import AS_IT_CAME
 from pipeproof.judging.cause import Cause, RuledOut
 from pipeproof.judging.verdict import Verdict
 
@@ -194,7 +195,8 @@ def claims(verdict: Verdict) -> Iterator[Claim]:
     yield Claim("verdict", verdict.verdict)
     absent = any(law.name == "presence" and law.outcome == "fail" for law in verdict.laws)
     for law in verdict.laws:  # a gradient that is not there is that law's matter
-        if law.outcome == "pass" and not (absent and law.name == "gradient"):
+        here = AS_IT_CAME in law.note  # of a chain of links that is broken elsewhere
+        if law.outcome == "pass" and not here and not (absent and law.name == "gradient"):
             yield Claim("law", str(law).strip(), denies=LAWS.get(law.name, frozenset()), law=law.name)
     instead = frozenset(cause.kind for explanation in verdict.alternatives for cause in explanation)
     for number, cause in enumerate(verdict.cause):

@@ -169,11 +169,15 @@ def _beside(evidence: Evidence) -> Sequence[RuledOut]:
     return found.ruled_out if found is not None and found.causes else ()
 
 
+def _right(evidence: Evidence) -> RuledOut | None:
+    """Every gradient is there, and what it should be."""
+    kinds = ("scale", "sign", "dropped", "doubled")
+    told = clears("gradient", kinds, "every gradient that was compared is what it should be")(evidence)
+    return None if evidence.differs("presence") else told
+
+
 def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
-    whole = clears(
-        "gradient", ("scale", "sign", "dropped", "doubled"), "every gradient that was compared is what it should be"
-    )
-    return Rule(attributed, whole, needs, left=unexplained, beside=_beside, besides=in_part)
+    return Rule(attributed, _right, needs, left=unexplained, beside=_beside, besides=in_part)
 
 
 # In the order of the flow. Attribution stands for the links that only a recording shows.

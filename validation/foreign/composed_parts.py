@@ -46,6 +46,8 @@ def not_known(stages: Iterable[int]) -> str:
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
+AS_IT_CAME = "by what stages received, right or wrong"
+_OF_WHAT_CAME = ("loss", "presence", "gradient", "grad-norm", "updated-parameters")
 _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
 
@@ -65,7 +67,8 @@ class OwnPart:
 
     ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
     it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
-    its optimizer makes of them. ``moved``: the stages whose weights are not those that the step began with.
+    its optimizer makes of them; ``forms`` are its parameters without their content. ``moved``: the stages whose weights
+    are not those that the step began with.
     """
 
     ledger: Ledger
@@ -77,6 +80,7 @@ class OwnPart:
     causes: tuple[Cause, ...] = ()
     undecided: tuple[str, ...] = ()
     foreseen: bool = False
+    forms: Mapping[str, Tensor] = field(default_factory=dict)
     moved: frozenset[int] = frozenset()
     precision: Precision = FP32
 
@@ -101,6 +105,7 @@ class Whole:
     no_norm: str = ""
     everybodys: tuple[float, ...] = ()
     only: int | None = None
+    max_norm: float = math.inf
 
     @property
     def precision(self) -> Precision:
@@ -259,7 +264,8 @@ class Whole:
             norms=[row[0].norm for row in self._observed.ranks],
             seen=self._observed,
             passed=self._passed,
-            due=_Due(self._expected),
+            due=_Due(self._expected, {name: one for part in self.parts for name, one in part.forms.items()}),
+            clipped_to=self.max_norm,
             lengths=self._lengths,
         )
         others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
@@ -305,6 +311,9 @@ def verdict_of(wholes: Sequence[Whole], title: str, *, rerun: str, seconds: floa
     wholes = [replace(whole, everybodys=(total, mean)) for whole in wholes]
     for whole in wholes:
         whole.enter(ledger)
+    if any(mismatch.law in ("microbatches", "boundaries") for mismatch in ledger.mismatches):
+        for law in _OF_WHAT_CAME:
+            ledger.remark(law, AS_IT_CAME)
     reported = [one for whole in wholes for one in whole.reported]
     everything = wholes[0].only is None
     if everything and not any(one.losses is not None or one.loss is not None for one in reported):

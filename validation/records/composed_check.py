@@ -243,7 +243,8 @@ class ComposedCheck(CheckedStep):
         links |= {own.stage: tuple(own.links) for own in stages}
         foreseen = self._update is not None
         part = replace(part, links=links, lengths=lengths, moved=moved)
-        return replace(part, foreseen=foreseen, precision=precision_among(held))
+        forms = {name: torch.empty_like(one, device="meta") for name, one in self._own.parameters.items()}
+        return replace(part, foreseen=foreseen, forms=forms, precision=precision_among(held))
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
@@ -386,7 +387,9 @@ class ComposedCheck(CheckedStep):
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
             data = next(one for one in brought if one is not None)
             of_all = self._places, self._first, counted, no_norm
-            wholes.append(Whole(own, data, self._divisor_of(len(data)), *of_all, only=self._only))
+            wholes.append(
+                Whole(own, data, self._divisor_of(len(data)), *of_all, only=self._only, max_norm=self._by.max_norm)
+            )
         which = "" if self._only is None else f"stage {self._only} of "
         return verdict_of(wholes, f"{which}a step of this job, link by link", rerun=rerun, seconds=seconds)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeproof.diagnosis.evidence import Evidence, of_stage
+from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import FP32, precision_of
 from pipeproof.judging.verdict import Mismatch, Size
@@ -218,17 +218,16 @@ def _given(evidence: Evidence) -> dict[Site, tuple[Tensor, float]]:
 
 def _known(evidence: Evidence, stage: int, factor: Factor) -> str:
     """How clipping comes to multiply a stage by ``factor``, in words; empty if it does not."""
-    right, kept, placement = evidence.expected.norm, evidence.gradients, evidence.placement
+    right, placement = evidence.expected.norm, evidence.placement
     rank = [other for other in range(evidence.stages) if placement[other] == placement[stage]]
     ways = {
         "not clipped": 1.0,
         "clipped twice": clip_factor(evidence, right) ** 2,
-        "by its own stage's norm": clip_factor(evidence, _size(kept, [stage])),
-        "by its own rank's norm": clip_factor(evidence, _size(kept, rank)),
+        "by its own stage's norm": clip_factor(evidence, _size(evidence.sizes, [stage])),
+        "by its own rank's norm": clip_factor(evidence, _size(evidence.sizes, rank)),
     }
     return next((words for words, value in ways.items() if factor.near(value)), "")
 
 
-def _size(gradients: Mapping[Site, Tensor | None], stages: list[int]) -> float:
-    own = [g for stage in stages for g in of_stage(gradients, stage).values() if g is not None]
-    return math.sqrt(math.fsum(float(g.double().norm()) ** 2 for g in own))
+def _size(norms: Mapping[Site, float], stages: list[int]) -> float:
+    return math.sqrt(math.fsum(norm**2 for (stage, _), norm in norms.items() if stage in stages))
