@@ -41,7 +41,7 @@ class Chained:
 
     ``wants``: whether a rank's message wants a gradient. ``inputs``: how many tensors each microbatch brings.
     ``scale``: what a rank's losses are multiplied by, and its gradients divided by, before its optimizer takes a step.
-    ``far``: what targets are multiplied by.
+    ``far``: what targets are multiplied by. ``labels``: the last input of each microbatch is its target.
     """
 
     build: Callable[[int], nn.Module] = lambda rank: Both()
@@ -50,6 +50,7 @@ class Chained:
     inputs: int = 1
     scale: Callable[[int], float] | None = None
     far: float = 1.0
+    labels: bool = False
 
 
 def data(way: Chained) -> list[tuple[tuple[Tensor, ...], Tensor]]:
@@ -58,7 +59,8 @@ def data(way: Chained) -> list[tuple[tuple[Tensor, ...], Tensor]]:
     def drawn() -> Tensor:
         return torch.randn(ROWS, WIDTH, generator=draw)
 
-    return [(tuple(drawn() for _ in range(way.inputs)), drawn() * way.far) for _ in range(COUNT)]
+    drawn_ones = [(tuple(drawn() for _ in range(way.inputs)), drawn() * way.far) for _ in range(COUNT)]
+    return [((*inputs[:-1], target) if way.labels else inputs, target) for inputs, target in drawn_ones]
 
 
 def chain_step(context: RankContext, way: Chained) -> Verdict:

@@ -27,10 +27,12 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
             ledger.remark(_LAW, f"{name} is no stage's and no data: it was taken as it came")
     lost = chain.unreceived()
     ledger.leave_out(_LAW, [place_of(one) for one in lost], "nobody is known to have received it")
-    for source, other in _instead(chain, [one for one in unused if one not in lost]):
+    instead = dict(_instead(chain, [one for one in unused if one not in lost]))
+    for source, other in instead.items():
         ledger.leave_out(_LAW, [_name(source)], f"no stage was given it, and {_name(other)} went to several inputs")
     for one in data:
-        ledger.remark(_LAW, f"{_name(one)} went to no stage")
+        if one not in instead:
+            ledger.remark(_LAW, f"{_name(one)} went to no stage")
     for told in _exchanged(chain):
         ledger.remark(_LAW, told)
 
@@ -43,12 +45,22 @@ def _unplaced(chain: Chain) -> Iterator[tuple[int, int, bool]]:
 
 
 def _unused(chain: Chain) -> Iterator[Source]:
-    """The inputs of microbatches, and outputs of stages before the last, that are known to have come nowhere."""
+    """The inputs of microbatches, and outputs of stages before the last, that are known to have come nowhere.
+
+    An input that is a target, too, went into the loss.
+    """
     used = set(chain.sources.values())
     again = {(stage, k) for stage, seen in chain.stages.items() for call in seen.calls for k in call.repeated}
+    targets = [_contents(chain, source) for source in chain.sent if is_target(source)]
     for source in chain.sent:
-        if source not in used | again and source[0] != chain.last and not is_target(source):
+        if source in used | again or source[0] == chain.last or is_target(source):
+            continue
+        if source[0] is not None or _contents(chain, source) not in targets:
             yield source
+
+
+def _contents(chain: Chain, source: Source) -> list[bytes]:
+    return [one.digest for one in chain.sent[source]]
 
 
 def _instead(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, Source]]:

@@ -83,6 +83,11 @@ def test_one_tensor_in_two_places_is_right(ranks: int, world: World) -> None:
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
+def test_labels_among_the_inputs_went_into_the_loss(world: World) -> None:
+    verdict = world.run(chain_step, Chained(given=given(0, 0, 0), inputs=2, labels=True), ranks=1)[0]
+    assert (verdict.verdict, verdict.law("boundaries").note) == ("pass", ""), str(verdict)
+
+
 def test_data_of_another_use_is_told_and_is_no_fault(world: World) -> None:
     verdict = world.run(chain_step, Chained(given=given(0, 0), inputs=2), ranks=1)[0]
     assert verdict.verdict == "pass"

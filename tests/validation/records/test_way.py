@@ -11,7 +11,7 @@ from pipeproof import Composed, check_step
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.chain_by_hand import Chained, chain_step
+from tests.support.chain_by_hand import Both, Chained, chain_step
 
 WIDTH, ROWS = 8, 4
 
@@ -123,6 +123,29 @@ def test_a_step_that_is_skipped_moves_nothing(world: World) -> None:
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("updated-parameters").outcome == "pass"
     assert "what stage 1 gives is not finite" in str(verdict)
+
+
+class Overflowing(Both):
+    """Its own weight's gradient overflows where the loss is scaled, and what it hands on does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(()))
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(one + 1e37 * self.large for one in super().forward(*given))
+
+
+def overflowing(rank: int) -> nn.Module:
+    return Overflowing() if rank else Both()
+
+
+def test_a_step_that_one_rank_alone_skips_is_wrong_on_the_others(world: World) -> None:
+    verdict = world.run(chain_step, Chained(overflowing, scale=one_scale), ranks=2)[0]
+    assert (verdict.verdict, verdict.law("updated-parameters").outcome) == ("fail", "fail"), str(verdict)
+    assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("update", 0), str(verdict)
+    assert "gradients overflow, so that every rank should skip its step" in str(verdict)
+    assert not verdict.alternatives
 
 
 WRONG = {

@@ -73,6 +73,10 @@ def update(evidence: Evidence) -> list[Cause]:
     others = len({m.parameter for m in found if m.parameter is not None}) - 1
     of = f"{first.parameter}: " if others > 0 else ""
     more = f"; {some(others, 'more parameter')} {'is' if others == 1 else 'are'} wrong, too" if others > 0 else ""
+    if not math.isfinite(evidence.expected.norm or 0.0) and all(
+        isinstance(m.due, Size) and not m.due.norm for m in found
+    ):
+        more += "; gradients overflow, so that every rank should skip its step"
     ranks = _ranks_of(found, evidence)
     cause = Cause(
         "update",
@@ -119,7 +123,7 @@ def _or_clip(cause: Cause, evidence: Evidence) -> Cause:
     to it. Where it does not, or where they moved as far as they should, which of the two stays open.
     """
     size, most = evidence.expected.norm or 0.0, evidence.max_norm
-    if most is not None and size <= most:
+    if most is not None and (size <= most or most == math.inf):
         return cause
     wanted = clip_factor(evidence, size)
     used = {} if most is None else moved(evidence)
