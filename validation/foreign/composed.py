@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from pipeproof.foreign.reference_run import WhiteBoxError, check_builds, check_divisor, check_loss_fn
 from pipeproof.reference.accumulation import PLAIN, Accumulation
+from pipeproof.reference.step import clip_factor
 
 _ONE_BY_ONE = "one by one"
 
@@ -78,6 +79,17 @@ class Composed:
     def scale(self) -> float:
         """What losses are multiplied by before their backwards, as the scaler has it now."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether what the optimizer is given depends on all ranks' gradients."""
+        return self.max_norm < math.inf or self.scaler is not None
+
+    def factor(self, norm: float) -> float | None:
+        """What gradients of this norm are multiplied by before the step; None where they overflow: it is skipped."""
+        if self.scaler is not None and not math.isfinite(norm):
+            return None
+        return clip_factor(norm, self.max_norm)
 
     def only(self, turn: int, stages: int) -> int | None:
         """The one stage, of so many, that is run again in the checked step of this number; None: all are."""

@@ -67,7 +67,7 @@ class OwnPart:
 
     ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
     it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
-    its optimizer makes of them; ``forms`` are its parameters without their content. ``moved``: the stages whose weights
+    its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
     are not those that the step began with.
     """
 

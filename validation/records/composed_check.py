@@ -1,6 +1,5 @@
 """One step of a running job, held against itself link by link, so that no rank needs more than its own stages."""
 
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way, targets_of, wanting
 from pipeproof.reference.again import drawing_on, undisturbed
-from pipeproof.reference.step import Site, clip_factor, dense
+from pipeproof.reference.step import Site, dense
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
@@ -243,7 +242,7 @@ class ComposedCheck(CheckedStep):
         links |= {own.stage: tuple(own.links) for own in stages}
         foreseen = self._update is not None
         part = replace(part, links=links, lengths=lengths, moved=moved)
-        forms = {name: torch.empty_like(one, device="meta") for name, one in self._own.parameters.items()}
+        forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
         return replace(part, foreseen=foreseen, forms=forms, precision=precision_among(held))
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
@@ -333,18 +332,16 @@ class ComposedCheck(CheckedStep):
 
     def _foresee(self, lengths: Mapping[Site, float]) -> None:
         """Note what the optimizer is going to make of the gradients."""
-        optimizer, most = self._by.optimizer, self._by.max_norm
+        optimizer, factor = self._by.optimizer, self._by.factor(0.0)
         if self._only is not None:
             return
-        if (most < math.inf or self._by.scaler is not None) and self._lost:
+        if self._by.needs_norm and self._lost:
             self._ledger.doubt("updated-parameters", not_known(self._lost))
             self._update = None if optimizer is None else OwnUpdate.unknown(not_known(self._lost))
             return
-        factor: float | None = 1.0
-        if most < math.inf or self._by.scaler is not None:
+        if self._by.needs_norm:
             every = self._gather(lengths, "the norms of gradients, by which they are clipped, or a step is skipped")
-            whole = norm_of({site: one for each in every for site, one in each.items()}, self._first)
-            factor = clip_factor(whole, most) if math.isfinite(whole) or self._by.scaler is None else None
+            factor = self._by.factor(norm_of({site: one for each in every for site, one in each.items()}, self._first))
         if optimizer is not None:
             self._update = OwnUpdate.by(optimizer, self._own.parameters, factor=factor)
             if self._update.why:
