@@ -141,7 +141,7 @@ def of_links(case: Case, world: World) -> Row:
     known = truth_of(SPECIMENS[name], case)
     known = replace(known, kinds=(*known.kinds, *([SEEN_AS[name]] if name in SEEN_AS else ())))
     known = replace(known, wrong=known.wrong - AS_TOLD.get(name, frozenset()))
-    return row("composed", str(case), True, known, lambda: validate_composed(case, world), counts)
+    return row("composed", f"{case} --check composed", True, known, lambda: validate_composed(case, world), counts)
 
 
 def _cases() -> Iterator[Case]:
