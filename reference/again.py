@@ -203,8 +203,9 @@ class Called:
         return Called(tuple(copy(one.detach()) for one in seen), others, form, State.of(module), wanting, repeated)
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What it was called with, with these in place of its tensors."""
-        rest = iter([tensors[self.repeated.get(k, k)] for k in range(len(tensors))])
+        """What it was called with, with these in place of its tensors: copies, for the module may write to them."""
+        own = [one if one.requires_grad else one.clone() for one in tensors]
+        rest = iter([own[self.repeated.get(k, k)] for k in range(len(own))])
         leaves = [next(rest) if isinstance(one, _Here) else one for one in self.others]
         arguments, named = tree_unflatten(leaves, self.form)
         return arguments, named

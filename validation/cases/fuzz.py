@@ -191,11 +191,17 @@ class Found(Generic[SomeCase]):
     simulation: Simulation | None = None
 
 
-def judged(case: AnyCase, world: World) -> Verdict:
-    """The verdict on ``case``, without its cause where that would take a second run."""
+_unexplained = partial(validate, explain=False)
+
+
+def judged(case: AnyCase, world: World, *, validated: Callable[[Case, World], Verdict] = _unexplained) -> Verdict:
+    """The verdict on ``case``, without its cause where that would take a second run.
+
+    ``validated`` gives that of a case which is no framework's.
+    """
     if isinstance(case, Case):
         for _ in world.interleavings():
-            verdict = validate(case, world, explain=False)
+            verdict = validated(case, world)
             if verdict.verdict != "pass":
                 break  # with its seed left in the world, so that who explains it has the same
         return verdict

@@ -98,7 +98,7 @@ class Evidence:
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
     the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
-    ``clipped_to`` is what a foreign step says of its clipping.
+    ``clipped_to`` is what a foreign step says of its clipping. ``skips``: losses are scaled, and gradients overflow.
 
     ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
     ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
@@ -123,6 +123,7 @@ class Evidence:
     members: Members | None = None
     sums: RecordSums | None = None
     clipped_to: float | None = None
+    skips: bool = False
     unseen: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
     frozen: range = range(0)

@@ -12,6 +12,7 @@ from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain, Data
+from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.own_links import Link
 from pipeproof.foreign.wiring import enter_wiring
@@ -105,7 +106,7 @@ class Whole:
     no_norm: str = ""
     everybodys: tuple[float, ...] = ()
     only: int | None = None
-    max_norm: float = math.inf
+    by: Composed = field(default_factory=Composed)
 
     @property
     def precision(self) -> Precision:
@@ -265,7 +266,8 @@ class Whole:
             seen=self._observed,
             passed=self._passed,
             due=_Due(self._expected, {name: one for part in self.parts for name, one in part.forms.items()}),
-            clipped_to=self.max_norm,
+            clipped_to=self.by.max_norm,
+            skips=self.by.factor(self._expected.norm or 0.0) is None,
             lengths=self._lengths,
         )
         others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}

@@ -384,9 +384,7 @@ class ComposedCheck(CheckedStep):
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
             data = next(one for one in brought if one is not None)
             of_all = self._places, self._first, counted, no_norm
-            wholes.append(
-                Whole(own, data, self._divisor_of(len(data)), *of_all, only=self._only, max_norm=self._by.max_norm)
-            )
+            wholes.append(Whole(own, data, self._divisor_of(len(data)), *of_all, only=self._only, by=self._by))
         which = "" if self._only is None else f"stage {self._only} of "
         return verdict_of(wholes, f"{which}a step of this job, link by link", rerun=rerun, seconds=seconds)
 

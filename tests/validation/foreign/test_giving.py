@@ -4,7 +4,7 @@ import re
 from functools import partial
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
@@ -13,6 +13,18 @@ from tests.support.chain_by_hand import Both, Chained, chain_step
 @pytest.fixture(scope="module")
 def world() -> World:
     return World(kind="simulated", silent=True)
+
+
+class Writing(Both):
+    """Writes to what it is given, as an activation in place does."""
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        own = given if given[0].requires_grad else tuple(one.mul_(1.5) for one in given)
+        return super().forward(*own)
+
+
+def writing(rank: int) -> nn.Module:
+    return Writing().requires_grad_(rank > 0)
 
 
 def stage(rank: int, *, plain: int = -1, frozen: int = -1) -> nn.Module:
@@ -43,3 +55,14 @@ def test_nothing_is_lost_where_the_first_stage_is_frozen(plain: int, wants: tupl
     verdict = world.run(chain_step, way, ranks=3)[0]
     wrong = 2 in lost and plain != 1  # stage 1 has weights to be trained
     assert verdict.verdict == ("fail" if wrong else "pass"), str(verdict)
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_stage_that_writes_to_what_it_is_given_is_right_however_often_it_runs_again(
+    wants: bool, world: World
+) -> None:
+    """The frozen first stage's message may be asked for a gradient in vain; the next then runs once more to tell."""
+    lost = frozenset(set() if wants else {1})
+    way = Chained(writing, wants=partial(never, ranks=lost))
+    verdict = world.run(chain_step, way, ranks=3)[0]
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)

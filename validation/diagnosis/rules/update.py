@@ -73,18 +73,12 @@ def update(evidence: Evidence) -> list[Cause]:
     others = len({m.parameter for m in found if m.parameter is not None}) - 1
     of = f"{first.parameter}: " if others > 0 else ""
     more = f"; {some(others, 'more parameter')} {'is' if others == 1 else 'are'} wrong, too" if others > 0 else ""
-    if not math.isfinite(evidence.expected.norm or 0.0) and all(
-        isinstance(m.due, Size) and not m.due.norm for m in found
-    ):
-        more += "; gradients overflow, so that every rank should skip its step"
+    more += "; gradients overflow, so that every rank should skip its step" if evidence.skips else ""
     ranks = _ranks_of(found, evidence)
+    alone = first.rank if one or _is_of_one(found, evidence) else None
     cause = Cause(
         "update",
-        rank=ranks[0]
-        if len(ranks) == 1
-        else first.rank
-        if not ranks and (one or _is_of_one(found, evidence))
-        else None,
+        rank=alone if not ranks else ranks[0] if len(ranks) == 1 else None,
         stage=first.stage if one else None,
         ranks=ranks if len(ranks) > 1 else (),
         parameter=first.parameter if one and others <= 0 else None,
