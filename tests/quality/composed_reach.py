@@ -31,7 +31,6 @@ SEEN_AS = {
     "activation-repeated": "mispaired",
     "gradient-repeated": "mispaired",
     "gradients-crossed": "mispaired",
-    "activations-crossed": "swapped-data",
     "activation-partly-old": "altered",
     "activation-of-step-before": "altered",
     "side-input-missing": "uninitialised",

@@ -253,9 +253,9 @@ class Chain:
         return {(one.shape, one.dtype) for one in self.sent[source]}
 
     def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
-        calls = self.stages[stage].calls
+        calls, meant = self.stages[stage].calls, self.stages[stage].meant
         numbers: list[int | None] = [None] * len(calls)
-        owners = [self._owners(stage, call, before) for call in calls]
+        owners = [{meant.get(m, m) for m in self._owners(stage, call, before)} for call in calls]
         for k, those in enumerate(owners):
             free = sorted(those - {number for number in numbers if number is not None})
             if those:

@@ -1,7 +1,7 @@
 """A stage's calls in a step that is held against itself."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,10 +15,14 @@ Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 
 @dataclass(frozen=True)
 class StageSeen:
-    """A stage on its rank, and its calls."""
+    """A stage on its rank, and its calls.
+
+    ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same.
+    """
 
     rank: int
     calls: tuple[Call, ...]
+    meant: Mapping[int, int] = field(default_factory=dict)
 
 
 def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:

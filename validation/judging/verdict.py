@@ -249,16 +249,18 @@ class Verdict:
         return _labelled("next", self.next[:_CAUSES])
 
     def _laws(self) -> list[str]:
-        """The laws that matter; those that passed in one line, where any did not."""
+        """The laws that matter; where any did not pass, those that did, in a line for each note."""
         if self.verdict == "pass":
             shown, passed = list(self.laws), []
         else:
             shown = [law for law in self.laws if law.outcome in ("fail", "unknown")]
             passed = [law for law in self.laws if law.outcome == "pass"]
         rows = [law.line(self.outcome(law.outcome)) for law in shown]
+        for note in dict.fromkeys(law.note for law in passed):
+            alike = [law for law in passed if law.note == note]
+            compared = f"{', '.join(law.name for law in alike)}: {sum(law.checked for law in alike)} compared"
+            rows.append(f"{self.outcome('pass'):<18} {', '.join(filter(None, [compared, note]))}")
         if passed:
-            compared = sum(law.checked for law in passed)
-            rows.append(f"{self.outcome('pass'):<18} {', '.join(law.name for law in passed)}: {compared} compared")
             rows += _not_seen(self.laws)
         return _labelled("laws", rows)
 

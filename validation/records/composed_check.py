@@ -35,9 +35,10 @@ from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, ru
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares
+from pipeproof.records.stages_again import StagesAgain
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.way import Way, targets_of, wanting
+from pipeproof.records.way import Way
 from pipeproof.reference.again import drawing_on, undisturbed
 from pipeproof.reference.step import Site, dense
 from pipeproof.worlds.drawing import drawing_apart
@@ -89,7 +90,7 @@ class ComposedCheck(CheckedStep):
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._update: OwnUpdate | None = None
         self._begun: dict[str, Tensor] = {}
-        self._lost: set[int] = set()  # stages of which it is not known what they give
+        self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
         self._part_of_chain: OwnPart | None = None
 
     @property
@@ -201,28 +202,17 @@ class ComposedCheck(CheckedStep):
         calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
         chain = all_giving(chain, self._own.modules, calls, gather=self._gather, of_replica=self._of_replica)
         seen = {stage: chain.stages[stage] for stage in seen}
-        stages: list[OwnStage] = []
+        again = StagesAgain(self._way, self._own.modules, calls, self._given, chain, self._only)
         with self.noting():
-            self._way = way = Way(
-                self._by, self._by.scale, self._divisor, self._divisor_of(self.microbatches), self._run.count
-            )
-            for stage, made in sorted(calls.items(), reverse=True):
-                module, targets = self._own.modules[stage], targets_of(self._given, chain, stage)
-                if self._only in (None, stage):
-                    stages.append(way.run_again(stage, module, wanting(made, chain.lost(stage)), targets))
-                    self._note_unreached(stages[-1])
-                elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
-                    flowed = (k for k, call in enumerate(made) if any(g.norm for g in call.output_gradients.values()))
-                    k = next(flowed, 0)
-                    way.run_again(stage, module, made[k : k + 1], targets[k : k + 1])
-        said = [own.stage for own in stages if not own.closed], way.fitting, [way.scaled] * (chain.last in calls)
-        told = self._gather(said, "which stages give the same again, and how losses are divided")
-        self._lost = {stage for those, *_ in told for stage in those}
-        way.agree([fitting for _, fitting, _ in told], [one for *_, scaled in told for one in scaled])
+            divisors = self._divisor, self._divisor_of(self.microbatches)
+            again.way = Way(self._by, self._by.scale, *divisors, self._run.count)
+            again.run(self._note_unreached)
+        every = self._gather(again.told, "which stages give the same again, and how losses are divided")
+        again.agree(every, self._of_replica(every))
         with self.noting():
-            for k, own in enumerate(stages):
-                module, targets = self._own.modules[own.stage], targets_of(self._given, chain, own.stage)
-                stages[k] = self._way.as_agreed(own, module, calls[own.stage], targets)
+            again.as_agreed()
+        self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
+        seen = {stage: chain.stages[stage] for stage in seen}
         due = self._summed(stages)
         found = all_dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
         part = OwnPart(self._ledger, seen)

@@ -1,0 +1,95 @@
+"""A rank's stages, run once more in the way that all ranks agree on: by what losses are divided, and what was meant."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from pipeproof.foreign.chain import Chain
+from pipeproof.foreign.crossed import crossed
+from pipeproof.foreign.own_links import OwnStage
+from pipeproof.observers.calls import Call
+from pipeproof.records.step_record import Pairs
+from pipeproof.records.way import Way, targets_of, wanting
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells others of its stages: those of which it is not known what they give, and how losses go.
+
+    ``fitting``, ``scaled``: as in ``Way``, the latter of the last stage's rank alone. ``crossed``: the targets are
+    those of microbatches that messages were meant for, and not of those that they are of.
+    """
+
+    lost: Sequence[int]
+    fitting: frozenset[str]
+    scaled: Sequence[float]
+    crossed: bool
+
+
+@dataclass
+class StagesAgain:
+    """The stages of ``modules``, by number, as their ``calls`` used them.
+
+    ``given``: the microbatches, where they are known. ``only``: the one stage that is run again, if not all are.
+    ``chain`` is of this rank's replica, and is read as messages were meant once ranks have agreed on that.
+    """
+
+    way: Way
+    modules: Mapping[int, nn.Module]
+    calls: Mapping[int, Sequence[Call]]
+    given: Pairs | None
+    chain: Chain
+    only: int | None = None
+    stages: list[OwnStage] = field(default_factory=list)
+    lost: frozenset[int] = frozenset()
+    _crossed: bool = False
+
+    def run(self, note: Callable[[OwnStage], None]) -> None:
+        """Run them, the last one first, and ``note`` each. Raises ``RecordError`` if its targets are not here."""
+        for stage, made in sorted(self.calls.items(), reverse=True):
+            targets = targets_of(self.given, self.chain, stage)
+            if self.only in (None, stage):
+                own = self.way.run_again(stage, self.modules[stage], self._wanting(stage), targets)
+                self.stages.append(self._as_meant(own))
+                note(self.stages[-1])
+            elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
+                flowed = (k for k, call in enumerate(made) if any(one.norm for one in call.output_gradients.values()))
+                k = next(flowed, 0)
+                self.way.run_again(stage, self.modules[stage], made[k : k + 1], targets[k : k + 1])
+
+    @property
+    def told(self) -> Told:
+        """What other ranks must know."""
+        lost = [own.stage for own in self.stages if not own.closed]
+        return Told(lost, self.way.fitting, [self.way.scaled] * (self.chain.last in self.calls), self._crossed)
+
+    def agree(self, every: Sequence[Told], of_replica: Sequence[Told]) -> None:
+        """Take what ranks told of themselves: ``every`` one, and those of this replica."""
+        self.lost = frozenset(stage for one in every for stage in one.lost)
+        self.way.agree([one.fitting for one in every], [scaled for one in every for scaled in one.scaled])
+        if any(one.crossed for one in of_replica):
+            self.chain = crossed(self.chain) or self.chain
+
+    def as_agreed(self) -> None:
+        """Run again what was run in another way than ranks agreed upon."""
+        for k, own in enumerate(self.stages):
+            targets = targets_of(self.given, self.chain, own.stage)
+            self.stages[k] = self.way.as_agreed(own, self.modules[own.stage], self._wanting(own.stage), targets)
+
+    def _wanting(self, stage: int) -> list[Call]:
+        return wanting(self.calls[stage], self.chain.lost(stage))
+
+    def _as_meant(self, own: OwnStage) -> OwnStage:
+        """``own``; the last stage with the targets of what messages were meant for, if those explain all flows."""
+        if own.stage != self.chain.last or own.fitting == own.flowing:
+            return own
+        if (meant := crossed(self.chain)) is None:
+            return own
+        other = Way(self.way.by, self.way.scaled, self.way.whole, self.way.own, self.way.replicas)
+        targets = targets_of(self.given, meant, own.stage)
+        found = other.run_again(own.stage, self.modules[own.stage], self._wanting(own.stage), targets)
+        if not found.flowing or found.fitting < found.flowing:
+            return own
+        self.way, self._crossed = other, True
+        return found
