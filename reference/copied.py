@@ -37,8 +37,13 @@ def twin(module: Module) -> Module:
     """
     if any(isinstance(part.__dict__.get("forward"), FunctionType) for part in module.modules()):
         return module
-    with _TensorsShared():
+    with tensors_shared():
         return copied(module, sharing=(*module.parameters(), *module.buffers()))
+
+
+def tensors_shared() -> TorchFunctionMode:
+    """While this is open, a deep copy has the very tensors."""
+    return _TensorsShared()
 
 
 class _TensorsShared(TorchFunctionMode):

@@ -178,10 +178,6 @@ class OwnStage:
         wanting = [name for name, one in self._model.named_parameters() if one.requires_grad]
         return [name for name in wanting if self.links and self._sums.get((self.stage, name)) is None]
 
-    def grad_of(self, name: str) -> Tensor | None:
-        """What the step has left in a parameter."""
-        return self._model.get_parameter(name).grad
-
     @property
     def other(self) -> bool:
         """Whether anything that its calls give is not what they gave."""

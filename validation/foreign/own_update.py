@@ -13,12 +13,16 @@ from torch.optim import optimizer as torch_optimizer
 
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import raised
+from pipeproof.observers.shards import held_here
 from pipeproof.reference.copied import copied
 
 
 @dataclass(frozen=True)
 class OwnUpdate:
-    """Parameters by the model's names, ``before`` the step and as they must be ``after`` it; ``why`` none knows it."""
+    """Parameters by the model's names, ``before`` the step and as they must be ``after`` it; ``why`` none knows it.
+
+    Of those in shards it is what this rank has of them.
+    """
 
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
@@ -49,20 +53,20 @@ class OwnUpdate:
 def _foreseen(parts: Sequence[Optimizer], parameters: Mapping[str, Tensor], factor: float | None) -> OwnUpdate:
     own = {id(one) for part in parts for group in part.param_groups for one in group["params"]}
     some = {name: one for name, one in parameters.items() if id(one) in own}
-    before = {name: one.detach().clone() for name, one in some.items()}
+    before = {name: held_here(one).detach().clone() for name, one in some.items()}
     if factor is None:
         return OwnUpdate(before, before)
     copies, again = _twins(some, parts)
     for name, one in copies.items():
         gradient = some[name].grad
-        one.grad = None if gradient is None else gradient.detach() * factor
+        one.grad = None if gradient is None else held_here(gradient).detach() * factor
     with torch.enable_grad():
         again.step()
-    moved = [name for name, one in some.items() if not same_bits(one.detach(), before[name])]
+    moved = [name for name, one in some.items() if not same_bits(held_here(one).detach(), before[name])]
     if moved:  # by a function that the copy shares
         with torch.no_grad():
             for name in moved:
-                some[name].copy_(before[name])
+                held_here(some[name]).copy_(before[name])
         return OwnUpdate.unknown(f"a copy of {type(again).__name__} moved the weights themselves: they are put back")
     return OwnUpdate(before, {name: one.detach() for name, one in copies.items()})
 
@@ -101,13 +105,31 @@ def _counts_alone(step: object, kind: type[Optimizer]) -> bool:
 
 
 def _twins(parameters: Mapping[str, Tensor], parts: Sequence[Optimizer]) -> tuple[dict[str, nn.Parameter], Optimizer]:
-    """Copies of ``parameters`` and of the first of ``parts``, with all attributes: torch's own leave some out."""
+    """Copies of ``parameters`` and of the first of ``parts``, with all attributes: torch's own leave some out.
+
+    What is in shards is what this rank has of it: no optimizer of torch's looks at more.
+    """
     blank = [type(one).__new__(type(one)) for one in parts]
     given: Any = dict(parameters), [_attributes(one) for one in parts]
-    copies, attributes = copied(given, instead={id(one): twin for one, twin in zip(parts, blank, strict=True)})
+    instead: dict[int, object] = {id(one): twin for one, twin in zip(parts, blank, strict=True)}
+    for one in _tensors(given):
+        if (own := held_here(one)) is not one:
+            own = own.detach().clone()
+            instead[id(one)] = nn.Parameter(own, one.requires_grad) if isinstance(one, nn.Parameter) else own
+    copies, attributes = copied(given, instead=instead)
     for twin, own in zip(blank, attributes, strict=True):
         twin.__dict__.update(own)
     return copies, blank[0]
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those in dictionaries and lists, also among the keys: a state is by its parameter."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from (one for pair in given.items() for inner in pair for one in _tensors(inner))
+    elif isinstance(given, list | tuple):
+        yield from (one for inner in given for one in _tensors(inner))
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:

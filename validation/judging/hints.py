@@ -113,6 +113,9 @@ def _counts(measured: Measured) -> Iterator[tuple[int, str]]:
         yield (len(microbatches) if ran is None else ran.microbatches), "microbatches"
     if ran is not None:
         yield len(ran.ranks), "ranks"
+        together, rest = divmod(len(ran.ranks), len({*ran.placement}) or 1)
+        if not rest:
+            yield together, "ranks of a stage"
         if len(ran.placement) != len(ran.ranks):
             yield len(ran.placement), "stages"
 

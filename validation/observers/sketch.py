@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.observers.likeness import ROUNDED_TO
+from pipeproof.observers.shards import held_here
 
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
 _PART = 1 << 16  # elements that are looked at at once
@@ -90,8 +91,8 @@ def digest(tensor: Tensor) -> bytes:
 
 
 def contents(model: nn.Module) -> dict[str, bytes]:
-    """The digest of every parameter by name, each name of a tied one too."""
-    return {name: digest(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    """The digest of every parameter by name, each name of a tied one too; of what this rank has of it."""
+    return {name: digest(held_here(one)) for name, one in model.named_parameters(remove_duplicate=False)}
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,15 @@ from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, precision_among
 from pipeproof.judging.verdict import Crash, LawResult, Verdict, names_of
 from pipeproof.observers.calls import Call
-from pipeproof.observers.shards import is_plain
+from pipeproof.observers.shards import held_here, is_plain
 from pipeproof.observers.sketch import any_nonzero, contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.chain_start import ChainStart, names_in, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
+from pipeproof.records.own_shards import OwnShards
+from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
@@ -47,7 +49,6 @@ from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 Each = TypeVar("Each")
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
-_IN_PARTS = "stages of which ranks have parts are not checked so yet: check against a SingleDevice"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class ComposedCheck(CheckedStep):
         self._start = ChainStart(None)
         self._starts: Sequence[ChainStart] = ()
         self._way = Way(against)
+        self._shards = OwnShards(self._own)
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
@@ -119,7 +121,8 @@ class ComposedCheck(CheckedStep):
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         with self.noting():
-            there = {name: one for name, one in gradients.items() if isinstance(one, Tensor) and is_plain(one)}
+            tensors = {name: held_here(one) for name, one in gradients.items() if isinstance(one, Tensor)}
+            there = {name: one for name, one in tensors.items() if is_plain(one)}
             self._begun = {name: self._by.keep(one) for name, one in there.items() if any_nonzero(one)}
 
     def report(
@@ -153,8 +156,8 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             self._take_given()
             self._by.check()
-            if self._own.shards:
-                raise RecordError(_IN_PARTS)
+            if obstacle := OwnShards(self._own).obstacle:
+                raise RecordError(obstacle)
             self._start = ChainStart.of(self._given, self._own, self._by)
             self._one_name = None if self._by.build is None else names_in(self._by.build)
         with saying_how_often(self._by, self._exchange.rank):
@@ -168,6 +171,8 @@ class ComposedCheck(CheckedStep):
         if problems := problems_of(every, run.replicas):
             return told(problems)
         self._run, self._places, self._starts = run, places_of(arrivals), every
+        self._shards = OwnShards(self._own, [arrival.shards for arrival in arrivals])
+        self._peers = Peers(self._exchange.rank, [one.stages for one in every], self._bound_s)
         self._data = next(one.data for one in self._of_replica(every) if one.data is not None)
         shared = {name: first for one in every for name, first in one.first.items()}
         self._first = shared if self._one_name is None else self._one_name
@@ -200,12 +205,13 @@ class ComposedCheck(CheckedStep):
         own_chain = {s: one for part in self._of_replica(every) for s, one in part.items()}
         chain = Chain(without_trials(own_chain, self._data), self._data)
         calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
-        chain = all_giving(chain, self._own.modules, calls, gather=self._gather, of_replica=self._of_replica)
+        modules = self._shards.modules(self._peers)
+        chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=self._of_replica)
         seen = {stage: chain.stages[stage] for stage in seen}
-        again = StagesAgain(self._way, self._own.modules, calls, self._given, chain, self._only)
+        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only)
         with self.noting():
             divisors = self._divisor, self._divisor_of(self.microbatches)
-            again.way = Way(self._by, self._by.scale, *divisors, self._run.count)
+            again.way = Way(self._by, self._by.scale, *divisors, self._run.count, sums=self._shards.sums(modules))
             again.run(self._note_unreached)
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
         again.agree(every, self._of_replica(every))
@@ -214,7 +220,8 @@ class ComposedCheck(CheckedStep):
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
         seen = {stage: chain.stages[stage] for stage in seen}
         due = self._summed(stages)
-        found = all_dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
+        left = all_dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
+        found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in left.items()}
         part = OwnPart(self._ledger, seen)
         for own in stages:
             part = self._compared(part, own, chain.orders[own.stage].numbers, due, found)
@@ -222,7 +229,7 @@ class ComposedCheck(CheckedStep):
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         self._foresee(lengths)
-        held = [one for module in self._own.modules.values() for one in module.parameters()]
+        held = [one for module in modules.values() for one in module.parameters()]
         moved = frozenset(
             own.stage
             for own in stages
@@ -238,8 +245,7 @@ class ComposedCheck(CheckedStep):
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        held = [start.stages for start in self._starts]
-        self._replicas = ReplicaSums(self._exchange, held, self._own.parameters, self._bound_s)
+        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards)
         sums |= self._replicas.summed(sums)
         both = self._exchange, self._first
         self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._replica)
@@ -263,6 +269,7 @@ class ComposedCheck(CheckedStep):
                 )
 
     def _grown(self, name: str, gradient: Tensor | None) -> bool:
+        gradient = None if gradient is None else held_here(gradient)
         if gradient is None or not any_nonzero(dense(gradient)):
             return False
         begun = self._begun.get(name)
@@ -270,7 +277,8 @@ class ComposedCheck(CheckedStep):
 
     def _note_unreached(self, own: OwnStage) -> None:
         """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
-        grown = ((name, self._grown(self._own.rename(own.stage, name), own.grad_of(name))) for name in own.unreached)
+        left, named = self._own.gradients, {name: self._own.rename(own.stage, name) for name in own.unreached}
+        grown = ((name, self._grown(full, left[full])) for name, full in named.items())
         if other := [name for name, is_there in grown if is_there]:
             told = f"no backward through stage {own.stage} gives what is in .grad of {names_of(other)}"
             own.links[0] = replace(own.links[0], obstacle=f"{told}: it is put off, or other code writes it")
@@ -284,7 +292,8 @@ class ComposedCheck(CheckedStep):
         seen: Mapping[str, Any],
     ) -> OwnPart:
         """``part`` with what is wrong with the gradients of a stage, and why."""
-        names = {self._own.rename(own.stage, name): name for name in own.gradients}
+        every = {self._own.rename(own.stage, name): name for name in own.gradients}
+        names = {full: name for full, name in every.items() if not self._shards.is_empty(full)}
         if not own.closed:
             self._ledger.leave_out("gradient", list(names), not_known([own.stage]))
             return part
@@ -294,7 +303,7 @@ class ComposedCheck(CheckedStep):
             elif self._lost & stages:
                 self._ledger.leave_out("gradient", [name], not_known(self._lost & stages))
                 del names[name]
-        allowed, before = AllowedOf(FP32, own, names), len(self._ledger.mismatches)
+        allowed, before = AllowedOf(FP32, own, names, self._replicas.floor), len(self._ledger.mismatches)
         at = Comparison(Due("train", (), (), gradients={name: due[name] for name in names}), allowed, self._ledger)
         for name in [one for one in reversed(names) if one in seen]:
             at.gradient(name, seen[name], rank=self._exchange.rank, stage=own.stage)
@@ -314,7 +323,8 @@ class ComposedCheck(CheckedStep):
             return part
         if self._run.count > 1:
             whole = self._way.undivided(due)
-            pairs = {name: (whole[name], seen[name]) for name in names if name in wrong - shared}
+            mine = [name for name in names if name in wrong - shared]
+            pairs = {n: (self._shards.part(n, whole[n]), self._shards.part(n, seen[n])) for n in mine}
             return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
         begun = {name: self._begun.get(name) for name in alone}
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, rank=self._exchange.rank)
@@ -333,7 +343,7 @@ class ComposedCheck(CheckedStep):
             every = self._gather(lengths, "the norms of gradients, by which they are clipped, or a step is skipped")
             factor = self._by.factor(norm_of({site: one for each in every for site, one in each.items()}, self._first))
         if optimizer is not None:
-            self._update = OwnUpdate.by(optimizer, self._own.parameters, factor=factor)
+            self._update = OwnUpdate.by(optimizer, self._shards.parameters, factor=factor)
             if self._update.why:
                 self._ledger.doubt("updated-parameters", self._update.why)
 

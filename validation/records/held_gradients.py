@@ -1,7 +1,7 @@
 """Gradients of a stage as they are compared where they lie."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,14 @@ def all_dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AllowedOf(Unmeasured):
-    """What rounding may do to a stage's gradients, measured where one is not as it was to the bit."""
+    """What rounding may do to a stage's gradients, measured where one is not as it was to the bit.
+
+    ``over``: what it does to the sum over all replicas, of a parameter's name and what it does to this one's.
+    """
 
     own: OwnStage
     names: Mapping[str, str]
+    over: Callable[[str, Floor], Floor]
 
     def gradient(self, name: str) -> Floor:
-        return self.own.floors.gradient_by_microbatch((self.own.stage, self.names[name]))
+        return self.over(name, self.own.floors.gradient_by_microbatch((self.own.stage, self.names[name])))

@@ -1,13 +1,7 @@
-"""Replicas of stages: what each adds up is summed over all of them, in groups of the check's own.
+"""Replicas of stages: what each adds up is summed over all of them, in groups of the check's own."""
 
-The job's messages are not touched: ranks with the same stages have a group for this, which lasts as long as that of all
-ranks.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,50 +9,81 @@ from torch import Tensor
 
 from pipeproof.foreign.crossings import near
 from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.sketch import Sketch, sketch
-from pipeproof.worlds.belongings import belongs_to_rank
+from pipeproof.records.held_gradients import length_in_pieces
+from pipeproof.records.own_shards import OwnShards
+from pipeproof.records.peers import Peers
 from pipeproof.worlds.side_store import Exchange
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
-Ranks = tuple[int, ...]
 
-_Groups = dict[tuple[Ranks, ...], dict[Ranks, dist.ProcessGroup]]
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()  # by the group of all ranks
-belongs_to_rank(__name__, "_groups", fresh=lambda _: WeakKeyDictionary())
+@dataclass(frozen=True)
+class _Lengths:
+    """The norms of this replica's sum, of the sums of all ``replicas`` one by one, added up, and of the ``whole``."""
+
+    own: float
+    every: float
+    whole: float
+    replicas: int
 
 
 @dataclass
 class ReplicaSums:
-    """The sums of this rank's stages over all replicas.
+    """The sums of this rank's stages over all replicas, which its ``peers`` have.
 
-    ``stages``: those of each rank; ``parameters``: this rank's. ``alone``: what this replica alone adds up, in a few
+    ``own``: this rank's parameters. ``alone``: what this replica alone adds up of what this rank has of each, in a few
     numbers.
     """
 
     exchange: Exchange
-    stages: Sequence[Sequence[int]]
-    parameters: Mapping[str, Tensor]
-    bound_s: float
+    peers: Peers
+    own: OwnShards
     alone: dict[str, Sketch] = field(default_factory=dict)
+    _lengths: dict[str, _Lengths] = field(default_factory=dict)
 
     def summed(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """``sums``, which are used up, over all replicas.
 
         Every rank calls this. It calls ``all_reduce`` for each of them.
         """
-        group = self._group()
+        group = self.peers.group()
         if group is None:
             return dict(sums)
         for name, one in sums.items():  # whoever raises here is missed at the gathering, which is bounded
             if one is not None:
-                self.alone[name] = sketch(one)
+                part = self.own.part(name, one)
+                self.alone[name] = sketch(one if part is None else part)
+        lengths = {name: length_in_pieces(one) for name, one in sums.items() if one is not None}
         what = "which parameters of replicas have gradients"
-        there: list[dict[str, bool]] = self.exchange.gather(
-            {name: one is not None for name, one in sums.items()}, what=what, bound_s=self.bound_s
+        there: list[dict[str, float]] = self.exchange.gather(lengths, what=what, bound_s=self.peers.bound_s)
+        given = sorted({name for rank in self.peers.ranks for name in there[rank]})
+        found = {name: self._reduced(group, sums.get(name), name) for name in given}
+        for name, one in found.items():
+            every = [there[rank].get(name, 0.0) for rank in self.peers.ranks]
+            self._lengths[name] = _Lengths(lengths.get(name, 0.0), sum(every), length_in_pieces(one), len(every))
+        return {**dict.fromkeys(sums), **found}
+
+    def floor(self, name: str, own: Floor) -> Floor:
+        """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""
+        lengths = self._lengths.get(name)
+        if lengths is None or not lengths.whole:
+            return own
+        size = own.size * lengths.replicas
+        if own.noise and lengths.whole <= own.precision.factor * size:
+            return replace(own, size=size)
+        grown = lengths.every / lengths.whole
+        least = size / lengths.whole if own.noise else own.precision.least / own.precision.factor * grown
+        return replace(
+            own,
+            permutation=own.permutation * grown,
+            rounding=max(own.rounding * grown, least),
+            nudged=own.nudged * grown,
+            fault=own.fault * lengths.own / lengths.whole,
+            size=0.0,
+            sums=None if own.sums is None else self.floor(name, own.sums),
         )
-        given = sorted({name for rank in self._peers for name, has in there[rank].items() if has})
-        return {**dict.fromkeys(sums), **{name: self._reduced(group, sums.get(name), name) for name in given}}
 
     def causes(
         self, stage: int, wrong: Mapping[str, tuple[Tensor | None, Tensor | None]], scale: float
@@ -82,35 +107,15 @@ class ReplicaSums:
         for seen, due in pairs.values():
             factor = seen.factor(due)
             factors.add(None if factor is None else float(f"{factor:.4g}"))
-        if len(factors) == 1 and (factor := factors.pop()) is not None:
-            yield replace(at, kind="scale", factor=factor, detail=f"{factor:g} times")
-
-    @property
-    def _peers(self) -> Ranks:
-        """The ranks with the stages that this one has."""
-        mine = tuple(self.stages[self.exchange.rank])
-        return tuple(rank for rank, own in enumerate(self.stages) if tuple(own) == mine)
+        if len(factors) == 1 and (factor := factors.pop()) is not None and not near(factor, 1.0):
+            alone = next(iter(pairs)) if len(pairs) == 1 else None
+            yield replace(at, kind="scale", factor=factor, detail=f"{factor:g} times", parameter=alone)
 
     def _reduced(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
         """The sum of one parameter, of which this replica may have nothing."""
         if own is None:
-            own = torch.zeros_like(self.parameters[name])
+            held = self.own.own.parameters[name]
+            own = held.new_zeros(self.own.own.shapes[name])
         wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
         dist.all_reduce(wide, group=group)
         return wide.to(own.dtype)
-
-    def _group(self) -> dist.ProcessGroup | None:
-        """The group of the ranks with the same stages; None where this is the only one."""
-        every = tuple(dict.fromkeys(self._all_peers()))
-        if all(len(ranks) < 2 for ranks in every):
-            return None
-        world, bound = dist.group.WORLD, timedelta(seconds=self.bound_s)
-        assert world is not None, "several ranks have the same stages"
-        groups = _groups.setdefault(world, {})
-        if every not in groups:
-            made = {ranks: dist.new_group(list(ranks), timeout=bound) for ranks in every}
-            groups[every] = {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
-        return groups[every].get(self._peers)
-
-    def _all_peers(self) -> list[Ranks]:
-        return [tuple(r for r, own in enumerate(self.stages) if tuple(own) == tuple(one)) for one in self.stages]

@@ -1,7 +1,7 @@
 """A rank's stages, run once more in the way that all ranks agree on: by what losses are divided, and what was meant."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -86,7 +86,7 @@ class StagesAgain:
             return own
         if (meant := crossed(self.chain)) is None:
             return own
-        other = Way(self.way.by, self.way.scaled, self.way.whole, self.way.own, self.way.replicas)
+        other = replace(self.way, name="", fitting=frozenset(), _divisor=None)
         targets = targets_of(self.given, meant, own.stage)
         found = other.run_again(own.stage, self.modules[own.stage], self._wanting(own.stage), targets)
         if not found.flowing or found.fitting < found.flowing:

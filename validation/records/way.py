@@ -1,9 +1,10 @@
 """How a step divides: its losses by all microbatches or by a replica's own, or gradients at last."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain
@@ -20,7 +21,8 @@ class Way:
 
     ``scaled``: what losses were multiplied by, and gradients divided by before they are looked at. ``whole`` is what
     the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``fitting``: the names of ways that fit what
-    flows here, which ranks tell each other. ``name``: the one that they agreed upon.
+    flows here, which ranks tell each other. ``name``: the one that they agreed upon. ``sums``: the type in which the
+    gradients of a stage are added up, where its weights are narrower.
     """
 
     by: Composed
@@ -30,6 +32,7 @@ class Way:
     replicas: int = 1
     name: str = ""
     fitting: frozenset[str] = frozenset()
+    sums: Mapping[int, torch.dtype] = field(default_factory=dict)
     _divisor: float | None = None  # by which the last stage was run, where anything flows
 
     def run_again(
@@ -94,7 +97,10 @@ class Way:
         return {name: one * scale if isinstance(one, Tensor) and scale != 1.0 else one for name, one in seen.items()}
 
     def _once_more(self, stage: int, module: nn.Module, calls: Sequence[Call], ending: Ending | None) -> OwnStage:
-        own = OwnStage(stage, module, calls, ending=ending, accumulation=self.by.accumulation)
+        accumulation = self.by.accumulation
+        if accumulation.dtype is None and stage in self.sums:
+            accumulation = replace(accumulation, dtype=self.sums[stage])
+        own = OwnStage(stage, module, calls, ending=ending, accumulation=accumulation)
         own.run()
         return own
 

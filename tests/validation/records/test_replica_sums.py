@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import Composed, check_step
+from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records import replica_sums
+from pipeproof.records.own_shards import OwnShards
+from pipeproof.records.peers import Peers
+from pipeproof.records.rank_part import RankStages, own_name
+from pipeproof.records.replica_sums import ReplicaSums
+from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -238,3 +244,24 @@ def test_ranks_that_meet_anew_have_new_groups(tmp_path: Path) -> None:
     with World() as world:
         found = world.run(begun_anew, str(tmp_path), ranks=2, timeout_s=60)
     assert found == [[("pass", 2), ("pass", 2)]] * 2
+
+
+def floors(context: RankContext, opposite: bool) -> tuple[Floor, Floor]:
+    """What rounding of one replica, and what is nothing but rounding there, is of the sum of two."""
+    own = OwnShards(RankStages({0: nn.Linear(2, 1, bias=False)}, own_name))
+    peers = Peers(context.rank, [[0]] * context.ranks, 20)
+    sums = ReplicaSums(exchange(), peers, own)
+    sign = -1.0 if context.rank and opposite else 1.0
+    sums.summed({"weight": torch.tensor([[3.0 * sign, 4.0 * sign + 0.001 * context.rank]])})
+    return sums.floor("weight", Floor(1e-7, 1e-6, 0.5)), sums.floor("weight", Floor(0.0, 0.0, 0.0, size=1e-6))
+
+
+@pytest.mark.parametrize("opposite", [True, False])
+def test_rounding_of_what_replicas_cancel_is_large_beside_what_is_left(opposite: bool, world: World) -> None:
+    grown = 10 / (0.001 if opposite else 10)
+    for own, noise in world.run(floors, opposite, ranks=2):
+        assert own.rounding == pytest.approx(1e-6 * grown, rel=1e-3)
+        assert own.permutation == pytest.approx(1e-7 * grown, rel=1e-3)
+        assert own.fault == pytest.approx(0.5 * 5 / (0.001 if opposite else 10), rel=1e-3)
+        assert not noise.noise
+        assert noise.rounding == pytest.approx(2e-6 / (0.001 if opposite else 10), rel=1e-3)

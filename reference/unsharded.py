@@ -1,0 +1,110 @@
+"""A stage that ``fully_shard`` cut among ranks, put together on one of them: as it was before, with whole weights."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from pipeproof.reference.copied import copied, tensors_shared
+
+_FSDP = "torch.distributed.fsdp"  # whose classes and hooks are taken away
+_OWN = "__composable_api_state_key"  # under what begins so fully_shard keeps its state in a module
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on ``module`` itself."""
+    return _is(module, "FSDPModule")
+
+
+def is_flat(module: nn.Module) -> bool:
+    """Whether it is of the older kind, whose weights lie in flat tensors."""
+    return _is(module, "FullyShardedDataParallel")
+
+
+def unsharded(module: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
+    """``module`` once more without what ``fully_shard`` made of it, on ``whole`` weights by their names there.
+
+    Others it shares with ``module``, as it does all that is no tensor and cannot be copied. It computes in the types
+    that the policies of ``fully_shard`` say, and its weights have these types.
+    """
+    policies = _policies(module)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    instead = dict[int, object]()
+    for name, one in whole.items():
+        own, policy = named[name], policies.get(_owner(name, policies) or "")
+        instead[id(own)] = nn.Parameter(_narrowed(one, policy), requires_grad=own.requires_grad)
+    others = [one for one in (*named.values(), *module.buffers()) if id(one) not in instead]
+    with _as_found(module), tensors_shared():
+        made = copied(module, sharing=others, instead=instead)
+    for name, policy in policies.items():
+        _cast(made.get_submodule(name), policy)
+    return made
+
+
+def _policies(module: nn.Module) -> dict[str, Any]:
+    """By the name of each part on which ``fully_shard`` was called, its policy on types."""
+    return {name: _policy(part) for name, part in module.named_modules() if is_wrapped(part)}
+
+
+def _policy(part: nn.Module) -> Any:
+    return part._get_fsdp_state()._mp_policy  # type: ignore[operator]  # torch has no public way to ask
+
+
+def _owner(name: str, policies: Mapping[str, Any]) -> str | None:
+    """The part that gathers a parameter: the innermost around it on which ``fully_shard`` was called."""
+    around = [one for one in policies if not one or name.startswith(f"{one}.")]
+    return max(around, key=len, default=None)
+
+
+def _narrowed(whole: Tensor, policy: Any) -> Tensor:
+    dtype = None if policy is None else policy.param_dtype
+    return whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
+
+
+def _cast(part: nn.Module, policy: Any) -> None:
+    """Have what goes into ``part`` and what comes out of it cast as ``policy`` says."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        to = partial(tree_map, partial(_floats_in, policy.param_dtype))
+        part.register_forward_pre_hook(lambda _, given, named: (to(given), to(named)), prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        out: Callable[[Any], Any] = partial(tree_map, partial(_floats_in, policy.output_dtype))
+        part.register_forward_hook(lambda _, given, output: out(output))
+
+
+def _floats_in(dtype: torch.dtype, one: Any) -> Any:
+    return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
+
+
+@contextmanager
+def _as_found(module: nn.Module) -> Iterator[None]:
+    """While this is open, the parts of ``module`` are of the classes that ``fully_shard`` found, without its hooks."""
+    kinds = [(part, type(part)) for part in module.modules() if is_wrapped(part)]
+    members = [(part, dict(part.__dict__)) for part, _ in kinds]
+    try:
+        for part, kind in kinds:
+            part.__class__ = next(base for base in kind.__mro__ if not _is_fsdps(base))
+            own = part.__dict__
+            for name in [one for one in own if one.startswith(_OWN)]:
+                del own[name]
+            for name in [one for one in own if one.endswith("_hooks")]:
+                own[name] = type(own[name])((k, hook) for k, hook in own[name].items() if not _is_fsdps(hook))
+        yield
+    finally:
+        for part, kind in kinds:
+            part.__class__ = kind
+        for part, before in members:
+            part.__dict__.clear()
+            part.__dict__.update(before)
+
+
+def _is(module: nn.Module, kind: str) -> bool:
+    """Whether ``module`` is of this class of torch's: to import it takes seconds where nobody uses it."""
+    return any(_is_fsdps(base) and base.__name__ == kind for base in type(module).__mro__)
+
+
+def _is_fsdps(one: object) -> bool:
+    return str(getattr(one, "__module__", "")).startswith(_FSDP)

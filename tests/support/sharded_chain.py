@@ -1,0 +1,121 @@
+"""A pipeline by hand whose stages ``fully_shard`` cuts among replicas, held against itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from pipeproof import Composed, check_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+
+WIDTH, ROWS, COUNT, STAGES, MOST = 6, 4, 3, 2, 0.3
+LOSS = nn.functional.mse_loss
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How the step is run. ``inner``: how wide each stage is inside. ``copies``: how many ranks have one shard.
+
+    ``late``: gradients are reduced once, after the last backward. ``fault``: what goes wrong, on the last rank.
+    """
+
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    inner: int = WIDTH
+    copies: int = 1
+    late: bool = False
+    fault: str = ""
+
+
+def stage_of(number: int, way: Sharded, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(number)
+    stage = nn.Sequential(nn.Linear(WIDTH, way.inner), nn.Tanh(), nn.Linear(way.inner, WIDTH))
+    for part in (stage[0], stage[2], stage):
+        fully_shard(part, mesh=mesh, mp_policy=way.policy)
+    return stage
+
+
+def mesh_of(way: Sharded, ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """That of the stages, and that of a stage's replicas."""
+    replicas = ranks // STAGES
+    names = ("stages", "copies", "shards")
+    whole = init_device_mesh("cpu", (STAGES, way.copies, replicas // way.copies), mesh_dim_names=names)
+    return whole["stages"], whole["copies", "shards"] if way.copies > 1 else whole["shards"]
+
+
+def sharded_steps(context: RankContext, way: Sharded) -> list[Verdict]:
+    """The verdicts on two steps of the job."""
+    stages, replicas = mesh_of(way, context.ranks)
+    number = stages.get_local_rank()
+    stage, last = stage_of(number, way, replicas), context.rank == context.ranks - 1
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(context.rank % (context.ranks // STAGES))
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        microbatches = [_drawn(draw) for _ in range(COUNT)]
+        against = Composed(LOSS, optimizer=optimizer, max_norm=MOST)
+        with check_step({number: stage}, microbatches, against=against, rename="{}.{}".format, timeout_s=20) as check:
+            losses = _run(number, stage, microbatches, context, way)
+            weight = stage[0].weight
+            if last and way.fault == "part":
+                weight.grad.to_local().mul_(3)
+            check.gradients()
+            norm = _clipped(stage, stages)
+            optimizer.step()
+            if last and way.fault == "update":
+                with torch.no_grad():
+                    weight.to_local().mul_(1.1)
+            check.report(losses=losses or None, norm=norm)
+        found.append(check.verdict)
+    return found
+
+
+def _drawn(draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
+
+
+def _run(
+    number: int, stage: nn.Module, microbatches: Sequence[tuple[Tensor, Tensor]], context: RankContext, way: Sharded
+) -> list[float]:
+    replicas, losses, live = context.ranks // STAGES, list[float](), []
+    other = context.rank + (replicas if number == 0 else -replicas)
+    for x, _ in microbatches:
+        x = _received(x, other).requires_grad_() if number else x
+        live.append((x, stage(x)))
+        if not number:
+            dist.send(live[-1][1].detach().float(), other)
+    for m, (x, output) in enumerate(live):
+        stage.set_requires_gradient_sync(not way.late or m == COUNT - 1)  # type: ignore[operator]  # of FSDPModule
+        if number:
+            loss = LOSS(output.float(), microbatches[m][1])
+            losses.append(loss.item())
+            lost = way.fault == "dropped" and context.rank == context.ranks - 1 and m == 1
+            (loss * (not lost) / COUNT).backward()
+            assert x.grad is not None
+            dist.send(x.grad, other)
+        else:
+            output.backward(_received(x, other).to(output.dtype))
+    return losses
+
+
+def _received(like: Tensor, source: int) -> Tensor:
+    message = torch.empty_like(like)
+    dist.recv(message, source)
+    return message
+
+
+def _clipped(stage: nn.Module, stages: DeviceMesh) -> float:
+    """The norm of all gradients, which are clipped."""
+    gradients = [one.grad for one in stage.parameters() if one.grad is not None]
+    square = sum((one.full_tensor().double() ** 2).sum() for one in gradients)  # type: ignore[attr-defined]  # DTensors
+    assert isinstance(square, Tensor)
+    dist.all_reduce(square, group=stages.get_group())
+    norm = float(square.sqrt())
+    for one in gradients:
+        one.mul_(min(1.0, MOST / (norm + 1e-6)))
+    return norm

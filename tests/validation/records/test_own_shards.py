@@ -1,0 +1,135 @@
+"""Stages that ``fully_shard`` cut among ranks, held against themselves."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from pipeproof import Composed, check_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.sharded_chain import COUNT, LOSS, ROWS, STAGES, WIDTH, Sharded, sharded_steps
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(kind="simulated", silent=True)
+
+
+def verdicts(world: World, way: Sharded, ranks: int = 4) -> list[Verdict]:
+    return world.run(sharded_steps, way, ranks=ranks)[0]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Sharded(),
+        Sharded(inner=5),  # parts of another length on each rank
+        Sharded(inner=1),  # and of none
+        Sharded(late=True),
+        Sharded(MixedPrecisionPolicy(BF16, FP32)),
+        Sharded(MixedPrecisionPolicy(BF16, FP32, FP32), late=True),
+        Sharded(MixedPrecisionPolicy(BF16)),
+    ],
+)
+def test_right_steps_pass(way: Sharded, world: World) -> None:
+    for verdict in verdicts(world, way):
+        assert verdict.verdict == "pass", str(verdict)
+        compared = {law.name: law.checked for law in verdict.laws}
+        assert all(compared[law] for law in ("boundaries", "gradient", "updated-parameters"))
+
+
+def test_shards_may_have_copies(world: World) -> None:
+    for verdict in verdicts(world, Sharded(copies=2), ranks=8):
+        assert verdict.verdict == "pass", str(verdict)
+
+
+def test_gradients_of_narrow_weights_are_added_up_as_they_are_kept(world: World) -> None:
+    """Reduced in fp32, microbatch by microbatch, two ranks' bf16 gradients give one sum."""
+    verdict = verdicts(world, Sharded(MixedPrecisionPolicy(BF16, FP32)))[0]
+    law = next(one for one in verdict.laws if one.name == "gradient")
+    assert law.exact == law.checked
+
+
+def test_a_part_that_is_wrong_is_named_with_its_rank(world: World) -> None:
+    verdict = verdicts(world, Sharded(fault="part"))[0]
+    wrong = [(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"]
+    assert wrong == [(3, "1.0.weight")], str(verdict)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.factor, cause.parameter) == ("scale", 3, 3.0, "1.0.weight")
+
+
+def test_a_microbatch_that_is_lost_is_named_where_it_was(world: World) -> None:
+    verdict = verdicts(world, Sharded(fault="dropped"))[0]
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 3, 1, (1,)), str(verdict)
+
+
+def test_a_part_that_the_optimizer_moved_otherwise_is_named(world: World) -> None:
+    verdict = verdicts(world, Sharded(fault="update"))[0]
+    assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.parameter) == ("update", 3, "1.0.weight"), str(verdict)
+
+
+def refused(context: RankContext, kind: str) -> Verdict:
+    mesh = init_device_mesh("cpu", (context.ranks,))
+    stage: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    if kind == "flat":
+        stage = FullyShardedDataParallel(stage, device_id=torch.device("cpu"))
+    elif kind == "tensor":
+        stage = parallelize_module(stage, mesh, {"0": ColwiseParallel()})
+    elif kind == "both":
+        grid = init_device_mesh("cpu", (2, context.ranks // 2), mesh_dim_names=("data", "tensor"))
+        stage = fully_shard(parallelize_module(stage, grid["tensor"], {"0": ColwiseParallel()}), mesh=grid["data"])
+    microbatches = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))]
+    with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
+        pass
+    return check.verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("flat", "in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"),
+        ("tensor", "stages in parts those alone are checked so that fully_shard cut: check others against"),
+        ("both", "stages in parts those alone are checked so that fully_shard cut: check others against"),
+    ],
+)
+def test_what_others_cut_is_refused(kind: str, why: str, world: World) -> None:
+    verdict = world.run(refused, kind, ranks=4)[0]
+    assert (verdict.verdict, [law.outcome for law in verdict.laws]) == ("unknown", ["unknown"])
+    assert why in verdict.laws[0].note
+
+
+def hooks_of(stage: nn.Module) -> list[int]:
+    """How many of each kind it has."""
+    return [len(one) for name, one in sorted(stage.__dict__.items()) if name.endswith("_hooks")]
+
+
+def parts_stay(context: RankContext) -> list[bool]:
+    """Whether a stage is after the check what it was before it."""
+    mesh = init_device_mesh("cpu", (context.ranks,))
+    stage = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), mesh=mesh)
+    draw = torch.Generator().manual_seed(context.rank)
+    microbatches = [(torch.randn(ROWS, WIDTH, generator=draw), torch.zeros(ROWS, WIDTH)) for _ in range(COUNT)]
+    kind, members, hooks = type(stage), {*stage.__dict__}, hooks_of(stage)
+    with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
+        for x, target in microbatches:
+            (LOSS(stage(x), target) / COUNT).backward()
+        weight, gradient = stage[0].weight, stage[0].weight.grad
+        check.gradients()
+    same = stage[0].weight is weight and stage[0].weight.grad is gradient
+    dist.barrier()
+    passed = check.verdict.verdict == "pass"
+    return [passed, same, type(stage) is kind, {*stage.__dict__} == members, hooks_of(stage) == hooks]
+
+
+def test_the_stage_stays_what_it_was(world: World) -> None:
+    assert world.run(parts_stay, ranks=STAGES) == [[True] * 5] * STAGES

@@ -1,0 +1,109 @@
+"""Parameters that ``fully_shard`` cut among ranks: whole again while a stage is run again, and compared in parts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.observers.shards import InShards, Shard, gathered, held_here
+from pipeproof.records.peers import Peers
+from pipeproof.records.rank_part import RankStages
+from pipeproof.reference.unsharded import is_flat, is_wrapped, unsharded
+
+_IN_PARTS = "of stages in parts those alone are checked so that fully_shard cut: check others against a SingleDevice"
+
+_FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"
+
+
+@dataclass(frozen=True)
+class OwnShards:
+    """The parts of parameters that this rank has; ``every``: each rank's, in the order of ranks."""
+
+    own: RankStages
+    every: Sequence[Mapping[str, Shard]] = field(default_factory=list)
+
+    @property
+    def obstacle(self) -> str:
+        """Why stages cannot be put together, or nothing: a part is not of what ``fully_shard`` cut, or cut twice."""
+        if any(is_flat(part) for module in self.own.modules.values() for part in module.modules()):
+            return _FLAT
+        cut = [name for name in self.own.shards if name not in self._wrapped]
+        return _IN_PARTS if cut or any(_cuts(one) > 1 for one in self.parameters.values()) else ""
+
+    def modules(self, peers: Peers) -> dict[int, nn.Module]:
+        """This rank's stages, to be run again: those that ``fully_shard`` was called in are made whole.
+
+        Every rank calls this. It takes the memory of the stages' whole weights.
+        """
+        whole = {name: self._whole(name, peers) for name in sorted(self._wrapped)}
+        found = dict(self.own.modules)
+        for stage, module in self.own.modules.items():
+            if any(map(is_wrapped, module.modules())):
+                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+                there = {name: self.own.rename(stage, name) for name in names}
+                found[stage] = unsharded(module, {n: whole[full] for n, full in there.items() if full in whole})
+        return found
+
+    def sums(self, modules: Mapping[int, nn.Module]) -> dict[int, torch.dtype]:
+        """By stage, the type of its parameters, where they are of another one in these ``modules``: they are cast."""
+        own = {stage: next(iter(one.parameters()), None) for stage, one in self.own.modules.items()}
+        there = {stage: next(iter(modules[stage].parameters()), None) for stage in own}
+        both = [(stage, one, there[stage]) for stage, one in own.items()]
+        return {
+            s: one.dtype for s, one, cast in both if one is not None and cast is not None and one.dtype != cast.dtype
+        }
+
+    def part(self, name: str, whole: Tensor | None) -> Tensor | None:
+        """What this rank has of a ``whole``."""
+        shard = self.own.shards.get(name)
+        return whole if shard is None or whole is None else shard.of(whole)
+
+    def in_whole(self, name: str, part: Tensor | None, whole: Tensor | None) -> Tensor | None:
+        """``whole`` with what this rank has in its place: others' parts are theirs to compare."""
+        shard, part = self.own.shards.get(name), None if part is None else held_here(part)
+        if shard is None or part is None or whole is None or part.shape != shard.lengths:
+            return part
+        found = whole.clone()
+        found[shard.index] = part.to(found.dtype)
+        return found
+
+    def is_empty(self, name: str) -> bool:
+        """Whether this rank has nothing of a parameter."""
+        shard = self.own.shards.get(name)
+        return shard is not None and not shard.count
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters, as the optimizer has them."""
+        return {
+            self.own.rename(stage, name): one
+            for stage, module in self.own.modules.items()
+            for name, one in module.named_parameters(remove_duplicate=False)
+        }
+
+    @property
+    def _wrapped(self) -> set[str]:
+        """The parameters that are in a module in which ``fully_shard`` was called, and that are in shards there."""
+        around: set[str] = set()
+        for stage, module in self.own.modules.items():
+            for prefix, part in module.named_modules(remove_duplicate=False):
+                if is_wrapped(part):
+                    inside = (f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters())
+                    around |= {self.own.rename(stage, name) for name in inside}
+        return {name for name, one in self.parameters.items() if name in around and isinstance(one, InShards)}
+
+    def _whole(self, name: str, peers: Peers) -> Tensor:
+        shards = [self.every[rank].get(name) for rank in peers.ranks]
+        shape, here = self.own.shapes[name], held_here(self.parameters[name])
+        whole = Shard(tuple((0, length) for length in shape), shape)
+        placed = [whole if shard is None else shard for shard in shards]
+        parts = peers.all_parts(here, [one.count for one in placed])
+        found = gathered([(one, part.view(one.lengths)) for one, part in zip(placed, parts, strict=True)])
+        assert found is not None, "this rank has a part"
+        return found
+
+
+def _cuts(tensor: Tensor) -> int:
+    """Along how many axes of its mesh a DTensor is cut."""
+    return sum(not one.is_replicate() for one in tensor.placements) if isinstance(tensor, InShards) else 0
