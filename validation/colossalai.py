@@ -27,10 +27,11 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import OfMicrobatch
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep
+from pipeproof.foreign.loss_of_all import LossOfAll
+from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
-from pipeproof.records.single_device import LossOfAll, SingleDevice
-from pipeproof.records.step_check import StepCheck
+from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
 
 __all__ = ["ColossalAIError", "check_step", "observed", "record_step", "validate"]
@@ -45,7 +46,7 @@ def check_step(
     *,
     reference: Callable[[], nn.Module],
     timeout_s: float = 300.0,
-) -> AbstractContextManager[StepCheck]:
+) -> AbstractContextManager[CheckedStep]:
     """A context manager around ``execute_pipeline`` and ``optimizer.step`` of a running job. Every rank enters it.
 
     After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any

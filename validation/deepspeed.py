@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.deepspeed import check_count, check_loss, observed, pair_of, step_of, validate
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.reference_run import name_of
+from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.records.step_check import StepCheck
 
 __all__ = ["DeepSpeedError", "check_step", "observed", "record_step", "validate"]
 
@@ -24,11 +26,11 @@ def check_step(
     engine: Any,
     microbatches: Sequence[Any] | None,
     *,
-    reference: Callable[[], Any],
+    reference: Callable[[], Any] | Composed,
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
     floors: bool = True,
     timeout_s: float = 300.0,
-) -> AbstractContextManager[StepCheck]:
+) -> AbstractContextManager[CheckedStep]:
     """A context manager around one ``engine.train_batch`` of a running job. Every rank enters it.
 
     After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any
@@ -36,21 +38,25 @@ def check_step(
 
     engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: pairs of inputs and labels, those
     that this rank's replica trains in the step; None on a rank that does not have them, and not on rank 0. reference:
-    gives the layers, as PipelineModule takes them. loss_fn: the PipelineModule's; None: the last layer gives the loss.
-    floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
+    gives the layers, as PipelineModule takes them; or a ``Composed``, for a model too large for one device: the ranks
+    of the first and of the last stage then have microbatches. loss_fn: the PipelineModule's; None: the last layer gives
+    the loss. floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
 
-    def whole() -> SingleDevice:
-        build = partial(Whole, reference, _cast_to(engine))
+    def whole() -> SingleDevice | Composed:
         own = getattr(getattr(engine, "module", None), "loss_fn", None)
         if loss_fn is None and own is not None:
             raise DeepSpeedError(
                 f"loss_fn is None, and the engine's PipelineModule has {name_of(own)}: pass that to the check"
             )
         check_loss(loss_fn)
+        if isinstance(reference, Composed):
+            return replace(reference, loss_fn=loss_fn)
+        build = partial(Whole, reference, _cast_to(engine))
         return SingleDevice(build, loss_fn or loss_of_layers, floors=floors)
 
-    return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s)
+    composed = reference if isinstance(reference, Composed) else None
+    return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s, composed=composed)
 
 
 def record_step(
@@ -68,7 +74,7 @@ def record_step(
     return recording(partial(step_of, engine), microbatches, path, framework=DEEPSPEED, timeout_s=timeout_s)
 
 
-def _step(engine: Any, microbatches: Sequence[Any] | None, whole: Callable[[], SingleDevice]) -> JobStep:
+def _step(engine: Any, microbatches: Sequence[Any] | None, whole: Callable[[], SingleDevice | Composed]) -> JobStep:
     step = step_of(engine)
     if microbatches is not None:
         check_count(engine, DEEPSPEED.listed(microbatches))

@@ -18,10 +18,10 @@ from pipeproof.foreign.frameworks.megatron_whole import (
     Whole,
     forget_group,
 )
+from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
 __all__ = ["MegatronError", "check_step", "observed", "record_step", "validate"]
@@ -37,7 +37,7 @@ def check_step(
     reference: Callable[[], nn.Module],
     floors: bool = True,
     timeout_s: float = 300.0,
-) -> Iterator[StepCheck]:
+) -> Iterator[CheckedStep]:
     """A context manager around one training step of a running job. Every rank enters it.
 
     After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any

@@ -12,10 +12,10 @@ from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.nanotron import check_count, observed, step_of, validate
 from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Whole, packed_of
+from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.records.step_check import StepCheck
 from pipeproof.worlds.side_store import RanksAbsent, exchange
 
 __all__ = ["NanotronError", "check_step", "observed", "record_step", "validate"]
@@ -28,7 +28,7 @@ def check_step(
     reference: Callable[[Any], nn.Module],
     floors: bool = True,
     timeout_s: float = 300.0,
-) -> AbstractContextManager[StepCheck]:
+) -> AbstractContextManager[CheckedStep]:
     """A context manager around one ``trainer.training_step`` of a running job. Every rank enters it.
 
     After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import content_of_rows
 from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
 from pipeproof.foreign.frameworks.torchtitan_whole import (
@@ -20,10 +22,11 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
     packed,
     tokens_in,
 )
+from pipeproof.foreign.loss_of_all import LossOfAll
+from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
-from pipeproof.records.single_device import LossOfAll, SingleDevice
-from pipeproof.records.step_check import StepCheck
+from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
 
 __all__ = ["TorchtitanError", "check_step", "observed", "record_step", "validate"]
@@ -34,11 +37,11 @@ def check_step(
     model_parts: Sequence[nn.Module],
     microbatches: Sequence[TitanBatch] | None,
     *,
-    reference: Callable[[], nn.Module],
+    reference: Callable[[], nn.Module] | Composed,
     loss_fn: LossFunction,
     floors: bool = True,
     timeout_s: float = 300.0,
-) -> AbstractContextManager[StepCheck]:
+) -> AbstractContextManager[CheckedStep]:
     """A context manager around one step of a running job: ``pp_schedule.step`` and clipping. Every rank enters it.
 
     After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any
@@ -46,11 +49,12 @@ def check_step(
 
     pp_schedule, model_parts, loss_fn: as ``pipeline_llm`` gives and is given them. microbatches: pairs of
     ``input_dict`` and labels, those that this rank's replica trains in the step; None on a rank that does not have
-    them, and not on rank 0. reference: builds the whole model. floors and timeout_s are those of ``SingleDevice`` and
-    ``check_step``.
+    them, and not on rank 0. reference: builds the whole model; or a ``Composed``, for a model too large for one device:
+    the ranks of the first and of the last stage then have microbatches. What that is given of a loss is not used.
+    floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
     step = partial(_step, pp_schedule, model_parts, microbatches, reference, loss_fn, floors)
-    return checking(step, timeout_s=timeout_s)
+    return checking(step, timeout_s=timeout_s, composed=reference if isinstance(reference, Composed) else None)
 
 
 def record_step(
@@ -73,7 +77,7 @@ def _step(
     pp_schedule: Any,
     model_parts: Sequence[nn.Module],
     microbatches: Sequence[TitanBatch] | None,
-    reference: Callable[[], nn.Module],
+    reference: Callable[[], nn.Module] | Composed,
     loss_fn: LossFunction,
     floors: bool,
 ) -> JobStep:
@@ -86,7 +90,12 @@ def _step(
     def of_all(every: Pairs) -> UnitLoss:
         return UnitLoss(loss_fn, tokens_in(labels for _, labels in every))
 
-    whole = SingleDevice(partial(Whole, reference, how.names), LossOfAll(of_all), loss_divisor=1.0, floors=floors)
+    against: SingleDevice | Composed
+    if isinstance(reference, Composed):
+        against = replace(reference, loss_fn=LossOfAll(of_all), loss_divisor=1.0)
+    else:
+        build = partial(Whole, reference, how.names)
+        against = SingleDevice(build, LossOfAll(of_all), loss_divisor=1.0, floors=floors)
     pairs = None if microbatches is None else [(how.pack(given), labels) for given, labels in microbatches]
     given_rows = [content_of_rows([given["input"]]) for given, _ in microbatches or ()]
-    return JobStep(step, pairs, whole, given_rows)
+    return JobStep(step, pairs, against, given_rows)

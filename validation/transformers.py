@@ -21,12 +21,13 @@ from pipeproof.foreign.frameworks.transformers_whole import (
     packed,
     pair_of,
 )
+from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.checked_step import CheckedStep, CheckError
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.record import Record
-from pipeproof.records.single_device import LossOfAll, SingleDevice
-from pipeproof.records.step_check import CheckError, StepCheck
+from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.copied import copied
 
@@ -39,7 +40,7 @@ class TrainerCheck:
     """The check of one step of a trainer, which begins and ends inside ``trainer.train``."""
 
     def __init__(self) -> None:
-        self._check: StepCheck | None = None
+        self._check: CheckedStep | None = None
 
     @property
     def began(self) -> bool:
@@ -53,7 +54,7 @@ class TrainerCheck:
             raise CheckError("the verdict is known once trainer.train has taken the step, in the with block")
         return self._check.verdict
 
-    def of(self, check: StepCheck) -> None:
+    def of(self, check: CheckedStep) -> None:
         """It is this one."""
         self._check = check
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.reference_run import WhiteBoxError, check_builds, check_divisor, check_loss_fn
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.step import clip_factor
@@ -36,7 +37,7 @@ class Composed:
     as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
     """
 
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    loss_fn: Callable[[Any, Any], Tensor] | LossOfAll | None = None
     loss_divisor: float | None = None
     build: Callable[[], nn.Module] | None = None
     host: bool = False
@@ -55,7 +56,7 @@ class Composed:
 
     def check(self) -> None:
         """Raise ``WhiteBoxError`` for what no step can be held against."""
-        if self.loss_fn is not None:
+        if self.loss_fn is not None and not isinstance(self.loss_fn, LossOfAll):
             check_loss_fn(self.loss_fn)
         check_divisor(self.loss_divisor)
         if self.build is not None:

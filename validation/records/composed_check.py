@@ -15,6 +15,7 @@ from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known, verdict_of
 from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
+from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_calls import StageSeen, counting, on_its_own
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
@@ -24,10 +25,10 @@ from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, precision_among
 from pipeproof.judging.verdict import Crash, LawResult, Verdict, names_of
 from pipeproof.observers.calls import Call
-from pipeproof.observers.shards import held_here, is_plain
-from pipeproof.observers.sketch import any_nonzero, contents
+from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
+from pipeproof.records.begun import Begun
 from pipeproof.records.chain_start import ChainStart, names_in, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
@@ -42,7 +43,7 @@ from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way
 from pipeproof.reference.again import drawing_on, undisturbed
-from pipeproof.reference.step import Site, dense
+from pipeproof.reference.step import Site
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
@@ -91,7 +92,7 @@ class ComposedCheck(CheckedStep):
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._update: OwnUpdate | None = None
-        self._begun: dict[str, Tensor] = {}
+        self._begun = Begun(against.keep)
         self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
         self._part_of_chain: OwnPart | None = None
 
@@ -121,9 +122,7 @@ class ComposedCheck(CheckedStep):
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         with self.noting():
-            tensors = {name: held_here(one) for name, one in gradients.items() if isinstance(one, Tensor)}
-            there = {name: one for name, one in tensors.items() if is_plain(one)}
-            self._begun = {name: self._by.keep(one) for name, one in there.items() if any_nonzero(one)}
+            self._begun.take(gradients)
 
     def report(
         self,
@@ -176,6 +175,8 @@ class ComposedCheck(CheckedStep):
         self._data = next(one.data for one in self._of_replica(every) if one.data is not None)
         shared = {name: first for one in every for name, first in one.first.items()}
         self._first = shared if self._one_name is None else self._one_name
+        if isinstance(self._by.loss_fn, LossOfAll):
+            self._take_loss(self._by.loss_fn)
         self.begin(self._own.gradients)
         last = max(stage for one in every for stage in one.stages)
         self._only = self._by.only(self._turn, last + 1)
@@ -186,6 +187,13 @@ class ComposedCheck(CheckedStep):
             if self._only in (None, stage):
                 self._weights[stage] = contents(module)
         return ""
+
+    def _take_loss(self, loss_fn: LossOfAll) -> None:
+        """Make the loss of the targets of all replicas."""
+        targets = None if self._given is None else [(None, target) for _, target in self._given]
+        every = self._run.together(self._gather(targets, "the targets of all microbatches"))
+        with self.noting():
+            self._by = replace(self._by, loss_fn=loss_fn.of(every))
 
     def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
@@ -256,7 +264,7 @@ class ComposedCheck(CheckedStep):
         for stage, module in self._own.modules.items():
             own = calls[stage]
             wanting = [(name, one.grad) for name, one in module.named_parameters() if one.requires_grad]
-            grown = any(self._grown(self._own.rename(stage, name), gradient) for name, gradient in wanting)
+            grown = any(self._begun.has_grown(self._own.rename(stage, name), gradient) for name, gradient in wanting)
             if not own and (grown or not wanting):
                 raise RecordError(
                     f"no call of stage {stage}'s module was seen: pass the very module that is called, "
@@ -268,17 +276,10 @@ class ComposedCheck(CheckedStep):
                     "for a microbatch in one"
                 )
 
-    def _grown(self, name: str, gradient: Tensor | None) -> bool:
-        gradient = None if gradient is None else held_here(gradient)
-        if gradient is None or not any_nonzero(dense(gradient)):
-            return False
-        begun = self._begun.get(name)
-        return begun is None or not torch.equal(begun.to(gradient.device), dense(gradient))
-
     def _note_unreached(self, own: OwnStage) -> None:
         """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
         left, named = self._own.gradients, {name: self._own.rename(own.stage, name) for name in own.unreached}
-        grown = ((name, self._grown(full, left[full])) for name, full in named.items())
+        grown = ((name, self._begun.has_grown(full, left[full])) for name, full in named.items())
         if other := [name for name, is_there in grown if is_there]:
             told = f"no backward through stage {own.stage} gives what is in .grad of {names_of(other)}"
             own.links[0] = replace(own.links[0], obstacle=f"{told}: it is put off, or other code writes it")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.foreign.frameworks.framework import form
+from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.reference_run import (
     WhiteBoxError,
     check_builds,
@@ -34,14 +35,6 @@ from pipeproof.reference.step import Loss, Recipe
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.side_store import Exchange
-
-
-@dataclass(frozen=True)
-class LossOfAll:
-    """A loss function that depends on all microbatches of the step: ``of`` makes it of them."""
-
-    of: Callable[[Pairs], LossFn]
-
 
 Held = Mapping[str, Mapping[Shard | None, int]]  # by name, where parts lie (None: all), and the rank that gives it
 

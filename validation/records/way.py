@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_links import Ending, OwnStage
 from pipeproof.observers.calls import Call
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
+from pipeproof.reference.model import LossFn
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Way:
             return self._once_more(stage, module, calls, None)
         best, most = None, -1
         for divisor in dict.fromkeys(divisor for divisor, _ in self._ways.values()):
-            own = self._once_more(stage, module, calls, Ending(self.by.loss_fn, divisor, targets))
+            own = self._once_more(stage, module, calls, Ending(self._loss_fn, divisor, targets))
             if not own.flowing:
                 return own  # by zeros nobody tells; other ranks may know
             if own.fitting > most:
@@ -66,7 +68,12 @@ class Way:
         divisor = self._ways[self.name][0]
         if targets is None or self._divisor in (None, divisor):
             return own
-        return self._once_more(own.stage, module, calls, Ending(self.by.loss_fn, divisor, targets))
+        return self._once_more(own.stage, module, calls, Ending(self._loss_fn, divisor, targets))
+
+    @property
+    def _loss_fn(self) -> LossFn | None:
+        assert not isinstance(self.by.loss_fn, LossOfAll), "it was made of all microbatches when the step began"
+        return self.by.loss_fn
 
     @property
     def scale(self) -> float:

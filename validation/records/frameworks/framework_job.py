@@ -1,6 +1,6 @@
-"""One step of a running job that a framework runs, as its adapter sees it, held against one device."""
+"""One step of a running job that a framework runs, as its adapter sees it, held against one device or itself."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,15 +8,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import NOT_GIVEN, Content
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.shards import held_whole
-from pipeproof.records.rank_part import AdapterNames
+from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.composed_check import ComposedCheck
+from pipeproof.records.rank_part import AdapterNames, Rename, own_name
 from pipeproof.records.record import RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
+from pipeproof.records.unchecked import Unchecked
 from pipeproof.reference.accumulation import PLAIN
 
 NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
@@ -26,7 +30,7 @@ _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one 
 class JobSight:
     """Shows ``check`` what is seen of a step; what goes wrong in it is the check's own, and ends no job."""
 
-    def __init__(self, check: StepCheck, made: "JobStep") -> None:
+    def __init__(self, check: CheckedStep, made: "JobStep") -> None:
         self._check, self._step, self._given = check, made.step, made.given
         self._count = len(made.microbatches or ())
         self._steps = 0
@@ -79,23 +83,29 @@ class JobStep:
 
     step: FrameworkStep
     microbatches: Pairs | None
-    against: SingleDevice
+    against: SingleDevice | Composed
     given: Sequence[Content] = ()
 
 
 @contextmanager
-def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepCheck]:
-    """The check of what ``step`` gives. What that raises is the verdict's, and no other rank waits for this one."""
+def checking(
+    step: Callable[[], JobStep], *, timeout_s: float, composed: Composed | None = None
+) -> Iterator[CheckedStep]:
+    """The check of what ``step`` gives. What that raises is the verdict's, and no other rank waits for this one.
+
+    ``composed``: what the user gave, where the step is held against itself; then not every step is checked.
+    """
+    turn = 0 if composed is None else composed.turn()
+    if turn is None:
+        yield Unchecked()
+        return
     made, why = _made(step)
+    check = _check_of(made, composed, timeout_s, turn)
     if made is None:
-        check = StepCheck({}, None, against=SingleDevice(nn.Identity, nn.functional.mse_loss), timeout_s=timeout_s)
         check.refuse(why)
         with check:
             yield check
         return
-    stages, name = made.step.stages, AdapterNames(made.step.name)
-    against = replace(made.against, accumulation=made.step.accumulation or PLAIN)
-    check = StepCheck(stages, made.microbatches, against=against, rename=name, timeout_s=timeout_s)
     with check, ExitStack() as stack:
         sight, watched = JobSight(check, made), False
         with check.noting():
@@ -107,8 +117,22 @@ def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepC
             sight.end()
 
 
+def _check_of(made: JobStep | None, composed: Composed | None, timeout_s: float, turn: int) -> CheckedStep:
+    """The check of a step; where none could be ``made``, one that tells others why."""
+    against: SingleDevice | Composed = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
+    stages: Mapping[int, nn.Module] = {}
+    microbatches: Pairs | None = None
+    name: Rename = own_name
+    if made is not None:
+        against = replace(made.against, accumulation=made.step.accumulation or PLAIN)
+        stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
+    if isinstance(against, Composed):
+        return ComposedCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s, turn=turn)
+    return StepCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s)
+
+
 @contextmanager
-def _begun(step: FrameworkStep, check: StepCheck) -> Iterator[None]:
+def _begun(step: FrameworkStep, check: CheckedStep) -> Iterator[None]:
     """While this is open, show ``check`` what each stage's gradients are added to, when it is first called."""
     hooks = dict[int, Any]()
 
