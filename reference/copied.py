@@ -1,9 +1,9 @@
 """A deep copy of a model that may hold what cannot be copied."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from traceback import walk_tb
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -33,12 +33,24 @@ def copied(value: Value, *, sharing: Iterable[object] = (), instead: Mapping[int
 def twin(module: Module) -> Module:
     """``module`` once more with the very tensors: what its calls leave in it, or in what it has, is left in the twin.
 
+    Its hooks are the very ones, but for those that are methods of modules in it: a hook may have the whole job in it.
     A module whose forward is a function of its own is itself: what that function has in it cannot be copied.
     """
     if any(isinstance(part.__dict__.get("forward"), FunctionType) for part in module.modules()):
         return module
     with tensors_shared():
-        return copied(module, sharing=(*module.parameters(), *module.buffers()))
+        return copied(module, sharing=(*module.parameters(), *module.buffers(), *hooks_of(module)))
+
+
+def hooks_of(module: nn.Module) -> Iterator[object]:
+    """The hooks on ``module`` and in it, or what they are methods of; without those that are of its own modules."""
+    own = {id(part) for part in module.modules()}
+    for part in module.modules():
+        for name in (one for one in vars(part) if one.endswith("_hooks")):
+            for hook in vars(part)[name].values() if isinstance(vars(part)[name], dict) else ():
+                of = hook.__self__ if isinstance(hook, MethodType) else hook
+                if id(of) not in own:
+                    yield of
 
 
 def tensors_shared() -> TorchFunctionMode:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from pipeproof.reference.copied import copied, tensors_shared
+from pipeproof.reference.copied import copied, hooks_of, tensors_shared
 
 _FSDP = "torch.distributed.fsdp"  # whose classes and hooks are taken away
 _OWN = "__composable_api_state_key"  # under what begins so fully_shard keeps its state in a module
@@ -39,7 +39,7 @@ def unsharded(module: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
         instead[id(own)] = nn.Parameter(_narrowed(one, policy), requires_grad=own.requires_grad)
     others = [one for one in (*named.values(), *module.buffers()) if id(one) not in instead]
     with _as_found(module), tensors_shared():
-        made = copied(module, sharing=others, instead=instead)
+        made = copied(module, sharing=(*others, *hooks_of(module)), instead=instead)
     for name, policy in policies.items():
         _cast(made.get_submodule(name), policy)
     return made

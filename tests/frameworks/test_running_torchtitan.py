@@ -39,6 +39,16 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
         assert harmed == []
 
 
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
+    layout, _ = RIGHT[name]
+    for verdict, harmed in world.run(titan_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "pass", str(verdict)
+        assert passed(verdict) >= {"boundaries", "gradient", "loss", "updated-parameters"}
+        assert harmed == []
+
+
 ALL_EIGHT = "microbatches 0, 1, 2, 3, 4, 5, 6, 7"
 IN_SHARDS = Layout(dp=2, clipped=True)
 NAMED = {  # what the step's numbers alone tell: no messages between stages are seen

@@ -1,5 +1,6 @@
 """A job that trains the tiny Llama on ranks of its own: a step of it is checked, then it goes on."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 import pipeproof
+from pipeproof import Composed
 from pipeproof.cases.frameworks import tiny_titan
 from pipeproof.cases.frameworks.tiny_titan import Data
 from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
@@ -37,12 +39,13 @@ def trainer_of(layout: Layout, fault: str = "") -> Iterator[tuple[SimpleNamespac
         yield trainer, tiny_titan.data_of(MICROBATCHES * replicas)[replica::replicas]
 
 
-def check_of(trainer: SimpleNamespace, microbatches: Data, layout: Layout) -> Any:
+def check_of(trainer: SimpleNamespace, microbatches: Data, layout: Layout, *, composed: bool = False) -> Any:
+    by = Composed(optimizer=trainer.optimizer, max_norm=0.1 if layout.clipped else math.inf)
     return pipeproof.torchtitan.check_step(
         trainer.pp_schedule,
         trainer.model_parts,
         microbatches,
-        reference=partial(tiny_titan.build, layout),
+        reference=by if composed else partial(tiny_titan.build, layout),
         loss_fn=tiny_titan.loss_fn,
         timeout_s=60.0,
     )
@@ -54,10 +57,10 @@ def train(trainer: SimpleNamespace, microbatches: Data, layout: Layout) -> None:
     trainer.optimizer.step()
 
 
-def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
-    """The verdict on a step that has a fault."""
+def checked(_: RankContext, layout: Layout, fault: str, composed: bool = False) -> Verdict:
+    """The verdict on a step that has a fault; ``composed``: it is held against itself."""
     with trainer_of(layout, fault) as (trainer, microbatches):
-        with check_of(trainer, microbatches, layout) as check:
+        with check_of(trainer, microbatches, layout, composed=composed) as check:
             train(trainer, microbatches, layout)
         return check.verdict
 
@@ -103,13 +106,14 @@ def recorded(_: RankContext, layout: Layout, path: str, fault: str) -> str:
         return seen.problem
 
 
-def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list[str]]:
+def checked_and_unchecked(_: RankContext, layout: Layout, composed: bool = False) -> tuple[Verdict, list[str]]:
     """The verdict on a right step, and what is another after it and one more than in a job without a check."""
     found = []
     for check_it in (False, True):
         seed()
         with trainer_of(layout) as (trainer, microbatches):
-            with check_of(trainer, microbatches, layout) if check_it else nullcontext() as check:
+            by = check_of(trainer, microbatches, layout, composed=composed)
+            with by if check_it else nullcontext() as check:
                 train(trainer, microbatches, layout)
             first = left(trainer.model_parts, trainer.optimizer, trainer.pp_schedule)
             train(trainer, microbatches, layout)

@@ -49,6 +49,7 @@ def not_known(stages: Iterable[int]) -> str:
 
 AS_IT_CAME = "by what stages received, right or wrong"
 _OF_WHAT_CAME = ("loss", "presence", "gradient", "grad-norm", "updated-parameters")
+_OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
 _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
 
@@ -375,7 +376,7 @@ class Unmeasured:
         return unmeasured(self.precision)
 
     def update(self, name: str) -> Floor:
-        return unmeasured(self.precision)
+        return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
 
 
 def _apart(one: float, other: float) -> float:

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -100,6 +100,11 @@ class ComposedCheck(CheckedStep):
     def microbatches(self) -> int:
         """How many the step is of."""
         return len(self._data)
+
+    def moved(self, stages: Iterable[int]) -> frozenset[int]:
+        """Those of ``stages`` whose weights are others than those that the step began with, as far as that is known."""
+        known = [stage for stage in stages if stage in self._weights]
+        return frozenset(one for one in known if self._weights[one] != contents(self._own.modules[one]))
 
     @property
     def _divisor(self) -> float:
@@ -238,11 +243,7 @@ class ComposedCheck(CheckedStep):
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         self._foresee(lengths)
         held = [one for module in modules.values() for one in module.parameters()]
-        moved = frozenset(
-            own.stage
-            for own in stages
-            if own.other and self._weights.get(own.stage) != contents(self._own.modules[own.stage])
-        )
+        moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
         links |= {own.stage: tuple(own.links) for own in stages}
         foreseen = self._update is not None

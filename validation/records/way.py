@@ -104,7 +104,7 @@ class Way:
         return {name: one * scale if isinstance(one, Tensor) and scale != 1.0 else one for name, one in seen.items()}
 
     def _once_more(self, stage: int, module: nn.Module, calls: Sequence[Call], ending: Ending | None) -> OwnStage:
-        accumulation = self.by.accumulation
+        accumulation = replace(self.by.accumulation, bundles={})  # those go by microbatches, and not by calls
         if accumulation.dtype is None and stage in self.sums:
             accumulation = replace(accumulation, dtype=self.sums[stage])
         own = OwnStage(stage, module, calls, ending=ending, accumulation=accumulation)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import NOT_GIVEN, Content
@@ -26,6 +27,10 @@ from pipeproof.reference.accumulation import PLAIN
 NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
 _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
 
+_STEPPED = (
+    "weights are others than the step began with, and gradients were not seen before: pass optimizer= to Composed"
+)
+
 
 class JobSight:
     """Shows ``check`` what is seen of a step; what goes wrong in it is the check's own, and ends no job."""
@@ -34,10 +39,22 @@ class JobSight:
         self._check, self._step, self._given = check, made.step, made.given
         self._count = len(made.microbatches or ())
         self._steps = 0
+        self._hook: Any = None  # before the optimizer's step
+
+    @contextmanager
+    def watching(self, optimizer: Optimizer) -> Iterator[None]:
+        """While this is open, gradients are complete at the latest when ``optimizer`` takes its step."""
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.complete())
+        try:
+            yield
+        finally:
+            self._hook.remove()
 
     def complete(self) -> None:
         """Compare what the optimizer is about to take, and the losses where this rank has them."""
         self._steps += 1
+        if self._hook is not None:
+            self._hook.remove()  # the check refuses an optimizer that has any
         if self._steps > 1:
             self._check.refuse(TWO_STEPS)
             return
@@ -69,6 +86,8 @@ class JobSight:
             self._check.refuse(NOT_GIVEN)
         try:
             if self._step.completes_at_its_end(self._steps):
+                if isinstance(self._check, ComposedCheck) and self._check.moved(self._step.stages):
+                    self._check.refuse(_STEPPED)
                 self.complete()
         except WhiteBoxError as unfinished:
             self._check.refuse(str(unfinished))
@@ -110,6 +129,8 @@ def checking(
         sight, watched = JobSight(check, made), False
         with check.noting():
             stack.enter_context(made.step.watching(sight))
+            if isinstance(made.against, Composed) and made.against.optimizer is not None:
+                stack.enter_context(sight.watching(made.against.optimizer))
             stack.enter_context(_begun(made.step, check))
             watched = True
         yield check
