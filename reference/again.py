@@ -1,5 +1,6 @@
 """A stage as a model of its own: its calls run again as they ran, and what flowed back to each is its objective."""
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from pipeproof.reference.copied import hooks_of
 
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
 
@@ -232,6 +235,11 @@ class Again(nn.Module):
         self.__dict__["stage"] = stage
         for members in ("_parameters", "_buffers", "_modules"):
             self.__dict__[members] = stage.__dict__[members]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Again":
+        stage: nn.Module = self.__dict__["stage"]
+        memo.update((id(one), one) for one in hooks_of(stage))  # as its twin has them
+        return Again(copy.deepcopy(stage, memo))
 
     def forward(self, called: Called, *tensors: Tensor) -> Any:
         """What the stage returns."""

@@ -19,10 +19,11 @@ def graded(
 
     ``onto``: by a leaf's number, what its gradient is added to, in place as autograd does it.
 
-    An ``autograd.Function`` may write the gradient of its weight itself, as stores of weight gradients do: to the leaf,
-    or to the parameter that is back in its module when the backward runs. What either had before stays as it was.
+    Some of it may come to the parameter that is back in its module when the backward runs: an ``autograd.Function``
+    may write it there, as stores of weight gradients do; a reentrant checkpoint runs its part with it; a loss may reach
+    it past the module. What these, and whatever else ``objective`` reaches, had before stays as it was.
     """
-    held = [(tensor, tensor.grad) for tensor in (*leaves, *parameters)]
+    held = [(tensor, tensor.grad) for tensor in (*leaves, *parameters, *_reached(objective))]
     for tensor, _ in held:
         tensor.grad = None
     for number, begun in onto.items():
@@ -36,9 +37,34 @@ def graded(
             tensor.grad = gradient
 
 
+def leaf_of(parameter: Tensor) -> Tensor:
+    """A leaf that stands in for ``parameter``: with the hooks on its gradient, which may make another of it."""
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    for hook in (parameter._backward_hooks or {}).values():
+        leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # in torch
+    return leaf
+
+
 def _taken(leaf: Tensor, parameter: Tensor) -> Tensor | None:
-    """The gradient of ``leaf``; or that of its parameter, which is then no other leaf's."""
-    if leaf.grad is not None or not leaf.requires_grad:
+    """The gradient of ``leaf``, with that of its parameter, which is then no other leaf's."""
+    if not leaf.requires_grad or parameter is leaf:
         return leaf.grad
     found, parameter.grad = parameter.grad, None
-    return found
+    if leaf.grad is None or found is None:
+        return found if leaf.grad is None else leaf.grad
+    return leaf.grad.add_(found)  # as autograd adds to what is there
+
+
+def _reached(objective: Tensor) -> list[Tensor]:
+    """The tensors whose ``.grad`` a backward from ``objective`` adds to, as far as its graph is there already."""
+    found, waiting, seen = dict[int, Tensor](), [objective.grad_fn], set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [one for one, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+    return list(found.values())

@@ -23,8 +23,8 @@ class Update:
     that made the update; ``earlier``: the accumulating calls before it, latest first; ``before``: the last operation
     of the update before, and ``old``, that update's gradients. ``tied``: parameters with copies in several stages, the
     name by stage. ``evaluated``: evaluations before the update, as if they had been
-    steps. ``placement``: each stage's rank, or the first of several; ``ranks``: how many a replica has, if somebody
-    knows; ``replicas``: how many of the model there are.
+    steps. ``placement``: each stage's rank, or the first of several; ``ranks`` and ``stages``: how many a replica has,
+    if somebody knows better; ``replicas``: how many of the model there are.
     """
 
     observed: Mapping[Site, Gradient]
@@ -37,6 +37,7 @@ class Update:
     evaluated: Sequence[Pairing] = ()
     placement: Sequence[int] = ()
     ranks: int | None = None
+    stages: int | None = None
     replicas: int = 1
 
     @cached_property

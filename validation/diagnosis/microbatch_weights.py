@@ -153,7 +153,7 @@ def factor_words(update: Update, factor: float, within: float = SAME) -> str:
         "the square of the number of microbatches": count**2,
         "the number of tokens": tokens if tokens != count else 0,  # one each: as where nobody counts them
         "tokens per microbatch": tokens / count,
-        "the number of stages": update.now.stages,
+        "the number of stages": update.stages or update.now.stages,
         "the number of ranks" + " of a replica" * (update.replicas > 1): update.ranks or len(set(update.placement)),
         "the number of replicas": update.replicas,
     }

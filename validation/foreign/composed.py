@@ -1,11 +1,12 @@
 """The composed check: what it is told."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,9 +33,9 @@ class Composed:
     its parameters once. host: keep what stages were given in the host's memory, and not where they compute.
     every: check one step of so many, the first one first; the others run as if nobody checked, and are not ``due``.
     stages: "all" are run again in a step that is checked, or "one by one", so that a step costs little more.
-    accumulation: how gradients are added up. optimizer: this rank's. With it, weights after its step are compared with
-    what a copy of it makes of the gradients, clipped to max_norm. scaler: the one that scales this rank's losses, such
-    as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
+    accumulation: how gradients are added up. optimizer: this rank's, or a list of several. With it, weights after its
+    step are compared with what a copy of it makes of the gradients, clipped to max_norm. scaler: the one that scales
+    this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | LossOfAll | None = None
@@ -42,7 +43,7 @@ class Composed:
     build: Callable[[], nn.Module] | None = None
     host: bool = False
     accumulation: Accumulation = PLAIN
-    optimizer: Optimizer | None = None
+    optimizer: Optimizer | Sequence[Optimizer] | None = None
     max_norm: float = math.inf
     scaler: Any = None
     every: int = 1
@@ -63,7 +64,7 @@ class Composed:
             check_builds("build", self.build)
         if not isinstance(self.accumulation, Accumulation):
             raise WhiteBoxError(f"accumulation is {self.accumulation!r}: expected an Accumulation")
-        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
+        if not all(isinstance(one, Optimizer) for one in self.optimizers):
             raise WhiteBoxError(f"optimizer is {self.optimizer!r}: expected this rank's torch.optim.Optimizer")
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
             raise WhiteBoxError(f"every is {self.every!r}: expected a number of steps, from 1")
@@ -75,6 +76,13 @@ class Composed:
             )
         if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
             raise WhiteBoxError(f"max_norm is {self.max_norm!r}: expected a number above 0")
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All of this rank's; none where nobody says."""
+        if self.optimizer is None:
+            return ()
+        return tuple(self.optimizer) if isinstance(self.optimizer, Sequence) else (self.optimizer,)
 
     @property
     def scale(self) -> float:
@@ -97,5 +105,6 @@ class Composed:
         return turn % stages if self.stages == _ONE_BY_ONE else None
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor``, where it is kept."""
-        return tensor.detach().to("cpu", copy=True) if self.host else tensor.detach().clone()
+        """A copy of ``tensor``, where it is kept, that autograd can use wherever this was made."""
+        with torch.inference_mode(False):
+            return tensor.detach().to("cpu", copy=True) if self.host else tensor.detach().clone()

@@ -15,6 +15,8 @@ from pipeproof.foreign.chain import Chain, Data
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.own_links import Link
+from pipeproof.foreign.replica_weights import Weights, enter_weights
+from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.foreign.wiring import enter_wiring
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.comparison import Comparison, Due
@@ -22,7 +24,7 @@ from pipeproof.judging.execution import Execution
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.measuring import ran_of
-from pipeproof.judging.tolerance import FP32, Floor, Precision, unmeasured
+from pipeproof.judging.tolerance import FP32, Precision
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.observers.recording import HANDED_ON, MADE
@@ -47,9 +49,9 @@ def not_known(stages: Iterable[int]) -> str:
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
+OF_REPLICAS = (LAWS[0], "initial-weights", *LAWS[1:])  # ranks that have the same begin with the same
 AS_IT_CAME = "by what stages received, right or wrong"
 _OF_WHAT_CAME = ("loss", "presence", "gradient", "grad-norm", "updated-parameters")
-_OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
 _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
 
@@ -70,7 +72,7 @@ class OwnPart:
     ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
     it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
     its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
-    are not those that the step began with.
+    are not those that the step began with. ``weights``: what it began with.
     """
 
     ledger: Ledger
@@ -85,6 +87,7 @@ class OwnPart:
     forms: Mapping[str, Tensor] = field(default_factory=dict)
     moved: frozenset[int] = frozenset()
     precision: Precision = FP32
+    weights: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -275,12 +278,19 @@ class Whole:
         found = sought(verdict, lambda: explained(evidence)) if others else verdict
         found = replace(found, cause=tuple(map(self._repeated, found.cause)))
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
+        found = replace(found, cause=(*self._never_run, *found.cause))
         vague = {cause.stage for cause in found.cause if cause.kind == "computation"} & {cause.stage for cause in told}
         causes = [cause for cause in found.cause if cause.stage not in vague]
         places = {cause.stage for cause in causes} | {stage for cause in causes for stage in cause.stages}
         causes += [cause for cause in told if cause.stage is None or cause.stage not in places]
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
         return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
+
+    @property
+    def _never_run(self) -> list[Cause]:
+        """The microbatches that no stage ran."""
+        lost = set[int].intersection(*(set(order.left) for order in self.chain.orders.values()))
+        return [Cause("dropped", microbatches=tuple(sorted(lost)), detail="no stage ran it")] if lost else []
 
     def _repeated(self, cause: Cause) -> Cause:
         """``cause``; where a stage gave something else than it gives when it is repeated, what that shows."""
@@ -305,10 +315,16 @@ class Whole:
 
 def verdict_of(wholes: Sequence[Whole], title: str, *, rerun: str, seconds: float) -> Verdict:
     """The verdict on a step of all replicas, with its causes."""
-    ledger = Ledger(LAWS)
+    laws = LAWS if len(wholes) == 1 else OF_REPLICAS
+    ledger = Ledger(laws)
     for whole in wholes:
         for part in reversed(whole.parts):
             ledger.join(part.ledger)
+    every = [
+        {site: one for part in those for site, one in part.weights.items()}
+        for those in zip(*(one.parts for one in wholes), strict=True)
+    ]
+    apart = enter_weights(ledger, every) if len(wholes) > 1 else []
     total = sum(whole.loss * whole.divisor for whole in wholes) / sum(whole.divisor for whole in wholes)
     mean = sum(whole.loss for whole in wholes) / len(wholes)
     wholes = [replace(whole, everybodys=(total, mean)) for whole in wholes]
@@ -323,11 +339,11 @@ def verdict_of(wholes: Sequence[Whole], title: str, *, rerun: str, seconds: floa
         ledger.miss("loss", "the job reports none")
     if everything and all(one.norm is None for one in reported):
         ledger.miss("grad-norm", wholes[0].no_norm or "the job reports none")
-    order = LAWS.index
-    ledger.mismatches.sort(key=lambda one: order(one.law))
+    ledger.mismatches.sort(key=lambda one: laws.index(one.law))
     verdict = concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
     first = next((one for one in wholes if one.is_wrong(verdict)), wholes[0])
-    return first.explained(verdict)
+    verdict = first.explained(verdict)
+    return replace(verdict, cause=tuple(dict.fromkeys((*apart, *verdict.cause))))
 
 
 @dataclass(frozen=True)
@@ -355,28 +371,6 @@ class _Conditions:
     uncalled: Collection[int] = ()
     traced: Collection[int] = ()
     mode_matters: Callable[[], bool] = lambda: True
-
-
-@dataclass(frozen=True)
-class Unmeasured:
-    """What rounding may do to what was computed once more by the very same operations."""
-
-    precision: Precision
-
-    def loss(self, microbatch: int) -> Floor:
-        return unmeasured(self.precision)
-
-    def total(self) -> Floor:
-        return unmeasured(self.precision)
-
-    def norm(self) -> Floor:
-        return unmeasured(self.precision)
-
-    def gradient(self, name: str) -> Floor:
-        return unmeasured(self.precision)
-
-    def update(self, name: str) -> Floor:
-        return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
 
 
 def _apart(one: float, other: float) -> float:

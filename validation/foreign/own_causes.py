@@ -28,22 +28,23 @@ def own_causes(
     names: Mapping[str, str],
     begun: Mapping[str, Tensor | None],
     *,
-    rank: int,
+    placement: Sequence[int],
 ) -> Verdict:
     """A verdict on the gradients of ``own`` alone, with the causes of what is wrong with them.
 
     ``ledger`` has what was found wrong; ``numbers``: the microbatch of each of its calls; ``seen``: gradients by the
-    model's names, of which ``names`` has those of the stage. ``begun``: what these were before the step.
+    model's names, of which ``names`` has those of the stage. ``begun``: what these were before the step. ``placement``:
+    the rank of every stage.
     """
+    rank = placement[own.stage]
     local = concluded(ledger, f"stage {own.stage}")
     full_name = {name: full for full, name in names.items()}
     wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in names]
     mismatches = tuple(replace(one, parameter=names[str(one.parameter)]) for one in wrong)
     local = replace(local, mismatches=mismatches)
-    due = _OwnDue(own, seen, names, begun, rank)
+    due = _OwnDue(own, seen, names, begun, placement)
     batches = [numbers[k] for k in own.numbers]
-    placement = (rank,) * (own.stage + 1)
-    evidence = Evidence(local, placement, len(batches), 1, gradients=due.gradients, norms=(), due=due)
+    evidence = Evidence(local, (rank,) * (own.stage + 1), len(batches), 1, gradients=due.gradients, norms=(), due=due)
     found = sought(local, lambda: explained(evidence))
     causes = [
         replace(
@@ -66,7 +67,7 @@ class _OwnDue:
     seen: Mapping[str, Any]
     names: Mapping[str, str]
     begun: Mapping[str, Tensor | None]
-    rank: int
+    placement: Sequence[int]
 
     @cached_property
     def gradients(self) -> dict[Site, Tensor | None]:
@@ -89,9 +90,11 @@ class _OwnDue:
                 losses=self.expected.losses,
                 ends={},
             )
-        placement = (self.rank,) * (self.own.stage + 1)
+        alone = (self.placement[self.own.stage],) * (self.own.stage + 1)
         old = {(self.own.stage, self.names[full]): one for full, one in self.begun.items() if one is not None}
-        return Update(self.gradients, self.expected.gradients, now, old=old, placement=placement)
+        ranks, stages = len({*self.placement}), len(self.placement)
+        both = self.gradients, self.expected.gradients
+        return Update(*both, now, old=old, placement=alone, ranks=ranks, stages=stages)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -34,40 +34,45 @@ class OwnUpdate:
         return OwnUpdate({}, {}, why)
 
     @staticmethod
-    def by(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, factor: float | None) -> "OwnUpdate":
-        """What ``optimizer`` is going to make of ``parameters``, whose gradients are multiplied by ``factor`` first.
+    def by(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], *, factor: float | None) -> "OwnUpdate":
+        """What ``optimizers`` are going to make of ``parameters``, whose gradients are multiplied by ``factor`` first.
 
-        None: its step is skipped, as where gradients overflowed. To be called before its step. It takes as much memory
-        as they and its state do once more.
+        None: their steps are skipped, as where gradients overflowed. To be called before their steps. It takes as much
+        memory as they and their states do once more.
         """
-        name = type(optimizer).__name__
+        name = " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
         try:
-            parts = _parts(optimizer)
-            if obstacle := next((why for one in parts if (why := _obstacle(one))), ""):
+            parts = [_parts(one) for one in optimizers]
+            if obstacle := next((why for those in parts for one in those if (why := _obstacle(one))), ""):
                 return OwnUpdate.unknown(f"what {name} makes of gradients is not known: {obstacle}")
             return _foreseen(parts, parameters, factor)
         except Exception as error:  # no one type: it is the user's code
             return OwnUpdate.unknown(f"a copy of {name} cannot take its step: it raised {raised(error)}")
 
 
-def _foreseen(parts: Sequence[Optimizer], parameters: Mapping[str, Tensor], factor: float | None) -> OwnUpdate:
+def _foreseen(
+    optimizers: Sequence[Sequence[Optimizer]], parameters: Mapping[str, Tensor], factor: float | None
+) -> OwnUpdate:
+    """What ``optimizers``, each with those that it has inside, make of ``parameters``."""
+    parts = [part for one in optimizers for part in one]
     own = {id(one) for part in parts for group in part.param_groups for one in group["params"]}
     some = {name: one for name, one in parameters.items() if id(one) in own}
     before = {name: held_here(one).detach().clone() for name, one in some.items()}
     if factor is None:
         return OwnUpdate(before, before)
-    copies, again = _twins(some, parts)
+    copies, twins = _twins(some, parts)
     for name, one in copies.items():
         gradient = some[name].grad
         one.grad = None if gradient is None else held_here(gradient).detach() * factor
     with torch.enable_grad():
-        again.step()
+        for first, *_ in optimizers:  # those inside it are its own to step
+            twins[id(first)].step()
     moved = [name for name, one in some.items() if not same_bits(held_here(one).detach(), before[name])]
     if moved:  # by a function that the copy shares
         with torch.no_grad():
             for name in moved:
                 held_here(some[name]).copy_(before[name])
-        return OwnUpdate.unknown(f"a copy of {type(again).__name__} moved the weights themselves: they are put back")
+        return OwnUpdate.unknown(f"a copy of {type(parts[0]).__name__} moved the weights themselves: they are put back")
     return OwnUpdate(before, {name: one.detach() for name, one in copies.items()})
 
 
@@ -104,8 +109,10 @@ def _counts_alone(step: object, kind: type[Optimizer]) -> bool:
     return ours and getattr(step, "__wrapped__", None) is kind.step
 
 
-def _twins(parameters: Mapping[str, Tensor], parts: Sequence[Optimizer]) -> tuple[dict[str, nn.Parameter], Optimizer]:
-    """Copies of ``parameters`` and of the first of ``parts``, with all attributes: torch's own leave some out.
+def _twins(
+    parameters: Mapping[str, Tensor], parts: Sequence[Optimizer]
+) -> tuple[dict[str, nn.Parameter], dict[int, Optimizer]]:
+    """Copies of ``parameters``, and by id of ``parts``, with all attributes: torch's own leave some out.
 
     What is in shards is what this rank has of it: no optimizer of torch's looks at more.
     """
@@ -119,7 +126,7 @@ def _twins(parameters: Mapping[str, Tensor], parts: Sequence[Optimizer]) -> tupl
     copies, attributes = copied(given, instead=instead)
     for twin, own in zip(blank, attributes, strict=True):
         twin.__dict__.update(own)
-    return copies, blank[0]
+    return copies, {id(one): twin for one, twin in zip(parts, blank, strict=True)}
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

@@ -37,6 +37,20 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
         ledger.remark(_LAW, told)
 
 
+def on_several_inputs(chain: Chain) -> Iterator[int]:
+    """The stages that were called several times for each microbatch, each time on something else that was sent."""
+    sent = {one.digest for source, those in chain.sent.items() if not is_target(source) for one in those}
+    for stage, seen in chain.stages.items():
+        given = {tuple(one.digest for one in call.inputs) for call in seen.calls}
+        if chain.microbatches and sum(sent.issuperset(one) for one in given) >= 2 * chain.microbatches:
+            yield stage
+
+
+def several_calls(stage: int, how: str) -> str:
+    """That nobody knows which of a stage's calls is about which microbatch."""
+    return f"stage {stage}'s module is called {how}: pass one that makes all of its calls for a microbatch in one"
+
+
 def _unplaced(chain: Chain) -> Iterator[tuple[int, int, bool]]:
     """The inputs of which nobody is known to have sent them: stage, number, and whether a gradient flows there."""
     for stage, number in chain.places_in:

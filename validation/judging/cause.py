@@ -32,6 +32,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "extra-term": "something was added to the gradient that is no microbatch's",
         # Ranks that have a stage in common.
         "not-reduced": "ranks that share parameters keep their own part of the gradient",
+        "replicas-apart": "replicas of a stage began the step with other weights",
         "misplaced": "a gradient or a weight, or a part of one, lies where another belongs",
         # Around the step.
         "norm": "the gradient norm is not that of the gradients",

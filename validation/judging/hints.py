@@ -36,6 +36,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "model's backward?",
         "not-reduced": "Reduce gradients over these ranks, in the backward or after the last one: is an all-reduce or "
         "a hook left out, a group too small, or no_sync left on?",
+        "replicas-apart": "Do all replicas begin training with the weights of one, and did each step since have the "
+        "same gradients and settings on all of them?",
         "misplaced": "Compare the order of parameters, or of shards, on both sides of the copy.",
         "norm": "Which parameters does the norm count? Each one once, tied ones too, over all stages.",
         "clip": "Clip all ranks' gradients by one factor: that of the norm over all stages.",
@@ -55,7 +57,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "altered": "What writes to the tensor in place between the one who makes it and the one who reads it?",
         "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "
         "stage; else the message to it.",
-        "computation": "Compare this stage's module with the reference's part, layer by layer.",
+        "computation": "Compare, layer by layer, what this stage's module computes with what it should.",
         "weights-changed": "What writes to weights before the last backward: an optimizer, a callback, a copy?",
         "not-repeatable": "Run the step again. If it comes again, the module depends on more than its inputs, or its "
         "tensors are written to too early. If not, it was the hardware, or a race on the device.",

@@ -114,13 +114,13 @@ class Watcher:
     def calls(self, module: nn.Module) -> list[Call] | None:
         """The forwards of ``module``, or of the one watched module inside it or around it; None if there is none.
 
-        Those without gradients are forwards where backwards ran any of them again.
+        Those without gradients are forwards where backwards ran any of them again, and where there are no others.
         """
         own = {id(part) for part in module.modules()}
         for one in self._watched.values():
             if id(one.module) in own or module in one.module.modules():
                 again = any(call.silent and call.ran for call in one.calls)
-                return [call for call in one.calls if again or not call.silent]
+                return [call for call in one.calls if again or not call.silent] or list(one.calls)
         return None
 
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:

@@ -1,6 +1,6 @@
 """What ranks bring to a step that is held against itself, and whether it is one chain of stages."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +54,11 @@ class ChainStart:
     def with_data(self, given: Pairs | None) -> "ChainStart":
         """The same with its microbatches."""
         return replace(self, data=None if given is None else [_brought(*pair) for pair in given])
+
+
+def placement_of(stages: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
+    """The rank of every stage, of ranks with the numbers of theirs."""
+    return [rank for _, rank in sorted((stage, rank) for rank, own in stages for stage in own)]
 
 
 def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[int, str]:

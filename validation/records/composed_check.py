@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain, Data, without_trials
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Unmeasured, Whole, norm_of, not_known, verdict_of
+from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known, verdict_of
 from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.loss_of_all import LossOfAll
@@ -20,6 +20,7 @@ from pipeproof.foreign.own_calls import StageSeen, counting, on_its_own
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
+from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, precision_among
@@ -29,10 +30,11 @@ from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
-from pipeproof.records.chain_start import ChainStart, names_in, problems_of, saying_how_often
+from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
 from pipeproof.records.own_shards import OwnShards
+from pipeproof.records.own_updated import enter_updated
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
@@ -217,6 +219,8 @@ class ComposedCheck(CheckedStep):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
         own_chain = {s: one for part in self._of_replica(every) for s, one in part.items()}
         chain = Chain(without_trials(own_chain, self._data), self._data)
+        for stage in on_several_inputs(chain):
+            self.refuse(several_calls(stage, "on several inputs of each microbatch"))
         calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
         modules = self._shards.modules(self._peers)
         chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=self._of_replica)
@@ -272,10 +276,7 @@ class ComposedCheck(CheckedStep):
                     "and call it itself, not its forward, nor compiled"
                 )
             if len(own) >= 2 * self.microbatches and on_its_own(own):
-                raise RecordError(
-                    f"stage {stage}'s module is called on what it gave itself: pass one that makes all of its calls "
-                    "for a microbatch in one"
-                )
+                raise RecordError(several_calls(stage, "on what it gave itself"))
 
     def _note_unreached(self, own: OwnStage) -> None:
         """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
@@ -329,23 +330,24 @@ class ComposedCheck(CheckedStep):
             pairs = {n: (self._shards.part(n, whole[n]), self._shards.part(n, seen[n])) for n in mine}
             return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
         begun = {name: self._begun.get(name) for name in alone}
-        found = own_causes(own, self._ledger, numbers, seen, alone, begun, rank=self._exchange.rank)
+        placement = placement_of(self._of_replica([(rank, one.stages) for rank, one in enumerate(self._starts)]))
+        found = own_causes(own, self._ledger, numbers, seen, alone, begun, placement=placement)
         return replace(part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided))
 
     def _foresee(self, lengths: Mapping[Site, float]) -> None:
         """Note what the optimizer is going to make of the gradients."""
-        optimizer, factor = self._by.optimizer, self._by.factor(0.0)
+        optimizers, factor = self._by.optimizers, self._by.factor(0.0)
         if self._only is not None:
             return
         if self._by.needs_norm and self._lost:
             self._ledger.doubt("updated-parameters", not_known(self._lost))
-            self._update = None if optimizer is None else OwnUpdate.unknown(not_known(self._lost))
+            self._update = OwnUpdate.unknown(not_known(self._lost)) if optimizers else None
             return
         if self._by.needs_norm:
             every = self._gather(lengths, "the norms of gradients, by which they are clipped, or a step is skipped")
             factor = self._by.factor(norm_of({site: one for each in every for site, one in each.items()}, self._first))
-        if optimizer is not None:
-            self._update = OwnUpdate.by(optimizer, self._shards.parameters, factor=factor)
+        if optimizers:
+            self._update = OwnUpdate.by(optimizers, self._shards.parameters, factor=factor)
             if self._update.why:
                 self._ledger.doubt("updated-parameters", self._update.why)
 
@@ -355,14 +357,11 @@ class ComposedCheck(CheckedStep):
         if self._part_of_chain is None:
             self.refuse("gradients() was not called: call it between backward and clipping, on every rank")
         if self._update is not None:
-            due = Due("train", (), (), before=self._update.before, parameters=self._update.after)
-            at = Comparison(due, Unmeasured(precision_among(self._update.before.values())), self._ledger)
-            for name, one in self._own.parameters.items():
-                if name in self._update.after:
-                    at.parameter(name, one, rank=self._exchange.rank, stage=self._own.places[name])
+            enter_updated(self._ledger, self._update, self._own, self._weights, rank=self._exchange.rank)
 
     def _part(self, about: RankReport) -> ChainPart:
-        own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told))
+        begun = self._shards.named(self._weights)
+        own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told), weights=begun)
         return ChainPart(about, own, self._why, self._crash, self._no_norm)
 
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.foreign.composed_parts import Unmeasured
 from pipeproof.foreign.own_links import OwnStage
+from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.tolerance import Floor
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import dense

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipeproof.observers.shards import InShards, Shard, gathered, held_here
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import RankStages
+from pipeproof.reference.step import Site
 from pipeproof.reference.unsharded import is_flat, is_wrapped, unsharded
 
 _IN_PARTS = "of stages in parts those alone are checked so that fully_shard cut: check others against a SingleDevice"
@@ -53,6 +54,13 @@ class OwnShards:
         return {
             s: one.dtype for s, one, cast in both if one is not None and cast is not None and one.dtype != cast.dtype
         }
+
+    def named(self, begun: Mapping[int, Mapping[str, bytes]]) -> dict[Site, tuple[str, bytes]]:
+        """By stage and the model's name, which part this rank has, and its digest, of what is ``begun`` by stage."""
+        every = [
+            (stage, self.own.rename(stage, name), one) for stage, own in begun.items() for name, one in own.items()
+        ]
+        return {(stage, full): (str(self.own.shards.get(full, "")), digest) for stage, full, digest in every}
 
     def part(self, name: str, whole: Tensor | None) -> Tensor | None:
         """What this rank has of a ``whole``."""

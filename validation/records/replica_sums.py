@@ -10,6 +10,7 @@ from torch import Tensor
 from pipeproof.foreign.crossings import near
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import Floor
+from pipeproof.judging.verdict import names_of
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.records.held_gradients import length_in_pieces
 from pipeproof.records.own_shards import OwnShards
@@ -102,7 +103,9 @@ class ReplicaSums:
             return
         own = {name: seen.factor(self.alone[name]) for name, (seen, _) in pairs.items() if name in self.alone}
         if len(own) == len(pairs) and all(near(one, 1.0) or near(one, scale) for one in own.values()):
-            yield replace(at, detail="its gradients are those of its own microbatches alone")
+            every = [name for name, of in self.own.own.places.items() if of == stage]
+            some = "" if len(pairs) == len(every) else f" of {names_of(list(pairs))}"
+            yield replace(at, detail=f"its gradients{some} are those of its own microbatches alone")
             return
         for seen, due in pairs.values():
             factor = seen.factor(due)

@@ -227,7 +227,15 @@ def calls(evidence: Evidence) -> list[Cause]:
 def modes(evidence: Evidence) -> list[Cause]:
     """Modules that ran in the wrong mode."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches" and m.what == "mode"]
-    return [_at(evidence, found, "mode", f"{found[0].seen}, expected {found[0].expected}")] if found else []
+    if not found:
+        return []
+    cause = _at(evidence, found, "mode", f"{found[0].seen}, expected {found[0].expected}")
+    flow = None if found[0].stage is None else evidence.passed.get(found[0].stage)
+    called = [] if flow is None else flow.called
+    wrong = [action for action, training in called if training != (found[0].expected == "training mode")]
+    if not wrong or len(wrong) == len(called):
+        return [cause]
+    return [replace(cause, microbatches=tuple(sorted({one.microbatch for one in wrong})), action=str(wrong[0]))]
 
 
 def counts(evidence: Evidence) -> list[Cause]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import NOT_GIVEN, Content
@@ -39,22 +40,25 @@ class JobSight:
         self._check, self._step, self._given = check, made.step, made.given
         self._count = len(made.microbatches or ())
         self._steps = 0
-        self._hook: Any = None  # before the optimizer's step
+        self._hooks: list[RemovableHandle] = []  # before the steps of optimizers
 
     @contextmanager
-    def watching(self, optimizer: Optimizer) -> Iterator[None]:
-        """While this is open, gradients are complete at the latest when ``optimizer`` takes its step."""
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.complete())
+    def watching(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """While this is open, gradients are complete at the latest when the first of ``optimizers`` takes its step."""
+        self._hooks += [one.register_step_pre_hook(lambda *_: self.complete()) for one in optimizers]
         try:
             yield
         finally:
-            self._hook.remove()
+            self._unhook()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def complete(self) -> None:
         """Compare what the optimizer is about to take, and the losses where this rank has them."""
         self._steps += 1
-        if self._hook is not None:
-            self._hook.remove()  # the check refuses an optimizer that has any
+        self._unhook()  # the check refuses an optimizer that has any
         if self._steps > 1:
             self._check.refuse(TWO_STEPS)
             return
@@ -129,8 +133,8 @@ def checking(
         sight, watched = JobSight(check, made), False
         with check.noting():
             stack.enter_context(made.step.watching(sight))
-            if isinstance(made.against, Composed) and made.against.optimizer is not None:
-                stack.enter_context(sight.watching(made.against.optimizer))
+            if isinstance(made.against, Composed):
+                stack.enter_context(sight.watching(made.against.optimizers))
             stack.enter_context(_begun(made.step, check))
             watched = True
         yield check

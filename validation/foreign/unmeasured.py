@@ -1,0 +1,29 @@
+"""What rounding may do where nobody measured it."""
+
+from dataclasses import dataclass, replace
+
+from pipeproof.judging.tolerance import Floor, Precision, unmeasured
+
+_OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """What rounding may do to what was computed once more by the very same operations."""
+
+    precision: Precision
+
+    def loss(self, microbatch: int) -> Floor:
+        return unmeasured(self.precision)
+
+    def total(self) -> Floor:
+        return unmeasured(self.precision)
+
+    def norm(self) -> Floor:
+        return unmeasured(self.precision)
+
+    def gradient(self, name: str) -> Floor:
+        return unmeasured(self.precision)
+
+    def update(self, name: str) -> Floor:
+        return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
