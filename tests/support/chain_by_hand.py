@@ -42,6 +42,7 @@ class Chained:
     ``wants``: whether a rank's message wants a gradient. ``inputs``: how many tensors each microbatch brings.
     ``scale``: what a rank's losses are multiplied by, and its gradients divided by, before its optimizer takes a step.
     ``far``: what targets are multiplied by. ``labels``: the last input of each microbatch is its target.
+    ``wants_first``: the first stage's inputs want a gradient, too, as words that were looked up before do.
     """
 
     build: Callable[[int], nn.Module] = lambda rank: Both()
@@ -51,6 +52,7 @@ class Chained:
     scale: Callable[[int], float] | None = None
     far: float = 1.0
     labels: bool = False
+    wants_first: bool = False
 
 
 def data(way: Chained) -> list[tuple[tuple[Tensor, ...], Tensor]]:
@@ -75,6 +77,7 @@ def chain_step(context: RankContext, way: Chained) -> Verdict:
     by = Composed(loss_fn, optimizer=optimizer, scaler=scaler if scale else None)
     with check_step(stage, data(way), against=by, rename="{}.{}".format, timeout_s=20) as check:
         for inputs, target in data(way):
+            inputs = tuple(one.requires_grad_(way.wants_first) for one in inputs)
             held = list(inputs) if not rank else [_received(rank - 1, way.wants(rank)) for _ in inputs]
             outputs = stage(*way.given(rank, held))
             if rank == last:

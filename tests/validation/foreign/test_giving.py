@@ -1,10 +1,14 @@
 """A gradient that is lost on several hops is missed where it should have come, and one asked for in vain nowhere."""
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
@@ -25,6 +29,28 @@ class Writing(Both):
 
 def writing(rank: int) -> nn.Module:
     return Writing().requires_grad_(rank > 0)
+
+
+class Checkpointed(Both):
+    """Runs its layer again in the backward, in a graph of its own."""
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = checkpoint(super().forward, *given, use_reentrant=True)
+        return made
+
+
+class Silent(Both):
+    """Frozen, and called without gradients."""
+
+    def __init__(self, how: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.how = how
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        with self.how():
+            made: tuple[Tensor, ...] = super().__call__(*given)
+        return made
 
 
 def stage(rank: int, *, plain: int = -1, frozen: int = -1) -> nn.Module:
@@ -66,3 +92,24 @@ def test_a_stage_that_writes_to_what_it_is_given_is_right_however_often_it_runs_
     way = Chained(writing, wants=partial(never, ranks=lost))
     verdict = world.run(chain_step, way, ranks=3)[0]
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+
+
+def checkpointed(rank: int) -> nn.Module:
+    return Checkpointed()
+
+
+def silent(rank: int, *, how: Callable[[], AbstractContextManager[object]]) -> nn.Module:
+    return Both() if rank else Silent(how)
+
+
+def test_a_checkpoint_that_runs_in_a_graph_of_its_own_is_no_fault(world: World) -> None:
+    verdict = world.run(chain_step, Chained(checkpointed, wants_first=True), ranks=3)[0]
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+
+
+@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
+def test_a_frozen_stage_may_be_called_without_gradients(
+    how: Callable[[], AbstractContextManager[object]], world: World
+) -> None:
+    verdict = world.run(chain_step, Chained(partial(silent, how=how)), ranks=2)[0]
+    assert verdict.verdict == "pass", str(verdict)

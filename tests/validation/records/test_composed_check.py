@@ -301,6 +301,47 @@ def test_a_module_that_is_called_on_what_it_gave_is_refused() -> None:
     assert "stage 0's module is called on what it gave itself" in str(check.verdict), str(check.verdict)
 
 
+def test_a_module_that_is_called_on_several_inputs_is_refused() -> None:
+    inner = layers(torch.tanh)[0]
+    data = [((x, x + 1), target) for x, target in DATA]
+    with check_step(inner, data, against=Composed(MSE)) as check:
+        for (x, other), target in data:
+            (MSE(inner(x) * inner(other), target) / 3).backward()
+        check.gradients()
+    assert "stage 0's module is called on several inputs of each microbatch" in str(check.verdict), str(check.verdict)
+
+
+def test_a_microbatch_that_never_ran_is_named() -> None:
+    stages = layers(torch.tanh, torch.sin)
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename=named) as check:
+        Job(stages, DATA[:2]).step()
+        check.gradients()
+    cause = check.verdict.cause[0]
+    assert (cause.kind, cause.microbatches, cause.detail) == ("dropped", (2,), "no stage ran it"), str(check.verdict)
+
+
+class Switching(nn.Module):
+    """In evaluation mode in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Sequential(nn.Linear(8, 8), nn.Dropout()), 0
+
+    def __call__(self, x: Tensor) -> Any:
+        self.calls += 1
+        self.train(self.calls != 2)
+        return super().__call__(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def test_the_one_call_that_ran_in_another_mode_is_named() -> None:
+    verdict = checked(Job([*layers(torch.tanh), Switching()]))
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.stage, cause.microbatches, cause.action) == ("mode", 1, (1,), "1F1"), str(verdict)
+
+
 def test_what_is_no_step_is_refused_in_a_sentence() -> None:
     (one,) = layers(torch.tanh)
     assert "stages 0 and 1 are one module" in str(checked(Job([one, one])))
