@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 
 import pipeproof
+from pipeproof import Composed
 from pipeproof.cases.frameworks import tiny_pipe
 from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
 from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
@@ -31,31 +32,32 @@ def engine_of(layout: Layout, fault: str = "") -> Iterator[tuple[Any, list[Any]]
         yield engine, tiny_pipe.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
 
 
-def check_of(engine: Any, microbatches: list[Any] | None, layout: Layout) -> Any:
+def check_of(engine: Any, microbatches: list[Any] | None, layout: Layout, *, composed: bool = False) -> Any:
     return pipeproof.deepspeed.check_step(
         engine,
         microbatches,
-        reference=partial(tiny_pipe.layers, layout),
+        reference=Composed() if composed else partial(tiny_pipe.layers, layout),
         loss_fn=tiny_pipe.loss_fn,
         timeout_s=60.0,
     )
 
 
-def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
-    """The verdict on a step that has a fault."""
+def checked(_: RankContext, layout: Layout, fault: str, composed: bool = False) -> Verdict:
+    """The verdict on a step that has a fault; ``composed``: it is held against itself."""
     with engine_of(layout, fault) as (engine, microbatches):
-        with check_of(engine, microbatches, layout) as check:
+        with check_of(engine, microbatches, layout, composed=composed) as check:
             tiny_pipe.train_step(engine, iter(microbatches))
         return check.verdict
 
 
-def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list[str]]:
+def checked_and_unchecked(_: RankContext, layout: Layout, composed: bool = False) -> tuple[Verdict, list[str]]:
     """The verdict on a right step, and what is another after it and one more than in a job without a check."""
     found = []
     for check_it in (False, True):
         seed()
         with engine_of(layout) as (engine, microbatches):
-            with check_of(engine, microbatches, layout) if check_it else nullcontext() as check:
+            by = check_of(engine, microbatches, layout, composed=composed)
+            with by if check_it else nullcontext() as check:
                 tiny_pipe.train_step(engine, iter(microbatches))
             first = left([engine.module], engine.optimizer, engine)
             tiny_pipe.train_step(engine, iter(microbatches))

@@ -55,6 +55,38 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
         assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
 
 
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
+    layout, _ = RIGHT[name]
+    for verdict, harmed in world.run(pipe_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "pass", str(verdict)
+        assert passed(verdict) >= {"boundaries", "gradient", "loss"}
+        assert harmed == []
+
+
+BY_ITSELF = {
+    "not-divided": ("scale", "rank 0, stage 0"),
+    "divided-at-each-stage": ("scale", "rank 0, stage 0"),
+    "tied-not-reduced": ("tied-not-summed", "parameter tied_modules.words.weight"),
+    "not-reduced": ("not-reduced", "rank 0, stage 0"),
+    "other-stream": ("swapped-data", "rank 1, stage 1, microbatches 0, 1, 2, 3"),
+    "other-buffer": ("mispaired", "rank 0, stage 0, microbatches 2, 3, action 0B2"),
+    "summed-over-replicas": ("scale", "rank 0, stage 0"),
+    "not-cleared": ("doubled", "rank 0, stage 0, microbatches 0, 1, 2"),
+    "clipped-by-one-stage": ("norm", "rank 1, stage 1"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_a_fault_in_a_step_that_is_held_against_itself_is_named(name: str, world: World) -> None:
+    layout = FAULTS[name].layout
+    for verdict in world.run(pipe_job.checked, layout, name, True, ranks=layout.pp * layout.dp):
+        outcome, causes = named(verdict)
+        assert (outcome, causes[:1]) == ("fail", [BY_ITSELF[name]]), str(verdict)
+
+
 IN_SHARDS = {
     "other-shard": [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
     "not-divided": [("scale", "everywhere")],

@@ -236,9 +236,9 @@ class ComposedCheck(CheckedStep):
             again.as_agreed()
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
         seen = {stage: chain.stages[stage] for stage in seen}
+        here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
         due = self._summed(stages)
-        left = all_dense(self._own.gradients if named is None else gradients_of(named, self._own.places))
-        found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in left.items()}
+        found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, seen)
         for own in stages:
             part = self._compared(part, own, chain.orders[own.stage].numbers, due, found)
@@ -300,6 +300,8 @@ class ComposedCheck(CheckedStep):
         if not own.closed:
             self._ledger.leave_out("gradient", list(names), not_known([own.stage]))
             return part
+        for name, why in self._replicas.untiled.items():
+            self._ledger.leave_out("gradient", [name] if name in names else [], why)
         for name, stages in self._shares.stages_of(names).items():
             if self._only is not None:
                 del names[name]  # other stages' shares are not known

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pipeproof.observers.shards import InShards, Shard, gathered, held_here
+from pipeproof.foreign.handed_back import FlatShard, Gradient
+from pipeproof.observers.shards import InShards, Shard, flat_shard, gathered, held_here
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import RankStages
-from pipeproof.reference.step import Site
+from pipeproof.reference.step import Site, dense
 from pipeproof.reference.unsharded import is_flat, is_wrapped, unsharded
 
 _IN_PARTS = "of stages in parts those alone are checked so that fully_shard cut: check others against a SingleDevice"
@@ -19,10 +20,14 @@ _FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard,
 
 @dataclass(frozen=True)
 class OwnShards:
-    """The parts of parameters that this rank has; ``every``: each rank's, in the order of ranks."""
+    """The parts of parameters that this rank has; ``every``: each rank's, in the order of ranks.
+
+    ``gradients``: where its gradients lie, of those that are in other parts than their parameters.
+    """
 
     own: RankStages
     every: Sequence[Mapping[str, Shard]] = field(default_factory=list)
+    gradients: dict[str, Shard] = field(default_factory=dict)
 
     @property
     def obstacle(self) -> str:
@@ -62,24 +67,38 @@ class OwnShards:
         ]
         return {(stage, full): (str(self.own.shards.get(full, "")), digest) for stage, full, digest in every}
 
+    def lying(self, gradients: Mapping[str, Gradient]) -> dict[str, Tensor | None]:
+        """What this rank has of ``gradients``, with all its elements; where that lies is known from now on."""
+        found = dict[str, Tensor | None]()
+        for name, one in gradients.items():
+            if isinstance(one, FlatShard):
+                self.gradients[name] = flat_shard(one.start if one.part is not None else 0, one.part)
+                found[name] = one.part
+            else:
+                found[name] = None if one is None else dense(held_here(one))
+        return found
+
     def part(self, name: str, whole: Tensor | None) -> Tensor | None:
-        """What this rank has of a ``whole``."""
-        shard = self.own.shards.get(name)
+        """What this rank has of a ``whole`` gradient."""
+        shard = self._shard(name)
         return whole if shard is None or whole is None else shard.of(whole)
 
     def in_whole(self, name: str, part: Tensor | None, whole: Tensor | None) -> Tensor | None:
         """``whole`` with what this rank has in its place: others' parts are theirs to compare."""
-        shard, part = self.own.shards.get(name), None if part is None else held_here(part)
+        shard = self._shard(name)
         if shard is None or part is None or whole is None or part.shape != shard.lengths:
             return part
         found = whole.clone()
-        found[shard.index] = part.to(found.dtype)
+        (found.view(-1) if shard.flat else found)[shard.index] = part.to(found.dtype)
         return found
 
     def is_empty(self, name: str) -> bool:
-        """Whether this rank has nothing of a parameter."""
-        shard = self.own.shards.get(name)
+        """Whether this rank has nothing of a gradient."""
+        shard = self._shard(name)
         return shard is not None and not shard.count
+
+    def _shard(self, name: str) -> Shard | None:
+        return self.gradients.get(name, self.own.shards.get(name))
 
     @property
     def parameters(self) -> dict[str, Tensor]:

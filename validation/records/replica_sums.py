@@ -1,6 +1,7 @@
 """Replicas of stages: what each adds up is summed over all of them, in groups of the check's own."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +12,7 @@ from pipeproof.foreign.crossings import near
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.verdict import names_of
+from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.records.held_gradients import length_in_pieces
 from pipeproof.records.own_shards import OwnShards
@@ -35,13 +37,14 @@ class ReplicaSums:
     """The sums of this rank's stages over all replicas, which its ``peers`` have.
 
     ``own``: this rank's parameters. ``alone``: what this replica alone adds up of what this rank has of each, in a few
-    numbers.
+    numbers. ``untiled``: the gradients that ranks have parts of which are not all of it, with the reason.
     """
 
     exchange: Exchange
     peers: Peers
     own: OwnShards
     alone: dict[str, Sketch] = field(default_factory=dict)
+    untiled: dict[str, str] = field(default_factory=dict)
     _lengths: dict[str, _Lengths] = field(default_factory=dict)
 
     def summed(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -51,6 +54,7 @@ class ReplicaSums:
         """
         group = self.peers.group()
         if group is None:
+            self._find_untiled([self.own.gradients])
             return dict(sums)
         for name, one in sums.items():  # whoever raises here is missed at the gathering, which is bounded
             if one is not None:
@@ -58,13 +62,24 @@ class ReplicaSums:
                 self.alone[name] = sketch(one if part is None else part)
         lengths = {name: length_in_pieces(one) for name, one in sums.items() if one is not None}
         what = "which parameters of replicas have gradients"
-        there: list[dict[str, float]] = self.exchange.gather(lengths, what=what, bound_s=self.peers.bound_s)
+        told = lengths, self.own.gradients
+        every_told = self.exchange.gather(told, what=what, bound_s=self.peers.bound_s)
+        there: list[dict[str, float]] = [one for one, _ in every_told]
+        self._find_untiled([every_told[rank][1] for rank in self.peers.ranks])
         given = sorted({name for rank in self.peers.ranks for name in there[rank]})
         found = {name: self._reduced(group, sums.get(name), name) for name in given}
         for name, one in found.items():
             every = [there[rank].get(name, 0.0) for rank in self.peers.ranks]
             self._lengths[name] = _Lengths(lengths.get(name, 0.0), sum(every), length_in_pieces(one), len(every))
         return {**dict.fromkeys(sums), **found}
+
+    def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
+        """Find gradients of which ``parts``, those of all peers, are not all: a rank without one has it whole."""
+        for name in dict.fromkeys(name for one in parts for name in one):
+            if all(name in one for one in parts):
+                size = (math.prod(self.own.own.shapes[name]),)
+                if why := untiled([replace(one[name], shape=size) for one in parts]):
+                    self.untiled[name] = why
 
     def floor(self, name: str, own: Floor) -> Floor:
         """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""

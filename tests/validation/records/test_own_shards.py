@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from pipeproof import Composed, check_step
+from pipeproof.foreign.handed_back import FlatShard
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -76,6 +77,39 @@ def test_a_part_that_the_optimizer_moved_otherwise_is_named(world: World) -> Non
     assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.parameter) == ("update", 3, "1.0.weight"), str(verdict)
+
+
+def in_flat_parts(context: RankContext, fault: str) -> Verdict:
+    """Replicas of one stage, of whose gradients each has a flat part, as an optimizer in shards is given them."""
+    torch.manual_seed(0)
+    stage = nn.Linear(WIDTH, WIDTH)
+    draw = torch.Generator().manual_seed(context.rank)
+    data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.zeros(ROWS, WIDTH)) for _ in range(COUNT)]
+    with check_step({0: stage}, data, against=Composed(LOSS), timeout_s=20) as check:
+        for x, target in data:
+            (LOSS(stage(x), target) / COUNT).backward()
+        parts = {}
+        for name, one in stage.named_parameters():
+            assert one.grad is not None
+            dist.all_reduce(one.grad)
+            flat = one.grad.flatten() / context.ranks
+            own = flat.chunk(context.ranks)[context.rank].clone()
+            start = context.rank * (flat.numel() // context.ranks)
+            if context.rank and fault == "wrong":
+                own.mul_(2)
+            parts[name] = FlatShard(own[:-1] if context.rank and fault == "lost" else own, start)
+        check.gradients(parts)
+    return check.verdict
+
+
+def test_gradients_may_be_in_other_parts_than_weights(world: World) -> None:
+    verdict = world.run(in_flat_parts, "", ranks=2)[0]
+    assert verdict.verdict == "pass", str(verdict)
+    wrong = world.run(in_flat_parts, "wrong", ranks=2)[0]
+    assert {(one.rank, one.law) for one in wrong.mismatches} == {(1, "gradient")}
+    lost = world.run(in_flat_parts, "lost", ranks=2)[0].law("gradient")
+    assert (lost.outcome, sorted(lost.left_out)) == ("unknown", ["bias", "weight"])
+    assert "not all of it" in lost.note
 
 
 def refused(context: RankContext, kind: str) -> Verdict:
