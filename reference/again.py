@@ -255,8 +255,8 @@ class _Flow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flows: Sequence[Tensor], *tensors: Tensor) -> Tensor:
         ctx.flows = [flow.to(one.device, one.dtype) for flow, one in zip(flows, tensors, strict=True)]
-        products = [(one * flow.conj()).sum().real.double() for one, flow in zip(tensors, ctx.flows, strict=True)]
-        return torch.stack([one.cpu() for one in products]).sum()
+        sizes = [(one * flow.conj()).abs().sum().double() for one, flow in zip(tensors, ctx.flows, strict=True)]
+        return torch.stack([one.cpu() for one in sizes]).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -281,8 +281,9 @@ def flowed(
 ) -> Tensor:
     """The objective of a stage to whose ``output`` these gradients came: its backward hands them on as they are.
 
-    Its value is the product of both, which other random numbers would change. ``note`` is told how much of the gradient
-    of an output came from others that the stage made of it, and not from behind the stage.
+    Its value is the size of the product of both, element by element: other random numbers would change that, and
+    rounding hardly does, for nothing in it cancels. ``note`` is told how much of the gradient of an output came from
+    others that the stage made of it, and not from behind the stage.
     """
     every = tensors(output)
     pairs = [(every[number], flow) for number, flow in flows.items() if every[number].requires_grad]

@@ -130,6 +130,11 @@ def test_where_nothing_flows_there_is_nothing_to_differentiate() -> None:
     assert not flowed(torch.randn(3, requires_grad=True), {}).requires_grad
 
 
+def test_the_value_of_what_flowed_is_a_size_in_which_nothing_cancels() -> None:
+    out = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert flowed(out, {0: torch.tensor([2.0, -1.0])}).item() == 4.0
+
+
 def test_a_state_says_whether_a_module_has_other_buffers() -> None:
     stage = Counting()
     before = State.of(stage)
