@@ -25,6 +25,24 @@ def is_flat(module: nn.Module) -> bool:
     return _is(module, "FullyShardedDataParallel")
 
 
+def is_gathered(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` has whole weights in it, to be trained, so that nothing tells where their parts lie."""
+    policies, named = _policies(module), module.named_parameters()
+    around = [one for name, one in named if (_owner(name, policies) is not None) and one.requires_grad]
+    return any(not hasattr(one, "placements") for one in around)
+
+
+def is_reduced_narrowly(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` reduces some gradient in a narrower type than its parameter has."""
+    policies = _policies(module)
+    for name, one in module.named_parameters():
+        policy = policies.get(_owner(name, policies) or "")
+        narrow = None if policy is None else policy.reduce_dtype
+        if narrow is not None and one.is_floating_point() and torch.finfo(narrow).eps > torch.finfo(one.dtype).eps:
+            return True
+    return False
+
+
 def unsharded(module: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
     """``module`` once more without what ``fully_shard`` made of it, on ``whole`` weights by their names there.
 

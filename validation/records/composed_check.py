@@ -282,7 +282,7 @@ class ComposedCheck(CheckedStep):
         """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
         left, named = self._own.gradients, {name: self._own.rename(own.stage, name) for name in own.unreached}
         grown = ((name, self._begun.has_grown(full, left[full])) for name, full in named.items())
-        if other := [name for name, is_there in grown if is_there]:
+        if not any(link.obstacle for link in own.links) and (other := [name for name, is_there in grown if is_there]):
             told = f"no backward through stage {own.stage} gives what is in .grad of {names_of(other)}"
             own.links[0] = replace(own.links[0], obstacle=f"{told}: it is put off, or other code writes it")
 

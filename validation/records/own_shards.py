@@ -11,10 +11,15 @@ from pipeproof.observers.shards import InShards, Shard, flat_shard, gathered, he
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
-from pipeproof.reference.unsharded import is_flat, is_wrapped, unsharded
+from pipeproof.reference.unsharded import is_flat, is_gathered, is_reduced_narrowly, is_wrapped, unsharded
 
 _IN_PARTS = "of stages in parts those alone are checked so that fully_shard cut: check others against a SingleDevice"
 
+_GATHERED = (
+    "weights that train are whole under fully_shard, as after an evaluation, or ignored by it: call reshard() on its "
+    "modules before the step"
+)
+_NARROW = "fully_shard reduces gradients in a narrower type than that of the weights, which is not checked so"
 _FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"
 
 
@@ -34,6 +39,10 @@ class OwnShards:
         """Why stages cannot be put together, or nothing: a part is not of what ``fully_shard`` cut, or cut twice."""
         if any(is_flat(part) for module in self.own.modules.values() for part in module.modules()):
             return _FLAT
+        if any(map(is_gathered, self.own.modules.values())):
+            return _GATHERED
+        if any(map(is_reduced_narrowly, self.own.modules.values())):
+            return _NARROW
         cut = [name for name in self.own.shards if name not in self._wrapped]
         return _IN_PARTS if cut or any(_cuts(one) > 1 for one in self.parameters.values()) else ""
 
@@ -52,13 +61,13 @@ class OwnShards:
         return found
 
     def sums(self, modules: Mapping[int, nn.Module]) -> dict[int, torch.dtype]:
-        """By stage, the type of its parameters, where they are of another one in these ``modules``: they are cast."""
-        own = {stage: next(iter(one.parameters()), None) for stage, one in self.own.modules.items()}
-        there = {stage: next(iter(modules[stage].parameters()), None) for stage in own}
-        both = [(stage, one, there[stage]) for stage, one in own.items()]
-        return {
-            s: one.dtype for s, one, cast in both if one is not None and cast is not None and one.dtype != cast.dtype
-        }
+        """By stage, the type of its parameters, where some are of another one in these ``modules``: they are cast."""
+        found = {}
+        for stage, module in self.own.modules.items():
+            for own, cast in zip(module.parameters(), modules[stage].parameters(), strict=True):
+                if own.dtype != cast.dtype:
+                    found[stage] = own.dtype
+        return found
 
     def named(self, begun: Mapping[int, Mapping[str, bytes]]) -> dict[Site, tuple[str, bytes]]:
         """By stage and the model's name, which part this rank has, and its digest, of what is ``begun`` by stage."""

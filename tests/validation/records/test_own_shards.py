@@ -122,6 +122,12 @@ def refused(context: RankContext, kind: str) -> Verdict:
     elif kind == "both":
         grid = init_device_mesh("cpu", (2, context.ranks // 2), mesh_dim_names=("data", "tensor"))
         stage = fully_shard(parallelize_module(stage, grid["tensor"], {"0": ColwiseParallel()}), mesh=grid["data"])
+    elif kind == "narrow":
+        stage = fully_shard(stage, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
+    elif kind == "gathered":
+        stage = fully_shard(stage, mesh=mesh)
+        with torch.no_grad():
+            stage(torch.randn(ROWS, WIDTH))
     microbatches = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))]
     with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
         pass
@@ -133,6 +139,8 @@ def refused(context: RankContext, kind: str) -> Verdict:
     [
         ("flat", "in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"),
         ("tensor", "stages in parts those alone are checked so that fully_shard cut: check others against"),
+        ("narrow", "fully_shard reduces gradients in a narrower type than that of the weights"),
+        ("gathered", "weights that train are whole under fully_shard, as after an evaluation"),
         ("both", "stages in parts those alone are checked so that fully_shard cut: check others against"),
     ],
 )
