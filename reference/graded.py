@@ -37,14 +37,6 @@ def graded(
             tensor.grad = gradient
 
 
-def leaf_of(parameter: Tensor) -> Tensor:
-    """A leaf that stands in for ``parameter``: with the hooks on its gradient, which may make another of it."""
-    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-    for hook in (parameter._backward_hooks or {}).values():
-        leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # in torch
-    return leaf
-
-
 def _taken(leaf: Tensor, parameter: Tensor) -> Tensor | None:
     """The gradient of ``leaf``, with that of its parameter, which is then no other leaf's."""
     if not leaf.requires_grad or parameter is leaf:

@@ -24,7 +24,7 @@ from pipeproof.reference.contribution import Stage as Stage
 from pipeproof.reference.contribution import by_stage, parts_of, with_copies_joined
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.graded import graded, leaf_of
+from pipeproof.reference.graded import graded
 from pipeproof.reference.model import LossFn, Model
 
 _Leaves = dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]]  # by the stage and the parameter's identity
@@ -239,7 +239,7 @@ class Reference:
             parameter = self._parameters[name]
             key = (self._sites[name][0], id(parameter))
             if key not in leaves:
-                leaves[key] = leaf_of(parameter), parameter
+                leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad), parameter
             uses[name] = leaves[key][0]
         output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
         return differentiable(loss_fn(output, batch.target)), leaves, uses

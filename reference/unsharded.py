@@ -28,7 +28,7 @@ def is_flat(module: nn.Module) -> bool:
 def is_gathered(module: nn.Module) -> bool:
     """Whether ``fully_shard`` has whole weights in it, to be trained, so that nothing tells where their parts lie."""
     policies, named = _policies(module), module.named_parameters()
-    around = [one for name, one in named if (_owner(name, policies) is not None) and one.requires_grad]
+    around = [one for name, one in named if one.requires_grad and _owner(name, policies) is not None]
     return any(not hasattr(one, "placements") for one in around)
 
 

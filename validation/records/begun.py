@@ -1,13 +1,21 @@
-"""What gradients a step began with: what is there by then is no part of it."""
+"""What gradients a step began with: what has grown since must come from calls that are seen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeproof.foreign.own_calls import on_its_own
+from pipeproof.foreign.own_links import OwnStage
+from pipeproof.foreign.wiring import several_calls
+from pipeproof.judging.verdict import names_of
+from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import held_here, is_plain
 from pipeproof.observers.sketch import any_nonzero
+from pipeproof.records.rank_part import RankStages
+from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense
 
 
@@ -35,3 +43,24 @@ class Begun:
             return False
         begun = self._kept.get(name)
         return begun is None or not torch.equal(begun.to(gradient.device), dense(gradient))
+
+    def check_called(self, own: RankStages, calls: Mapping[int, Sequence[Call]], microbatches: int) -> None:
+        """Raise ``RecordError`` for a stage that computes, as its gradients show, and in no ``calls`` that are seen."""
+        for stage, module in own.modules.items():
+            wanting = [(name, one.grad) for name, one in module.named_parameters() if one.requires_grad]
+            grown = any(self.has_grown(own.rename(stage, name), gradient) for name, gradient in wanting)
+            if not calls[stage] and (grown or not wanting):
+                raise RecordError(
+                    f"no call of stage {stage}'s module was seen: pass the very module that is called, "
+                    "and call it itself, not its forward, nor compiled"
+                )
+            if len(calls[stage]) >= 2 * microbatches and on_its_own(calls[stage]):
+                raise RecordError(several_calls(stage, "on what it gave itself"))
+
+    def note_unreached(self, own: RankStages, stage: OwnStage) -> None:
+        """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
+        left, named = own.gradients, {name: own.rename(stage.stage, name) for name in stage.unreached}
+        other = [name for name, full in named.items() if self.has_grown(full, left[full])]
+        if other and not any(link.obstacle for link in stage.links):
+            told = f"no backward through stage {stage.stage} gives what is in .grad of {names_of(other)}"
+            stage.links[0] = replace(stage.links[0], obstacle=f"{told}: it is put off, or other code writes it")

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of
 from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.own_calls import StageSeen, counting, on_its_own
+from pipeproof.foreign.own_calls import StageSeen, counting
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
@@ -24,17 +25,15 @@ from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, precision_among
-from pipeproof.judging.verdict import Crash, LawResult, Verdict, names_of
-from pipeproof.observers.calls import Call
+from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.held_gradients import AllowedOf, all_dense, length_in_pieces
+from pipeproof.records.held_gradients import HOOKED, AllowedOf, all_dense, hooked, length_in_pieces
 from pipeproof.records.own_shards import OwnShards
-from pipeproof.records.own_updated import enter_updated
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
@@ -44,6 +43,7 @@ from pipeproof.records.stages_again import StagesAgain
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way
+from pipeproof.records.weights_after import enter_weights_after
 from pipeproof.reference.again import drawing_on, undisturbed
 from pipeproof.reference.step import Site
 from pipeproof.worlds.drawing import drawing_apart
@@ -209,7 +209,7 @@ class ComposedCheck(CheckedStep):
             for stage, module in self._own.modules.items()
         }
         with self.noting():
-            self._refuse_uncalled(calls)
+            self._begun.check_called(self._own, calls, self.microbatches)
         seen = {
             stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
             for stage, own in calls.items()
@@ -229,7 +229,7 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             divisors = self._divisor, self._divisor_of(self.microbatches)
             again.way = Way(self._by, self._by.scale, *divisors, self._run.count, sums=self._shards.sums(modules))
-            again.run(self._note_unreached)
+            again.run(partial(self._begun.note_unreached, self._own))
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
         again.agree(every, self._of_replica(every))
         with self.noting():
@@ -264,28 +264,6 @@ class ComposedCheck(CheckedStep):
         self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._replica)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
 
-    def _refuse_uncalled(self, calls: Mapping[int, Sequence[Call]]) -> None:
-        """Raise ``RecordError`` for a stage that computes, as its gradients show, and not in calls that are seen."""
-        for stage, module in self._own.modules.items():
-            own = calls[stage]
-            wanting = [(name, one.grad) for name, one in module.named_parameters() if one.requires_grad]
-            grown = any(self._begun.has_grown(self._own.rename(stage, name), gradient) for name, gradient in wanting)
-            if not own and (grown or not wanting):
-                raise RecordError(
-                    f"no call of stage {stage}'s module was seen: pass the very module that is called, "
-                    "and call it itself, not its forward, nor compiled"
-                )
-            if len(own) >= 2 * self.microbatches and on_its_own(own):
-                raise RecordError(several_calls(stage, "on what it gave itself"))
-
-    def _note_unreached(self, own: OwnStage) -> None:
-        """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
-        left, named = self._own.gradients, {name: self._own.rename(own.stage, name) for name in own.unreached}
-        grown = ((name, self._begun.has_grown(full, left[full])) for name, full in named.items())
-        if not any(link.obstacle for link in own.links) and (other := [name for name, is_there in grown if is_there]):
-            told = f"no backward through stage {own.stage} gives what is in .grad of {names_of(other)}"
-            own.links[0] = replace(own.links[0], obstacle=f"{told}: it is put off, or other code writes it")
-
     def _compared(
         self,
         part: OwnPart,
@@ -309,7 +287,11 @@ class ComposedCheck(CheckedStep):
                 self._ledger.leave_out("gradient", [name], not_known(self._lost & stages))
                 del names[name]
         allowed, before = AllowedOf(FP32, own, names, self._replicas.floor), len(self._ledger.mismatches)
-        at = Comparison(Due("train", (), (), gradients={name: due[name] for name in names}), allowed, self._ledger)
+        wanted = Due("train", (), (), gradients={name: due[name] for name in names})
+        otherwise = hooked(names, self._shards.parameters, seen, wanted, allowed)
+        self._ledger.leave_out("gradient", otherwise, HOOKED)
+        names = {full: name for full, name in names.items() if full not in otherwise}
+        at = Comparison(wanted, allowed, self._ledger)
         for name in [one for one in reversed(names) if one in seen]:
             at.gradient(name, seen[name], rank=self._exchange.rank, stage=own.stage)
         at.close()
@@ -334,7 +316,10 @@ class ComposedCheck(CheckedStep):
         begun = {name: self._begun.get(name) for name in alone}
         placement = placement_of(self._of_replica([(rank, one.stages) for rank, one in enumerate(self._starts)]))
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, placement=placement)
-        return replace(part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided))
+        unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
+        return replace(
+            part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided, *unsought)
+        )
 
     def _foresee(self, lengths: Mapping[Site, float]) -> None:
         """Note what the optimizer is going to make of the gradients."""
@@ -359,7 +344,7 @@ class ComposedCheck(CheckedStep):
         if self._part_of_chain is None:
             self.refuse("gradients() was not called: call it between backward and clipping, on every rank")
         if self._update is not None:
-            enter_updated(self._ledger, self._update, self._own, self._weights, rank=self._exchange.rank)
+            enter_weights_after(self._ledger, self._update, self._own, self._weights, rank=self._exchange.rank)
 
     def _part(self, about: RankReport) -> ChainPart:
         begun = self._shards.named(self._weights)

@@ -51,6 +51,7 @@ class OwnShards:
 
         Every rank calls this. It takes the memory of the stages' whole weights.
         """
+        peers.group()  # by all ranks at once, for to make it is for all
         whole = {name: self._whole(name, peers) for name in sorted(self._wrapped)}
         found = dict(self.own.modules)
         for stage, module in self.own.modules.items():

@@ -25,3 +25,17 @@ def test_a_loss_may_have_weights_of_its_own_and_look_at_a_stages() -> None:
     assert own.grad is not None
     assert torch.equal(own.grad, before[1])  # type: ignore[arg-type]  # it is there
     assert check.verdict.verdict == "pass", str(check.verdict)
+
+
+def test_a_hook_on_a_gradient_is_not_called_again_and_what_it_makes_is_not_known() -> None:
+    stages, calls = layers(torch.tanh, torch.sin), []
+    stages[0].layer.weight.register_hook(lambda one: calls.append(one) or one)
+    stages[1].layer.weight.register_hook(lambda one: one * 0.5)
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename=named) as check:
+        Job(stages).step()
+        before = len(calls)
+        check.gradients()
+    assert len(calls) == before
+    law = check.verdict.law("gradient")
+    assert (law.outcome, law.left_out) == ("unknown", ("1.layer.weight",)), str(check.verdict)
+    assert "hooks on its gradient may have made another of it" in law.note

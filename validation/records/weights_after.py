@@ -7,13 +7,14 @@ from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import precision_among
-from pipeproof.observers.sketch import contents
+from pipeproof.observers.shards import held_here
+from pipeproof.observers.sketch import digest
 from pipeproof.records.rank_part import RankStages
 
 _LAW = "updated-parameters"
 
 
-def enter_updated(
+def enter_weights_after(
     ledger: Ledger, update: OwnUpdate, own: RankStages, begun: Mapping[int, Mapping[str, bytes]], *, rank: int
 ) -> None:
     """Enter what became of the parameters that ``own`` has, after ``update`` was foreseen.
@@ -29,12 +30,11 @@ def enter_updated(
         return
     trained, moved = list[str](), list[str]()
     for stage, before in begun.items():
-        now = contents(own.modules[stage])
         for name, one in own.modules[stage].named_parameters(remove_duplicate=False):
             if (full := own.rename(stage, name)) not in update.after:
                 if one.requires_grad:
                     trained.append(full)
-                elif now[name] != before[name]:
+                elif digest(held_here(one)) != before[name]:
                     moved.append(full)
     ledger.leave_out(_LAW, trained, "optimizer= does not hold them")
     ledger.leave_out(_LAW, moved, "they moved, and optimizer= does not hold them")
