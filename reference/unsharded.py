@@ -17,12 +17,12 @@ _OWN = "__composable_api_state_key"  # under what begins so fully_shard keeps it
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on ``module`` itself."""
-    return _is(module, "FSDPModule")
+    return _is(type(module), "FSDPModule")
 
 
 def is_flat(module: nn.Module) -> bool:
     """Whether it is of the older kind, whose weights lie in flat tensors."""
-    return _is(module, "FullyShardedDataParallel")
+    return _is(type(module), "FullyShardedDataParallel")
 
 
 def is_gathered(module: nn.Module) -> bool:
@@ -104,7 +104,7 @@ def _as_found(module: nn.Module) -> Iterator[None]:
     members = [(part, dict(part.__dict__)) for part, _ in kinds]
     try:
         for part, kind in kinds:
-            part.__class__ = next(base for base in kind.__mro__ if not _is_fsdps(base))
+            part.__class__ = next(base for base in kind.__mro__ if not _is(base, "FSDPModule"))
             own = part.__dict__
             for name in [one for one in own if one.startswith(_OWN)]:
                 del own[name]
@@ -119,9 +119,9 @@ def _as_found(module: nn.Module) -> Iterator[None]:
             part.__dict__.update(before)
 
 
-def _is(module: nn.Module, kind: str) -> bool:
-    """Whether ``module`` is of this class of torch's: to import it takes seconds where nobody uses it."""
-    return any(_is_fsdps(base) and base.__name__ == kind for base in type(module).__mro__)
+def _is(kind: type, name: str) -> bool:
+    """Whether ``kind`` is of the class of torch's with this name: to import that takes seconds where nobody uses it."""
+    return any(_is_fsdps(base) and base.__name__ == name for base in kind.__mro__)
 
 
 def _is_fsdps(one: object) -> bool:
