@@ -16,7 +16,7 @@ from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
 from pipeproof.foreign.own_links import Link
-from pipeproof.foreign.survey import Places
+from pipeproof.foreign.survey import TOGETHER, Places
 from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
@@ -180,21 +180,28 @@ class Chain:
     def _add_sums(self, handed: Places) -> dict[tuple[int, int, int], float]:
         """Add what flows together to outputs that several inputs are of, to the places of what was ``handed`` back.
 
-        By stage, number and microbatch: how far rounding may put each sum.
+        By stage, number and microbatch: how far rounding may put each sum, and what came back in parts.
         """
         limits: dict[tuple[int, int, int], float] = {}
         for (stage, number), those in self._consumers.items():
             parts = [handed.by_place.get(_handed(*one), {}) for one in those]
-            for m in set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else ():
+            for m in set(parts[0]).intersection(*parts[1:]):
                 whole, *others = [part[m] for part in parts]
-                if stage is None or any((one.shape, one.dtype) != (whole.shape, whole.dtype) for one in others):
+                alike = all((one.shape, one.dtype) == (whole.shape, whole.dtype) for one in others)
+                if stage is None or not alike or not (others or self._in_parts(*those[0], m)):
                     continue
-                size = sum(part[m].norm for part in parts)
+                size = sum(self._in_parts(*one, m) or part[m].norm for one, part in zip(those, parts, strict=True))
                 for one in others:
                     whole = whole.plus(one)
-                handed.add(_sum_of(those), m, whole)
+                if others:
+                    handed.add(_sum_of(those), m, whole)
                 limits[stage, number, m] = precision_of(whole.dtype).least * size / (whole.norm or math.inf)
         return limits
+
+    def _in_parts(self, stage: int, number: int, m: int) -> float:
+        """The sizes of the parts in which the gradient of an input came; 0 where it came whole."""
+        pairs = zip(self.stages[stage].calls, self.orders[stage].numbers, strict=True)
+        return sum(call.in_parts.get(number, 0.0) for call, of in pairs if of == m)
 
     @property
     def places_in(self) -> Iterator[tuple[int, int]]:
@@ -385,7 +392,7 @@ def _output(stage: int, number: int) -> str:
 
 
 def _sum_of(inputs: Sequence[tuple[int, int]]) -> str:
-    return " and ".join(_handed(*one) for one in inputs)
+    return TOGETHER.join(_handed(*one) for one in inputs)
 
 
 def _handed(stage: int, number: int) -> str:

@@ -5,12 +5,19 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from pipeproof.foreign.chain import Chain
+from pipeproof.foreign.chain import TARGETS, Chain
 from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.own_links import OwnStage
+from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
+from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way, targets_of, wanting
+
+_ALIKE = (
+    "microbatches {} have the same inputs and other targets, and what flowed back is not theirs in the order in which "
+    "they were given: whose is whose is not known; pass them in the order in which they run, or give them other inputs"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,10 @@ class StagesAgain:
     _crossed: bool = False
 
     def run(self, note: Callable[[OwnStage], None]) -> None:
-        """Run them, the last one first, and ``note`` each. Raises ``RecordError`` if its targets are not here."""
+        """Run them, the last one first, and ``note`` each.
+
+        Raises ``RecordError`` if its targets are not here, or if nothing tells which of its calls has which.
+        """
         for stage, made in sorted(self.calls.items(), reverse=True):
             targets = targets_of(self.given, self.chain, stage)
             if self.only in (None, stage):
@@ -77,6 +87,14 @@ class StagesAgain:
             targets = targets_of(self.given, self.chain, own.stage)
             self.stages[k] = self.way.as_agreed(own, self.modules[own.stage], self._wanting(own.stage), targets)
 
+    @property
+    def _alike(self) -> list[int]:
+        """The microbatches that have another one's inputs, and not its target."""
+        contents = [{number: one.digest for number, one in brought.items()} for brought in self.chain.data]
+        inputs = [{n: one for n, one in own.items() if n < TARGETS} for own in contents]
+        pairs = list(zip(inputs, contents, strict=True))
+        return [m for m, (own, whole) in enumerate(pairs) if any(own == it and whole != all_ for it, all_ in pairs)]
+
     def _wanting(self, stage: int) -> list[Call]:
         return wanting(self.calls[stage], self.chain.lost(stage))
 
@@ -84,6 +102,8 @@ class StagesAgain:
         """``own``; the last stage with the targets of what messages were meant for, if those explain all flows."""
         if own.stage != self.chain.last or own.fitting == own.flowing:
             return own
+        if alike := self._alike:
+            raise RecordError(_ALIKE.format(names_of([f"{m}" for m in alike])))
         if (meant := crossed(self.chain)) is None:
             return own
         other = replace(self.way, name="", fitting=frozenset(), _divisor=None)

@@ -138,6 +138,9 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "the target comes in": lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=target_at),
     "one tensor is two outputs": lambda: Job(layers(both, torch.mul, torch.tanh)),
     "one output is for two stages": lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS),
+    "each of two stages has a backward of its own": lambda: Job(
+        layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True
+    ),
     "one weight has two names": lambda: Job([Twice(), Twice()]),
     "one weight is in two stages": lambda: Job(shared()),
     "complex": lambda: Job([nn.Linear(8, 8, dtype=torch.complex64) for _ in range(2)], COMPLEX, loss_fn=absolute),
@@ -176,6 +179,14 @@ WRONG: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "a gradient from afar is 1e-3 too large": (
         lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS, keep=1.001), "boundaries"
+    ),
+    "one of two backwards brings nothing": (
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=0.0),
+        "boundaries",
+    ),
+    "one of two backwards brings 1e-3 too much": (
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=1.001),
+        "boundaries",
     ),
     "another's target comes in": (
         lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=partial(target_at, wrong=True)), "boundaries"
