@@ -168,6 +168,13 @@ class OwnStage:
         return sum(seen is not None and _fits(seen, due) for seen, due in self._flows)
 
     @property
+    def factor(self) -> float | None:
+        """What everything that flowed to its outputs is, in multiples of what it is when run again: None if various."""
+        found = [None if seen is None else seen.factor(due) for seen, due in self._flows]
+        first = found[0] if found else None
+        return first if first is not None and all(near(one, first) for one in found) else None
+
+    @property
     def _flows(self) -> list[tuple[Sketch | None, Sketch]]:
         every = [(k, at, one) for k, link in enumerate(self.links) for at, one in link.gives.items()]
         return [(_seen(self._calls[k], at), one) for k, at, one in every if at[0] == RECEIVED and one.norm]

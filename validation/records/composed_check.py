@@ -30,6 +30,7 @@ from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
+from pipeproof.records.by_hand import by_hand, sizes_seen
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import HOOKED, AllowedOf, all_dense, hooked, length_in_pieces
@@ -232,11 +233,16 @@ class ComposedCheck(CheckedStep):
             again.run(partial(self._begun.note_unreached, self._own))
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
         again.agree(every, self._of_replica(every))
+        here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
+        if again.times is not None:
+            sizes = sizes_seen(again.stages, lambda stage, name: here.get(self._own.rename(stage, name)))
+            again.take_times([one for own in self._gather(sizes, "how large gradients are") for one in own])
+        if again.times is not None:
+            self._ledger.remark("boundaries", by_hand(again.times))
         with self.noting():
             again.as_agreed()
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
         seen = {stage: chain.stages[stage] for stage in seen}
-        here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, seen)

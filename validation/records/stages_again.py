@@ -10,6 +10,7 @@ from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
+from pipeproof.records.by_hand import agreed_times, are_divided
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way, targets_of, wanting
@@ -25,13 +26,15 @@ class Told:
     """What a rank tells others of its stages: those of which it is not known what they give, and how losses go.
 
     ``fitting``, ``scaled``: as in ``Way``, the latter of the last stage's rank alone. ``crossed``: the targets are
-    those of microbatches that messages were meant for, and not of those that they are of.
+    those of microbatches that messages were meant for, and not of those that they are of. ``times``: what flowed to
+    the last stage's outputs, in multiples of what it is when run again, if that is not once.
     """
 
     lost: Sequence[int]
     fitting: frozenset[str]
     scaled: Sequence[float]
     crossed: bool
+    times: float | None
 
 
 @dataclass
@@ -50,6 +53,7 @@ class StagesAgain:
     only: int | None = None
     stages: list[OwnStage] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
+    times: float | None = None  # what losses are multiplied by of which nobody told
     _crossed: bool = False
 
     def run(self, note: Callable[[OwnStage], None]) -> None:
@@ -72,7 +76,9 @@ class StagesAgain:
     def told(self) -> Told:
         """What other ranks must know."""
         lost = [own.stage for own in self.stages if not own.closed]
-        return Told(lost, self.way.fitting, [self.way.scaled] * (self.chain.last in self.calls), self._crossed)
+        scaled = [self.way.scaled] * (self.chain.last in self.calls)
+        times = [own.factor for own in self.stages if own.stage == self.chain.last and own.fitting < own.flowing]
+        return Told(lost, self.way.fitting, scaled, self._crossed, next(iter(times), None))
 
     def agree(self, every: Sequence[Told], of_replica: Sequence[Told]) -> None:
         """Take what ranks told of themselves: ``every`` one, and those of this replica."""
@@ -80,6 +86,14 @@ class StagesAgain:
         self.way.agree([one.fitting for one in every], [scaled for one in every for scaled in one.scaled])
         if any(one.crossed for one in of_replica):
             self.chain = crossed(self.chain) or self.chain
+        self.times = agreed_times([one.times for one in every])
+
+    def take_times(self, sizes: Sequence[float]) -> None:
+        """Take it that losses are multiplied, and gradients divided by as much, if the ``sizes`` of most stages look so."""
+        if self.times is not None and are_divided(sizes, self.times):
+            self.way.scaled *= self.times
+        else:
+            self.times = None
 
     def as_agreed(self) -> None:
         """Run again what was run in another way than ranks agreed upon."""
