@@ -111,7 +111,7 @@ class Call:
         return self.backwards or [*self.flowed.values()][:1]
 
     def add(self, into: dict[int, Sketch], number: int, seen: Sketch, kept: Tensor | None) -> None:
-        """Note what flowed to a tensor, ``into`` its gradients: of all consumers together. ``kept`` is it, if that is."""
+        """Note what flowed to a tensor, ``into`` its gradients: of all consumers together. ``kept``: a copy of it."""
         flows = {} if self.again is None else self.again.flows
         if number not in into:
             into[number] = seen

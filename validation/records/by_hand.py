@@ -1,4 +1,4 @@
-"""Losses that a job multiplies, and gradients that it divides by as much, without a scaler that tells: both are seen."""
+"""Losses that a job multiplies, and gradients that it divides by as much, where no scaler tells: both are seen."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -42,6 +42,7 @@ class StagesAgain:
     """The stages of ``modules``, by number, as their ``calls`` used them.
 
     ``given``: the microbatches, where they are known. ``only``: the one stage that is run again, if not all are.
+    ``in_parts``: stages are cut inside, among ranks; so may be what passes between them.
     ``chain`` is of this rank's replica, and is read as messages were meant once ranks have agreed on that.
     """
 
@@ -51,6 +52,7 @@ class StagesAgain:
     given: Pairs | None
     chain: Chain
     only: int | None = None
+    in_parts: bool = False
     stages: list[OwnStage] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
     times: float | None = None  # what losses are multiplied by of which nobody told
@@ -59,12 +61,15 @@ class StagesAgain:
     def run(self, note: Callable[[OwnStage], None]) -> None:
         """Run them, the last one first, and ``note`` each.
 
-        Raises ``RecordError`` if its targets are not here, or if nothing tells which of its calls has which.
+        Raises ``RecordError`` if its targets are not here, if nothing tells which of its calls has which, or if ranks
+        pass on parts of what a stage gives.
         """
         for stage, made in sorted(self.calls.items(), reverse=True):
             targets = targets_of(self.given, self.chain, stage)
             if self.only in (None, stage):
                 own = self.way.run_again(stage, self.modules[stage], self._wanting(stage), targets)
+                if self.in_parts and own.other_form:
+                    raise RecordError(own.other_form)
                 self.stages.append(self._as_meant(own))
                 note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
@@ -89,7 +94,7 @@ class StagesAgain:
         self.times = agreed_times([one.times for one in every])
 
     def take_times(self, sizes: Sequence[float]) -> None:
-        """Take it that losses are multiplied, and gradients divided by as much, if the ``sizes`` of most stages look so."""
+        """Take it that gradients are divided by what losses are multiplied by, if the ``sizes`` of most look so."""
         if self.times is not None and are_divided(sizes, self.times):
             self.way.scaled *= self.times
         else:
