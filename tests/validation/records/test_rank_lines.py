@@ -1,4 +1,4 @@
-"""RankLines of ranks are replicas of each other or parts of one, and losses are divided by what replicas have together."""
+"""Lines of ranks are replicas of each other or parts of one; losses are divided by what replicas have together."""
 
 from collections.abc import Sequence
 
