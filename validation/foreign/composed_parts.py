@@ -11,12 +11,13 @@ from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.tied import Shares, of_copies
-from pipeproof.foreign.chain import Chain, Data
+from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.own_links import Link
 from pipeproof.foreign.part_sums import Wrong
 from pipeproof.foreign.replica_weights import Weights
+from pipeproof.foreign.sources import Data
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.foreign.wiring import enter_wiring
 from pipeproof.judging.cause import Cause

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.chain import Chain, Data, without_trials
+from pipeproof.foreign.chain import Chain, without_trials
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.foreign.composed_verdict import verdict_of
@@ -23,6 +23,7 @@ from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.part_sums import sketched
+from pipeproof.foreign.sources import Data
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from pipeproof.foreign.chain import TARGETS, Chain
+from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.own_links import OwnStage
+from pipeproof.foreign.sources import TARGETS
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
 from pipeproof.records.by_hand import agreed_times, are_divided

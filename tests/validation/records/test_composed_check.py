@@ -165,6 +165,19 @@ def test_what_is_right_passes(case: str) -> None:
     assert verdict.verdict == "pass", str(verdict)
 
 
+def test_what_a_rank_makes_alike_in_every_call_is_no_wrong_data_of_that_form() -> None:
+    given = [((x, torch.randint(9, (3, 4))), target) for x, target in TOKENS]  # the second is used nowhere
+    verdict = checked(Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at), given=given)
+    assert (verdict.verdict, verdict.law("boundaries").left_out) == ("unknown", ("input 1 of the microbatches",))
+    assert "input 1 of stage 0 is no stage's and no data" in verdict.law("boundaries").note
+
+
+def test_other_data_than_was_given_is_wrong() -> None:
+    given = [(x.flip(1), target) for x, target in TOKENS]
+    verdict = checked(Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at), given=given)
+    assert verdict.law("boundaries").outcome == "fail", str(verdict)
+
+
 def detached(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
     return [one.detach() for one in given] if (stage, microbatch) == (1, 2) else given
 
