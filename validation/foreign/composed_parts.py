@@ -45,6 +45,9 @@ LAWS = (
 )
 
 
+HOOKED = "hooks on its gradient may have made another of it, and are not run again: they may speak to other ranks"
+
+
 def not_known(stages: Iterable[int]) -> str:
     """That nobody knows what ``stages`` give."""
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
@@ -74,6 +77,7 @@ class OwnPart:
     are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
     added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
     other ranks may have parts of them: ``in_parts``, as where stages are cut inside.
+    ``hooked``: gradients of which hooks may have made others.
     """
 
     ledger: Ledger
@@ -92,6 +96,7 @@ class OwnPart:
     weights: Weights = field(default_factory=dict)
     wrong: Wrong = field(default_factory=dict)
     in_parts: bool = False
+    hooked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class Whole:
 
     def _enter_told(self, ledger: Ledger) -> None:
         """Enter what ranks reported, held against what the last stage and all gradients give."""
-        made, lost = self._expected, self._lost
+        made, lost, hooked = self._expected, self._lost, any(part.hooked for part in self.parts)
         if self.only is not None:
             for law in _OF_ALL_STAGES[self.only == self.chain.last :]:
                 ledger.skip(law, f"stage {self.only} alone was run again in this step")
@@ -203,15 +208,15 @@ class Whole:
                     nearest = min((made.loss, *self.everybodys), key=partial(_apart, told.loss))
                     whole = Comparison(replace(due, loss=nearest), Unmeasured(self.precision), ledger)
                     whole.loss(told.loss, rank=rank)
-                if told.norm is not None and not lost and self.only is None:
+                if told.norm is not None and not lost and not hooked and self.only is None:
                     summed.norm(told.norm, rank=rank)
         if any(one.losses is not None or one.loss is not None for one in self.reported):
             if self.chain.last in lost:
                 ledger.doubt("loss", not_known([self.chain.last]))
             elif not known:
                 ledger.doubt("loss", "the last stage was not called once for each microbatch")
-        if lost and any(one.norm is not None for one in self.reported):
-            ledger.doubt("grad-norm", not_known(lost))
+        if (lost or hooked) and any(one.norm is not None for one in self.reported):
+            ledger.doubt("grad-norm", not_known(lost) if lost else HOOKED)
 
     @property
     def _lost(self) -> list[int]:

@@ -19,6 +19,7 @@ from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, all_finite, is_rounded, sketch
+from pipeproof.observers.speaking import Speaking
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, flowed
@@ -59,6 +60,7 @@ class OwnStage:
         self._draws_others = False
         self._noted: dict[Point, Tensor] = {}
         self._more: dict[int, Tensor] = {}
+        self._speaks: bool | None = None
         self.links: list[Link] = []
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self._sums: dict[tuple[int, str], Gradient] = {}
@@ -131,6 +133,11 @@ class OwnStage:
                 seen = _seen(self._calls[k], at)
                 if at not in link.strange and seen is not None and seen.distance(due) > link.allowed.get(at, 0.0):
                     yield k, at, self._calls[k]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether its calls speak to other ranks: it is run no more than they run it."""
+        return bool(self._speaks)
 
     @property
     def flowing(self) -> int:
@@ -248,10 +255,13 @@ class OwnStage:
         self, reference: Reference, batch: Batch, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
     ) -> Made:
         loss, self._noted, self._more = self.loss, {}, {}
-        try:
-            contribution = reference.contribution(batch, loss.function, loss.divisor, onto=onto)
-        except LossError:
-            contribution = None
+        with nullcontext(None) if self._speaks is not None else Speaking() as first:
+            try:
+                contribution = reference.contribution(batch, loss.function, loss.divisor, onto=onto)
+            except LossError:
+                contribution = None
+            finally:
+                self._speaks = self._speaks if first is None else first.spoke
         tensors = {at: one.detach() for at, one in self._noted.items()}
         for n, one in (contribution.inputs if contribution is not None else {}).items():
             if one is not None:
@@ -283,7 +293,7 @@ class OwnStage:
             return
         for self._loss_is_cast in (True, False):
             made = self._again(self._reference, self._batches[k]).tensors
-            if not self._others(k, {at: sketch(one) for at, one in made.items()}):
+            if self.speaks or not self._others(k, {at: sketch(one) for at, one in made.items()}):
                 self._cast_is_known = True
                 return
         self._loss_is_cast = True
@@ -291,8 +301,8 @@ class OwnStage:
     def _mode_matters(self, k: int) -> bool:
         """Whether a call that was in evaluation mode would have given something else in training mode."""
         call, again = self._calls[k], self._kept(k)
-        if call.training:
-            return False
+        if call.training or self.speaks:
+            return not call.training
         try:
             with torch.no_grad():
                 made = tensors_in(self._model(replace(again, state=again.state.in_training()), *again.tensors))
@@ -313,6 +323,10 @@ class OwnStage:
 
     def _measured(self, k: int, link: Link, made: Made, other: Sequence[Point]) -> Link:
         """``link``, where some points are not as they were: whether they are ever the same, and how rounded."""
+        if self.speaks:
+            return replace(
+                link, limits={**link.limits, **{at: _limit(made.tensors[at], None, self.inside) for at in other}}
+            )
         self._draws_others = True  # nobody knows when a loss drew its own
         twice = self._again(self._reference, self._batches[k]).tensors
         self._draws_others = False

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
@@ -15,6 +15,20 @@ from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.shards import added_up, held_here
 from pipeproof.reference.copied import copied
+
+_BY_ELEMENTS = (  # what these make of an element depends on no other
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,9 @@ class OwnUpdate:
             parts = [_parts(one) for one in optimizers]
             if obstacle := next((why for those in parts for one in those if (why := _obstacle(one))), ""):
                 return OwnUpdate.unknown(f"what {name} makes of gradients is not known: {obstacle}")
+            if whole := [one for those in parts for one in those if type(one) not in _BY_ELEMENTS and _in_shards(one)]:
+                kind = type(whole[0]).__name__
+                return OwnUpdate.unknown(f"what {kind} makes of shards is not known: it may look at whole weights")
             return _foreseen(parts, parameters, factor)
         except Exception as error:  # no one type: it is the user's code
             return OwnUpdate.unknown(f"a copy of {name} cannot take its step: it raised {raised(error)}")
@@ -74,6 +91,10 @@ def _foreseen(
                 held_here(some[name]).copy_(before[name])
         return OwnUpdate.unknown(f"a copy of {type(parts[0]).__name__} moved the weights themselves: they are put back")
     return OwnUpdate(before, {name: one.detach() for name, one in copies.items()})
+
+
+def _in_shards(optimizer: Optimizer) -> bool:
+    return any(held_here(one) is not one for group in optimizer.param_groups for one in group["params"])
 
 
 def _parts(optimizer: Optimizer) -> list[Optimizer]:
@@ -114,7 +135,7 @@ def _twins(
 ) -> tuple[dict[str, nn.Parameter], dict[int, Optimizer]]:
     """Copies of ``parameters``, and by id of ``parts``, with all attributes: torch's own leave some out.
 
-    What is in shards is what this rank has of it: no optimizer of torch's looks at more.
+    What is in shards is what this rank has of it.
     """
     blank = [type(one).__new__(type(one)) for one in parts]
     given: Any = dict(parameters), [_attributes(one) for one in parts]

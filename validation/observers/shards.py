@@ -120,7 +120,7 @@ def added_up(gradient: Any, parameter: Any) -> Tensor:
     That asks all ranks of its mesh, as the optimizer does.
     """
     if isinstance(gradient, InShards) and gradient.placements != getattr(parameter, "placements", gradient.placements):
-        gradient = gradient.redistribute(placements=parameter.placements)
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]  # of DTensor
     made: Tensor = gradient
     return made
 

@@ -26,18 +26,18 @@ _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and ea
 class ChainStart:
     """What one rank brings: microbatches, if it has them, as ``Chain`` has them; its stages; what it was told.
 
-    ``first``: by each name of its parameters, the first one, where its stages hold one under several. ``in_parts``: its
-    stages are cut inside, among ranks that run the same microbatches.
+    ``first``: by each name of its parameters, the first one, where its stages hold one under several. ``together``:
+    among so many ranks, which run the same microbatches, its stages are cut inside.
     """
 
     data: Sequence[Mapping[int, Sketch]] | None
     stages: Sequence[int] = ()
     first: Mapping[str, str] = field(default_factory=dict)
     told: Mapping[str, object] = field(default_factory=dict)
-    in_parts: bool = False
+    together: int = 1
 
     @staticmethod
-    def of(given: Pairs | None, own: RankStages, against: Composed, *, in_parts: bool = False) -> "ChainStart":
+    def of(given: Pairs | None, own: RankStages, against: Composed, *, together: int = 1) -> "ChainStart":
         """What a rank with these brings. Raises ``RecordError`` for what is no part of a chain."""
         if given is not None and not given:
             raise RecordError("microbatches is empty: expected those of the step")
@@ -51,7 +51,7 @@ class ChainStart:
         every = [(stage, *pair) for stage, module in own.modules.items() for pair in module.named_parameters()]
         first = {own.rename(stage, name): (id(one), own.rename(stage, name)) for stage, name, one in every}
         first_of = {name: names.setdefault(*key) for name, key in first.items()}
-        return ChainStart(None, tuple(own.modules), first_of, _told(own, against), in_parts)
+        return ChainStart(None, tuple(own.modules), first_of, _told(own, against), together)
 
     def with_data(self, given: Pairs | None) -> "ChainStart":
         """The same with its microbatches."""

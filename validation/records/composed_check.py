@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain, without_trials
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
+from pipeproof.foreign.composed_parts import HOOKED, LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.foreign.composed_verdict import verdict_of
 from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
@@ -37,7 +37,8 @@ from pipeproof.records.begun import Begun
 from pipeproof.records.by_hand import by_hand, sizes_seen
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.held_gradients import HOOKED, AllowedOf, all_dense, hooked, length_in_pieces
+from pipeproof.records.cut_inside import cut_by_hand, of_parts
+from pipeproof.records.held_gradients import AllowedOf, all_dense, hooked, length_in_pieces
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_lines import RankLines
@@ -151,7 +152,7 @@ class ComposedCheck(CheckedStep):
             self._shards = OwnShards(self._own)
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
-            self._start = ChainStart.of(self._given, self._own, self._by, in_parts=self._shards.inside)
+            self._start = ChainStart.of(self._given, self._own, self._by, together=self._shards.together)
             self._one_name = None if self._by.build is None else names_in(self._by.build)
         with saying_how_often(self._by, self._exchange.rank):
             arrivals: list[Arrival] = self._arrivals()
@@ -160,7 +161,7 @@ class ComposedCheck(CheckedStep):
         if problems := problems or wrong:
             return told(problems)
         every = self._gather(self._start.with_data(self._given), "the microbatches of the checked step")
-        lines = RankLines.of(run, self._exchange.rank, arrivals, in_parts=any(one.in_parts for one in every))
+        lines = RankLines.of(run, self._exchange.rank, arrivals, together=max(one.together for one in every))
         if problems := problems_of(every, run.replicas) or ({} if lines.split else {0: _UNSPLIT}):
             return told(problems)
         self._run, self._lines, self._places, self._starts = run, lines, places_of(arrivals), every
@@ -206,17 +207,20 @@ class ComposedCheck(CheckedStep):
         every = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
+        in_parts = self._lines.together > 1
         own_chain = {s: one for part in self._lines.of_line(every) for s, one in part.items()}
         chain = Chain(without_trials(own_chain, self._data), self._data)
+        first = self._only or 0
+        others = {stage: self._lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
+        if in_parts and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):
+            self.refuse(obstacle)
         for stage in on_several_inputs(chain):
             self.refuse(several_calls(stage, "on several inputs of each microbatch"))
         calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
         modules = self._shards.modules(self._peers)
         chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=self._lines.of_line)
         seen = {stage: chain.stages[stage] for stage in seen}
-        in_parts = any(one.in_parts for one in self._starts)
-        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, in_parts)
-        again.others = {stage: self._lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
+        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, in_parts, others)
         with self.noting():
             given, lines = (self._by.loss_divisor, self.microbatches), self._lines
             divisors = lines.divisor(*given), lines.own_divisor(*given)
@@ -292,6 +296,7 @@ class ComposedCheck(CheckedStep):
         wanted = Due("train", (), (), gradients={name: due[name] for name in names})
         otherwise = hooked(names, self._shards.parameters, seen, wanted, allowed)
         self._ledger.leave_out("gradient", otherwise, HOOKED)
+        part = replace(part, hooked=(*part.hooked, *otherwise))
         names = {full: name for full, name in names.items() if full not in otherwise}
         at = Comparison(wanted, allowed, self._ledger)
         for name in [one for one in reversed(names) if one in seen]:
@@ -316,6 +321,9 @@ class ComposedCheck(CheckedStep):
         if self._lines.replicas > 1:
             pairs = {n: (self._shards.part(n, whole[n]), self._shards.part(n, seen[n])) for n in mine}
             return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
+        if own.speaks:
+            told = f"the cause was not sought: stage {own.stage} speaks to other ranks when it is run"
+            return replace(part, undecided=(*part.undecided, told))
         begun = {name: self._begun.get(name) for name in alone}
         placement = placement_of(self._lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, placement=placement)
@@ -360,6 +368,8 @@ class ComposedCheck(CheckedStep):
         seconds = perf_counter() - self._began
         ended = ended_otherwise([part.report for part in parts], self._absent)
         obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
+        if self._lines.together > 1:
+            obstacle = obstacle or cut_by_hand([one.own.weights for one in parts], self._lines.replica_of_rank)
         if ended is not None or obstacle:
             laws = (LawResult("comparable", "unknown", note=obstacle),) if obstacle else ()
             blank = Verdict("a step of this job", "unknown", "none", laws, seconds=seconds, rerun=rerun)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.comparison import Due
-from pipeproof.judging.tolerance import Floor, same_bits
+from pipeproof.judging.tolerance import Floor, same_bits, unmeasured
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import dense
 
@@ -29,9 +29,6 @@ def all_dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dense(one) if isinstance(one, Tensor) else one for name, one in gradients.items()}
 
 
-HOOKED = "hooks on its gradient may have made another of it, and are not run again: they may speak to other ranks"
-
-
 def hooked(
     names: Iterable[str], parameters: Mapping[str, Tensor], seen: Mapping[str, Any], due: Due, allowed: "AllowedOf"
 ) -> list[str]:
@@ -39,7 +36,8 @@ def hooked(
     found = []
     for name in names:
         one, wanted = seen.get(name), due.gradients[name]
-        if not parameters[name]._backward_hooks or not isinstance(one, Tensor) or wanted is None:
+        hooks = parameters[name]._backward_hooks, getattr(parameters[name], "_post_accumulate_grad_hooks", None)
+        if not any(hooks) or not isinstance(one, Tensor) or wanted is None:
             continue
         here, there = one.detach().cpu(), wanted.cpu()
         if not same_bits(here, there) and allowed.gradient(name).compared(here, there)[1] != "pass":
@@ -59,5 +57,6 @@ class AllowedOf(Unmeasured):
     over: Callable[[str, Floor], Floor]
 
     def gradient(self, name: str) -> Floor:
-        floor = self.own.floors.gradient_by_microbatch((self.own.stage, self.names[name]))
+        site = self.own.stage, self.names[name]
+        floor = unmeasured(self.precision) if self.own.speaks else self.own.floors.gradient_by_microbatch(site)
         return self.over(name, floor if self.own.inside is None else floor.through(self.own.inside))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +53,14 @@ class OwnShards:
         return _GATHERED if any(map(is_gathered, self.own.modules.values())) else ""
 
     @property
-    def inside(self) -> bool:
-        """Whether stages are cut inside, as tensor parallelism does, and not among replicas as ``fully_shard`` does."""
-        cut = [name for name in self.own.shards if name not in self._wrapped]
-        return bool(cut) or any(_cuts(one) > 1 for one in self.parameters.values())
+    def together(self) -> int:
+        """Among how many ranks stages are cut inside, as tensor parallelism does: 1, if by ``fully_shard`` alone.
+
+        Its axis is the last one of a mesh: ``fully_shard`` cuts what was cut so before.
+        """
+        cut = {name for name in self.own.shards if name not in self._wrapped}
+        those: list[Any] = [one for name, one in self.parameters.items() if name in cut or _cuts(one) > 1]
+        return max((one.device_mesh.size(one.device_mesh.ndim - 1) for one in those), default=1)
 
     def modules(self, peers: Peers) -> dict[int, nn.Module]:
         """This rank's stages, to be run again: those of which it has parts are made whole.

@@ -24,16 +24,16 @@ class RankLines:
     data: tuple[int, ...] = (0,)
 
     @classmethod
-    def of(cls, run: Run, rank: int, arrivals: Sequence[Arrival], *, in_parts: bool) -> Self:
-        """Those of ``run``; ``in_parts``: what is inside a stage is cut among the ranks of several lines."""
+    def of(cls, run: Run, rank: int, arrivals: Sequence[Arrival], *, together: int) -> Self:
+        """Those of ``run``; among the ranks of so many ``together``, what is inside a stage is cut."""
         given: dict[tuple[str, ...] | None, int] = {}
         every = tuple(range(run.count))
-        if not in_parts:
+        if together == 1:
             return cls(run, rank, every)
         pairs = [(line, one.microbatches) for line, one in zip(run.replicas, arrivals, strict=True)]
         brought = [next((own for of, own in pairs if of == line and own is not None), None) for line in every]
         data = tuple(given.setdefault(one, line) for line, one in enumerate(brought))
-        alike = len({data.count(one) for one in data}) == 1
+        alike = all(data.count(one) == together for one in data)
         return cls(run, rank, data if alike else every)
 
     @property

@@ -125,7 +125,7 @@ class StagesAgain:
 
     def _as_meant(self, own: OwnStage) -> OwnStage:
         """``own``; the last stage with the targets of what messages were meant for, if those explain all flows."""
-        if own.stage != self.chain.last or own.fitting == own.flowing:
+        if own.stage != self.chain.last or own.fitting == own.flowing or own.speaks:
             return own
         if alike := self._alike:
             raise RecordError(_ALIKE.format(names_of([f"{m}" for m in alike])))

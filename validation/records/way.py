@@ -17,6 +17,11 @@ from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.model import LossFn
 
+_SPEAKS = (
+    "stage {} speaks to other ranks when it is run, so that it is run but once, and what flowed to its outputs is not "
+    "what the loss gives that is divided by the number of its replica's microbatches: pass loss_divisor"
+)
+
 
 @dataclass
 class Way:
@@ -52,7 +57,9 @@ class Way:
                 return own  # by zeros nobody tells; other ranks may know
             if own.fitting > most:
                 best, most, self._divisor = own, own.fitting, divisor
-            if most == own.flowing:
+            if own.speaks and own.fitting < own.flowing:
+                own.doubt(_SPEAKS.format(stage))
+            if own.speaks or most == own.flowing:
                 break
         assert best is not None, "there is a way"
         self.fitting = frozenset(name for name, (by, _) in self._ways.items() if most and by == self._divisor)
@@ -69,6 +76,9 @@ class Way:
         """``own``, or what it is in the way that ranks agreed upon, if that is not the one it was run in."""
         divisor = self._ways[self.name][0]
         if targets is None or self._divisor in (None, divisor):
+            return own
+        if own.speaks:
+            own.doubt(_SPEAKS.format(own.stage))
             return own
         return self._once_more(own.stage, module, calls, Ending(self._loss_fn, divisor, targets))
 
