@@ -20,7 +20,7 @@ from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import explained
 from pipeproof.commands.cli import main
 from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.judge import Judge
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.world import World

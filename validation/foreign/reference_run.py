@@ -1,186 +1,23 @@
-"""What is to be validated, as the user gave it, and the reference's own run over its microbatches."""
+"""The reference's own run over the microbatches of a task."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
-from pipeproof.foreign.rank import Step
 from pipeproof.foreign.survey import Both, Survey
+from pipeproof.foreign.task import ReferenceRaised, Task
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.tolerance import FP32, scalar_error
 from pipeproof.judging.verdict import Crash, raised
 from pipeproof.observers.sketch import contents
-from pipeproof.pipeline.sizes import some
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.graph import ends_of, uses
-from pipeproof.reference.step import Contribution, Gradient, Loss, LossError, Recipe, Reference, Site
-from pipeproof.worlds.accelerator import first_of
-
-
-class WhiteBoxError(ValueError):
-    """A validation that cannot be: what was asked for makes no sense."""
-
-
-class ReferenceRaised(Exception):
-    """The reference, which is the user's own code, cannot be run. Its cause is what it raised."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be validated, as the user gave it."""
-
-    step: Step
-    reference: Callable[[], nn.Module]
-    microbatches: tuple[Any, ...]
-    loss_fn: Callable[[Any, Tensor], Tensor] | None = None
-    loss_divisor: float | None = None
-    optimizer: Callable[[nn.Module], Optimizer] | None = None
-
-    def check(self) -> None:
-        """Raise ``WhiteBoxError`` for what cannot be."""
-        if not callable(self.step):
-            raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
-        check_builds("reference", self.reference)
-        if self.loss_fn is not None:
-            check_loss_fn(self.loss_fn)
-        if not self.microbatches:
-            raise WhiteBoxError("microbatches is empty: expected at least one")
-        check_divisor(self.loss_divisor)
-        if self.optimizer is not None and not callable(self.optimizer):
-            raise WhiteBoxError(
-                f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
-            )
-        for number in range(len(self.microbatches)):
-            self._batch(number)
-
-    def updated(
-        self, reference: Reference, gradients: Mapping[Site, Gradient], *, max_norm: float | None
-    ) -> dict[Site, Tensor]:
-        """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
-
-        Raises ``ReferenceRaised``.
-        """
-        if self.optimizer is None:
-            return {}
-        try:
-            return reference.updated(gradients, self.optimizer, max_norm=max_norm)
-        except Exception as error:  # no one type: it is the user's code
-            raise ReferenceRaised(f"optimizer={name_of(self.optimizer)} raised {raised(error)}") from error
-
-    @property
-    def name(self) -> str:
-        return name_of(self.reference)
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of a microbatch, and what it is divided by."""
-        function = self.loss_fn or (lambda output, target: output)
-        return Loss(function, float(self.loss_divisor or len(self.microbatches)))
-
-    @property
-    def hint(self) -> str:
-        """What a reference that cannot be run may lack."""
-        called = "it was called with all of a microbatch, inputs and target, and has to give the loss"
-        return "" if self.loss_fn else f"; no loss_fn was given, so {called}: give loss_fn=, if it gives the output"
-
-    def title(self, ranks: int) -> str:
-        """The subject in words."""
-        count = some(len(self.microbatches), "microbatch")
-        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, reference {self.name}"
-
-    def built(self, device: str) -> nn.Module:
-        """The reference, as every rank builds it."""
-        try:
-            model = self.reference()
-        except Exception as error:  # no one type: it is the user's code
-            raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
-        check_module(f"reference {self.name} returned", model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
-        return model.to(first_of(device)).train()
-
-    def batches(self, model: nn.Module) -> list[Batch]:
-        """The microbatches for the reference, where ``model`` is."""
-        device = str(next(model.parameters()).device)
-        return [self._batch(number).to(device) for number in range(len(self.microbatches))]
-
-    def repeated(self, device: str) -> frozenset[str]:
-        """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
-
-        Such a one may have a copy in every stage that uses it. What cannot be told is in none.
-        """
-        model = self.built(device)
-        return repeated(model, self.batches(model)[0], self.loss.function)
-
-    def _batch(self, number: int) -> Batch:
-        given = self.microbatches[number]
-        batch = Batch.of(given, torch.empty(0)) if self.loss_fn is None else Batch.of(*pair_of(number, given))
-        for tensor in (*batch.inputs, batch.target):
-            if not isinstance(tensor, Tensor):
-                raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
-        return batch
-
-
-def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
-    """Raise ``error`` where what is ``given`` as ``what`` is no function that builds a model."""
-    if isinstance(given, nn.Module) or not callable(given):
-        raise error(f"{what} is a {type(given).__name__}: expected a function that builds it")
-
-
-def check_module(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
-    """Raise ``error`` where what is ``given``, ``what`` says by whom, is no model."""
-    if not isinstance(given, nn.Module):
-        raise error(f"{what} a {type(given).__name__}: expected a torch.nn.Module")
-
-
-def check_loss_fn(given: Any) -> None:
-    """Raise ``WhiteBoxError`` where it is no function."""
-    if not callable(given):
-        raise WhiteBoxError(f"loss_fn is {given!r}: expected a function of output and target")
-
-
-def check_divisor(given: Any) -> None:
-    """Raise ``WhiteBoxError`` where losses cannot be divided by it; None: by their number."""
-    if given is not None and (not isinstance(given, int | float) or not given > 0):
-        raise WhiteBoxError(f"loss_divisor is {given!r}: expected a number above 0")
-
-
-def pair_of(number: int, given: Any) -> tuple[Any, Any]:
-    """Inputs and target of the microbatch of this number. Raises ``WhiteBoxError``."""
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
-        raise WhiteBoxError(
-            f"microbatch {number} is a {type(given).__name__}{many}: expected a pair of inputs and target"
-        )
-    inputs, target = given
-    return inputs, target
-
-
-def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
-    """The parameters that ``model``, which is used up by it, uses in several places for ``batch``, by all names."""
-    model.requires_grad_()
-    inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
-    try:
-        loss = loss_fn(model(*inputs), batch.target)
-    except RuntimeError:  # of the user's own code, which may not like that its data has a gradient
-        return frozenset()
-    count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, one in parameters if count[id(one)] > 1)
-
-
-def name_of(function: object) -> str:
-    """What to call ``function``."""
-    function = getattr(function, "func", function)  # of a functools.partial
-    return str(getattr(function, "__name__", None) or type(function).__name__)
+from pipeproof.reference.step import Contribution, LossError, Recipe, Reference, Site
 
 
 class SecondModel:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.reference_run import ReferenceRun, SecondModel, Task
+from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
+from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
 from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
 from pipeproof.judging.tolerance import Precision
