@@ -149,16 +149,21 @@ class Reference:
         return self._update(expected, max_norm or self.recipe.max_norm) if operation == "train" else expected
 
     def before_update(
-        self, batches: Sequence[Batch], contributions: Sequence[Contribution], *, orders: Mapping[Stage, Sequence[int]]
+        self,
+        batches: Sequence[Batch],
+        contributions: Sequence[Contribution],
+        *,
+        orders: Mapping[Stage, Sequence[int]],
+        onto: Mapping[Site, Gradient] = MappingProxyType({}),
     ) -> Expected:
         """What "train" must give up to its update, where these are the contributions of ``batches``.
 
-        The model stays as it is, and lends its parameters to what is returned.
+        ``onto``: what was accumulated before. The model stays as it is, and lends its parameters to what is returned.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         losses = tuple(one.loss for one in contributions)
         before = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        gradients = self.total(self.accumulate(contributions, orders=orders))
+        gradients = self.total(self.accumulate(contributions, orders=orders, onto=onto))
         loss, norm = _total(losses) / divisor, self.norm(gradients)
         return Expected("train", losses, loss, tuple(contributions), before, gradients=gradients, norm=norm)
 

@@ -17,7 +17,7 @@ from pipeproof.diagnosis.rule import Rule, clears, followed
 from pipeproof.diagnosis.rules.attributed import attributed, in_part, unexplained
 from pipeproof.diagnosis.rules.besides import besides, besides_backwards
 from pipeproof.diagnosis.rules.boundaries import boundaries
-from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
+from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, no_update, other_weights, partition, weights
 from pipeproof.diagnosis.rules.norms import norm, of_no_known_norm
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
 from pipeproof.diagnosis.rules.report import order_told, report, unreported
@@ -196,6 +196,7 @@ RULES: tuple[Rule[Evidence], ...] = (
         _recorded,
     ),
     Rule(shared, _agree, _held_together, apart),
+    Rule(no_update),
     _attributed(_unrecorded),
     Rule(
         norm,

@@ -97,6 +97,7 @@ class Evidence:
     The parts: ``playable`` is what it takes to play the run again on one device, and ``due`` what is known of the right
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
     the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
+    ``earlier_weights``: those that operations before it began with.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
     ``clipped_to`` is what a foreign step says of its clipping. ``skips``: losses are scaled, and gradients overflow.
 
@@ -120,6 +121,7 @@ class Evidence:
     seen: Observed | None = None
     passed: Mapping[int, Passed] = field(default_factory=dict)
     others: tuple[Line, ...] = ()
+    earlier_weights: Sequence[Mapping[str, Tensor]] = ()
     members: Members | None = None
     sums: RecordSums | None = None
     clipped_to: float | None = None

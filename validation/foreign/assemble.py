@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
+from pipeproof.foreign.buffers import named_buffers
 from pipeproof.foreign.call_matching import Which, every_call
 from pipeproof.foreign.crossings import passed
+from pipeproof.foreign.kept import kept
 from pipeproof.foreign.matching import match, with_copies
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims
-from pipeproof.foreign.stages_in_order import Row, Stage, in_order
+from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.foreign.survey import Both
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
@@ -32,7 +34,8 @@ _PLAIN = 1e-3  # a relative error that no rounding makes; no verdict hangs on it
 class Assembled:
     """All ranks' parts as stages of ``model``, whose parameters have these ``contents`` by name.
 
-    ``repeated`` tells which of them the model uses in several places.
+    ``repeated`` tells which of them the model uses in several places. Of a later operation, ``first`` is the first one,
+    whose stages and names it has; ``name`` is its own.
     """
 
     model: nn.Module
@@ -40,22 +43,30 @@ class Assembled:
     made: Sequence[RankMade]
     replicas: Replicas
     repeated: Callable[[], Collection[str]] = frozenset
+    first: "Assembled | None" = None
+    name: str = "train"
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """In the order in which the reference has their first parameters."""
+        return self._matched if self.first is None else tuple(map(self._like, self.first.stages))
+
+    def _like(self, stage: Stage) -> Stage:
+        """The stage that the first operation has as ``stage``."""
+        assert self.first is not None, "asked for of later operations"
+        return replace(stage, part=self._whole(self.made[stage.rank].parts[stage.chunk], stage.names))
+
+    @property
+    def _matched(self) -> tuple[Stage, ...]:
         parts = [(rank, chunk, part) for rank, made in enumerate(self.made) for chunk, part in enumerate(made.parts)]
         found = match([part.locals for *_, part in parts], self.contents)
         found = with_copies(found, [part.gradients for *_, part in parts], lambda: self._several)
-        rows = []
+        stages = []
         for number, (rank, chunk, part) in enumerate(parts):
             names = {k: name for (at, k), name in found.names.items() if at == number}
             unmatched = {k: why for (at, k), why in found.unmatched.items() if at == number}
-            rows.append(Row(chunk, Stage(number, rank, self._whole(part, names), names, unmatched)))
-        return tuple(
-            replace(one, index=index)
-            for index, one in enumerate(in_order(rows, [*self._parameters], lambda: self._several))
-        )
+            stages.append(Stage(number, rank, self._whole(part, names), names, unmatched, chunk))
+        return in_order(stages, [*self._parameters], lambda: self._several)
 
     def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
         """``part``, with shards put together as the whole parameters that the model has under ``names``."""
@@ -210,6 +221,13 @@ class Assembled:
         }
 
     @property
+    def left(self) -> dict[str, Tensor]:
+        """The weights after the operation, by name, as far as they were handed back."""
+        every = [(name, stage.part.after.get(k)) for stage in self.stages for k, name in stage.names.items()]
+        held = {id(self._parameters[name]): one[1] for name, one in reversed(every) if one and one[0] is None}
+        return {name: held[id(one)] for name, one in self._parameters.items() if id(one) in held}
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         every = [one for stage in self.stages for one in stage.part.locals]
@@ -272,7 +290,7 @@ class Assembled:
         seen = [flow for stage in ran if (flow := known[made.line].get(stage.index)) is not None]
         actions = _as_done(seen) if made.actions is None else made.actions
         return RankOperation(
-            "train",
+            self.name,
             made.losses,
             tuple(self._known(actions)),
             called=tuple(call for flow in seen for call in flow.called),
@@ -284,6 +302,7 @@ class Assembled:
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in seen),
             share=made.share,
+            buffers=dict(named_buffers(own, self.model, self._known(actions))) if self._alone else {},
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
             line=made.line,
         )
@@ -292,7 +311,16 @@ class Assembled:
         """A trace may speak of stages that have no parameters, and so are none here."""
         return (action for action in actions if 0 <= action.stage < len(self.stages))
 
+    @property
+    def _alone(self) -> bool:
+        """Whether every stage ran all microbatches in one place, so that its buffers have seen all of them."""
+        one_place = bool(self.replicas.together) or all(len(stage.part.members) < 2 for stage in self.stages)
+        return self.replicas.count == 1 and one_place
+
     def _claims(self, stage: Stage) -> Iterator[Claim]:
+        if self.name != "train":  # what ranks have in common may be put together in the update alone
+            yield from kept(stage, self.name)
+            return
         for k, name in stage.names.items():
             every = claims((stage.index, name), k, stage.part.members, self.replicas)
             yield from (one for one in every if not (self.unlike and one.law == "updated-parameters"))
@@ -304,10 +332,11 @@ class Assembled:
 
     def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
         for k, name in stage.names.items():
-            content = stage.part.locals[k].content
-            if content is not None:
-                value = stage.part.values.get(k)
-                yield (stage.index, name), self._by_content[content] if value is None else value
+            content, value = stage.part.locals[k].content, stage.part.values.get(k)
+            if value is not None:
+                yield (stage.index, name), value
+            elif content is not None and not stage.part.later:
+                yield (stage.index, name), self._by_content[content]
 
 
 def _differs(seen: Tensor | None, due: Tensor, at: Shard) -> bool:

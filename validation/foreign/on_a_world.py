@@ -26,6 +26,7 @@ def validate(
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
     loss_divisor: float | None = None,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    steps: Sequence[str] | None = None,
     names: Names | None = None,
     timeout_s: float | None = None,
     world: str = REAL,
@@ -44,6 +45,7 @@ def validate(
             loss_fn=loss_fn,
             loss_divisor=loss_divisor,
             optimizer=optimizer,
+            steps=steps,
             names=names,
             timeout_s=timeout_s,
         )

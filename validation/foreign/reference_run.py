@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
@@ -33,6 +33,10 @@ class SecondModel:
     def model(self) -> nn.Module:
         """It, with the weights that a step begins with."""
         return self._task.built(self._device)
+
+    def like(self, task: Task) -> nn.Module:
+        """One of ``task``, with the weights that it begins with."""
+        return self.model if task is self._task else task.built(self._device)
 
     @cached_property
     def other_weights(self) -> str:
@@ -93,6 +97,7 @@ class ReferenceRun:
         self._coming = self.reference(each if owner is None else owner).contributing(self.batches)
         self._made: list[Contribution] = []
         self._failure: Exception | None = None
+        self._left: dict[str, Tensor] = {}
         self.crash: Crash | None = None  # of ours, where places were noted for a diagnosis
 
     def __iter__(self) -> "ReferenceRun":
@@ -143,7 +148,18 @@ class ReferenceRun:
             why = f"cannot be differentiated: {failure}" if known else f"raised {raised(failure)}"
             where = f"on microbatch {len(self._made)} the reference {self._task.name}"
             raise ReferenceRaised(f"{where} {why}{self._task.hint}") from failure
+        self._left = self._left or {name: one.detach().cpu().clone() for name, one in self._model.named_buffers()}
         return tuple(one.under(owner) for one in self._made)
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Those of the model, as the microbatches left them once all were made."""
+        return self._left
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the model, by all names."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @property
     def places(self) -> Both | None:

@@ -1,65 +1,68 @@
 """What becomes of a step once its ranks have handed it back: it is judged, and what is wrong with it explained."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Line
-from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.call_matching import every_call, last_called, last_trained
+from pipeproof.foreign.call_matching import Which, every_call, last_called, last_trained
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.holders import at_holders
 from pipeproof.foreign.lines import from_the_first_wrong
-from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
+from pipeproof.foreign.operation_run import OperationRun, observed_of
+from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.step_oracle import required_of
 from pipeproof.foreign.task import Task
 from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import UNSOUGHT
-from pipeproof.reference.accumulation import Accumulation
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
 _WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
 _LATEST = "each microbatch's last call counts: with those before it, more calls are unlike the reference's"
 
 
-def judged_step(
-    title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun, accumulation: Accumulation
+def judged_runs(
+    title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, *, halted: str = ""
 ) -> Verdict:
-    """The verdict on what was ``found``, beside what the reference's ``run`` made."""
-    batches, made = run.batches, run.made(found.owner)
-    if other_loss := second.other_loss(made[0].loss, batches[0]):
+    """The verdict on what the ranks made of every operation; ``second``: another model of the first one.
+
+    ``halted``: why the operations after ``runs`` are not compared.
+    """
+    first, watched, missed = runs[0], runs[0].found.watched, runs[0].found.missed
+    if other_loss := second.other_loss(first.made[0].loss, first.run.batches[0]):
         return random_reference(title, task, other_loss)
-    if all(gradient is None for one in made for gradient in one.gradients.values()):
+    if all(gradient is None for one in first.made for gradient in one.gradients.values()):
         return undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
-    like = run.divided_late(found.owner, watched=found.watched) if accumulation.late else run
-    like.made(found.owner)  # its places are known when it is done
-    reference = like.reference(found.owner, found.copies, accumulation=accumulation)
-    known = found.passages(like.places, like.note_handed_on)
-    observed = found.observed(known)
-    required = required_of(title, task, found, second, run=like, reference=reference, observed=observed)
-    verdict = judged(required, observed)
-    counted = every_call
-    for which in (last_trained, last_called) if verdict.mismatches and found.watched else ():
-        other = judged(required, found.observed(found.passages(like.places, like.note_handed_on, which=which)))
+
+    def of_calls(which: Which) -> Verdict:
+        observed = observed_of(runs, [one.passages(which) for one in runs])
+        return judged(required_of(title, task, runs, second, observed, halted=halted), observed)
+
+    verdict, counted = of_calls(every_call), every_call
+    for which in (last_trained, last_called) if verdict.mismatches and watched else ():
+        other = of_calls(which)
         if other.verdict == "pass" or _unlike(other) < _unlike(verdict):
             note = _WARMED_UP if other.verdict == "pass" else _LATEST
             verdict, counted = with_notes(other, {"microbatches": note}), which
-    verdict = at_holders(_of_first_ranks(verdict), found, made)
-    if found.watched and found.missed:
-        verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
+    number = min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
+    verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
+    if watched and missed:
+        verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, missed))
     if not verdict.mismatches:
         return verdict
-    if like is not run:  # a cause is sought beside one that divides what each microbatch gives
-        reference = run.reference(found.owner, found.copies, accumulation=accumulation)
-    if like is not run or counted is not every_call:
-        known = found.passages(run.places, run.note_handed_on, which=counted)
-        observed = found.observed(known)
-    if run.crash is not None:
-        return verdict.without_cause(run.crash)
-    beside = Beside(reference, second.model, batches, task.loss, made)
+    one = runs[number]
+    return _explained(verdict, one, counted, Beside.of(one, second.like(one.task), runs[:number][::-1]))
+
+
+def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside) -> Verdict:
+    """``verdict`` with its cause, sought in the operation that disagrees first."""
+    known = one.found.passages(one.run.places, one.run.note_handed_on, which=counted)
+    if one.run.crash is not None:
+        return verdict.without_cause(one.run.crash)
+    observed = one.found.observed(known)
     lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
-    evidence = evidence_of(verdict, from_the_first_wrong(lines), found, beside)
+    evidence = evidence_of(verdict, from_the_first_wrong(lines), one.found, beside)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
 
     def told() -> Verdict:

@@ -1,13 +1,14 @@
 """What is to be validated, as the user gave it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.foreign.operations import OPERATIONS
 from pipeproof.foreign.rank import Step
 from pipeproof.judging.verdict import raised
 from pipeproof.pipeline.sizes import some
@@ -26,8 +27,31 @@ class ReferenceRaised(Exception):
 
 
 @dataclass(frozen=True)
+class Continued:
+    """The reference that ``func`` builds, with the weights and buffers, by name, that operations before left in it."""
+
+    func: Callable[[], nn.Module]
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+    def __call__(self) -> nn.Module:
+        model = self.func()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                parameter.copy_(self.weights[name])
+        for name, buffer in self.buffers.items():
+            holder, _, leaf = name.rpartition(".")
+            model.get_submodule(holder)._buffers[leaf] = buffer.clone()
+        return model
+
+
+@dataclass(frozen=True)
 class Task:
-    """What is to be validated, as the user gave it."""
+    """What is to be validated, as the user gave it.
+
+    ``steps``: the operations of a run that has several, of which each has its part of the microbatches; empty: it is
+    one step. ``evaluates``: it is one evaluation.
+    """
 
     step: Step
     reference: Callable[[], nn.Module]
@@ -35,6 +59,31 @@ class Task:
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
     loss_divisor: float | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
+    steps: tuple[str, ...] = ()
+    evaluates: bool = False
+
+    @property
+    def plan(self) -> tuple[str, ...]:
+        """The operations."""
+        return self.steps or ("train",)
+
+    @property
+    def each(self) -> int:
+        """How many microbatches every operation has."""
+        return len(self.microbatches) // len(self.plan)
+
+    def operation(self, number: int, begun: "Continued | None" = None) -> "Task":
+        """Operation ``number`` as a task of its own; ``begun``: the reference that it begins with."""
+        if not self.steps:
+            return self
+        own = self.microbatches[number * self.each :][: self.each]
+        return replace(
+            self,
+            reference=begun or self.reference,
+            microbatches=own,
+            steps=(),
+            evaluates=self.steps[number] == "eval",
+        )
 
     def check(self) -> None:
         """Raise ``WhiteBoxError`` for what cannot be."""
@@ -50,6 +99,8 @@ class Task:
             raise WhiteBoxError(
                 f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
             )
+        if self.steps:
+            _check_steps(self.steps, len(self.microbatches))
         for number in range(len(self.microbatches)):
             self._batch(number)
 
@@ -85,8 +136,8 @@ class Task:
 
     def title(self, ranks: int) -> str:
         """The subject in words."""
-        count = some(len(self.microbatches), "microbatch")
-        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, reference {self.name}"
+        count, steps = some(self.each, "microbatch"), f"{', '.join(self.steps)} of " if self.steps else ""
+        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {steps}{count}, reference {self.name}"
 
     def built(self, device: str) -> nn.Module:
         """The reference, as every rank builds it."""
@@ -97,7 +148,7 @@ class Task:
         check_module(f"reference {self.name} returned", model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
-        return model.to(first_of(device)).train()
+        return model.to(first_of(device)).train(not self.evaluates)
 
     def batches(self, model: nn.Module) -> list[Batch]:
         """The microbatches for the reference, where ``model`` is."""
@@ -119,6 +170,31 @@ class Task:
             if not isinstance(tensor, Tensor):
                 raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
         return batch
+
+
+def as_steps(steps: object) -> tuple[str, ...]:
+    """The operations of ``steps``. Raises ``WhiteBoxError`` where it has none, or others."""
+    known = ", ".join(map(repr, OPERATIONS))
+    if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
+        raise WhiteBoxError(f"steps is {steps!r}: expected a list of some of {known}")
+    for one in steps:
+        if one not in OPERATIONS:
+            raise WhiteBoxError(f"steps has {one!r} in it: expected some of {known}")
+    return tuple(steps)
+
+
+def _check_steps(steps: Sequence[str], microbatches: int) -> None:
+    if "train" not in steps:
+        raise WhiteBoxError(f"steps is {list(steps)}: expected at least one 'train', whose gradients are compared")
+    if "accumulate" in [*steps][::-1][: [*steps][::-1].index("train")]:
+        raise WhiteBoxError(
+            f"steps is {list(steps)}: expected 'train' after each 'accumulate', for it has the gradients of both"
+        )
+    if microbatches % len(steps):
+        raise WhiteBoxError(
+            f"{some(microbatches, 'microbatch')} for {some(len(steps), 'operation')} of steps=: expected a multiple, "
+            "for each has its own"
+        )
 
 
 def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:

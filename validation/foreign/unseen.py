@@ -5,18 +5,21 @@ from collections.abc import Sequence
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.observers.observed import Observed
 
+_BUFFERS = "no stage that has any was seen to run all microbatches in their order"
 
-def skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
+
+def skipped(observed: Observed) -> Sequence[tuple[str, str]]:
     """The laws that do not apply to what was handed back."""
-    claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
+    claimed = _claimed(observed)
     laws = (("shards", "no parameter is in shards"), ("replicas", "no stage is held by several ranks"))
     return [(law, reason) for law, reason in laws if law not in claimed]
 
 
-def missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
-    """The laws of whose matter nothing was handed back or watched."""
+def missed(found: Assembled, observed: Observed, unlike: str) -> Sequence[tuple[str, str]]:
+    """The laws of whose matter nothing was handed back or watched; ``unlike``: why updates are not compared."""
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
-    norm = any(row[0].norm is not None for row in observed.ranks)
+    every, claimed = [one for row in observed.ranks for one in row], _claimed(observed)
+    norm, buffers = any(one.norm is not None for one in every), any(one.buffers for one in every)
     ordered = len(found.unseen) < len(found.stages) or not found.stages
     named = "gradients were handed back, not watched modules" if found.nameless else ""
     unwatched = found.missed or named or "no stage was watched: watch(module) does"
@@ -30,13 +33,18 @@ def missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
             ("microbatches", ordered, unwatched),
             ("boundaries", found.watched, unwatched),
             ("grad-norm", norm, "no rank reports a norm"),
-            ("updated-parameters", not found.unlike, found.unlike),
+            ("updated-parameters", not unlike or "updated-parameters" in claimed, unlike),
+            ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
         )
         if not seen
     ]
 
 
+def _claimed(observed: Observed) -> set[str]:
+    return {claim.law for row in observed.ranks for one in row for claim in one.claims}
+
+
 def unreported(observed: Observed) -> dict[str, str]:
     """What the step does not report, by the law that needs it."""
-    told = any(row[0].losses or row[0].loss is not None for row in observed.ranks)
+    told = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
     return {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}

@@ -15,15 +15,17 @@ from torch.optim import Optimizer
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
+from pipeproof.foreign.course import Course
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.layerwise import Build, Layered
 from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.mutate import Mutated, mutated
+from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
-from pipeproof.foreign.step_verdict import judged_step, random_reference, undecided, with_notes
-from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
+from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
+from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, as_steps, name_of
 from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import contents
@@ -53,6 +55,7 @@ class WhiteBox:
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
         loss_divisor: float | None = None,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        steps: Sequence[str] | None = None,
         names: Names | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
@@ -69,16 +72,20 @@ class WhiteBox:
         loss. Without it the model is called with all of a microbatch, and gives the loss. loss_divisor: the loss is
         divided by this before its backward. The default is the number of microbatches. optimizer: makes the reference's
         of the model. With it the step is to update its parameters once, and to leave their gradients; the weights after
-        it are compared. names: what the step's parameters are called in the reference: prefixes and what replaces them,
-        or a function. timeout_s: how long the step may take, in seconds; a hang ends there.
+        it are compared. steps: several operations, such as ``["train", "accumulate", "train", "eval"]``. ``step`` is
+        then called once, with the model and an iterator of ``(operation, microbatches)``: it goes through these, and
+        yields for each what a step hands back, before it clears gradients. The microbatches are dealt to the operations
+        in order, as many to each. names: what the step's parameters are called in the reference: prefixes and what
+        replaces them, or a function. timeout_s: how long the step may take, in seconds; a hang ends there.
 
         Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.
         """
         began = perf_counter()
         task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer)
-        replicas = Replicas.along(ranks, len(task.microbatches))
+        task = task if steps is None else replace(task, steps=as_steps(steps))
         task.check()
+        replicas = Replicas.along(ranks, task.each)
         replicas.check()
         check_names(names)
         seconds(self.world.timeout_s if timeout_s is None else timeout_s)
@@ -159,35 +166,41 @@ class WhiteBox:
         return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
 
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
-        title = _title(task, replicas)
-        model = task.built(self.world.device)
+        title, first = _title(task, replicas), task.operation(0)
+        model = first.built(self.world.device)
         known = contents(model)
-        second, ahead = SecondModel(task, self.world.device, known), ReferenceRun(task, model, replicas)
-        updates, name = task.optimizer is not None, name_of(task.step)
-        order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates)
+        second, ahead = SecondModel(first, self.world.device, known), ReferenceRun(first, model, replicas)
+        updates, name = task.optimizer is not None or bool(task.steps), name_of(task.step)
+        order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates, task.steps)
         made, failure = self._made(order, chain(second, ahead))
         if second.other_weights:
             return random_reference(title, task, second.other_weights)
         if failure is not None:
             return _failed(title, failure)
-        repeated = partial(task.repeated, self.world.device)
-        found = Assembled(model, known, joined_parts(made, replicas, known), replicas, repeated)
+        found = Assembled(
+            model, known, joined_parts(made[0], replicas, known), replicas, partial(first.repeated, self.world.device)
+        )
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
-        if other := other_data(made, digests(task.microbatches)):
+        if other := other_data(made[0], digests(task.microbatches)):
             return undecided(title, other)
         run = ahead.settled(found.owner, watched=found.watched)
-        return judged_step(title, task, found, second, run, accumulation_of(made, replicas))
+        begun = OperationRun(first, replace(found, name=task.plan[0]), run, accumulation_of(made[0], replicas))
+        course = Course(task, self.world.device, made, [begun])
+        course.run()
+        return course.concluded(judged_runs(title, task, course.runs, second, halted=course.halted))
 
-    def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[Sequence[RankMade], RankFailed | None]:
-        """What the ranks made of ``order``, or how they failed."""
+    def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[list[list[RankMade]], RankFailed | None]:
+        """What the ranks made of each operation of ``order``, or how they failed."""
         ranks = len(order.replicas.of)
         try:
-            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
+            rows = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
         except RankFailed as failure:
-            return (), failure
-        join_messages(made)
+            return [], failure
+        made = [list(operation) for operation in zip(*rows, strict=True)]
+        for operation in made:
+            join_messages(operation)
         return made, None
 
 

@@ -17,7 +17,7 @@ from pipeproof.judging.measured import Measured
 from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.oracle import Answer, Floors, Requirements
 from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits
-from pipeproof.judging.verdict import Crash, Tier, Verdict, overall
+from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import any_nonzero
 from pipeproof.reference.step import Expected, Site
@@ -185,13 +185,16 @@ class Judge:
         if name == "train":
             self._gradients(at, number, laws, expected)
             if self._required.by_numbers:
-                self._execution.by_numbers(self._right(number, expected))
+                self._execution.by_numbers(self._right(number, expected), laws)
                 self._execution.uncompared(number)
             self._norms(at, number)
             self._updates(at, number, laws, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
                 self.ledger.remark("gradient", answer.floors.obstacle)
+        elif self._required.by_numbers and self.ledger.entered("loss", number) and not self._others_wrong():
+            stages = range(self._observed.schedule.n_stages)
+            self._execution.by_numbers(stages, laws, what="its losses")
         at.close()
         leave_out(self.ledger, due, number=number, names=())
 
@@ -230,7 +233,8 @@ class Judge:
         for rank, operations in enumerate(self._observed.ranks):
             own = operations[number]
             # accumulate() reports losses where they are known, and no whole one.
-            if (own.losses or self._required.every_rank) and (not adds or rank % n_ranks == placement[-1]):
+            knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
+            if (own.losses or self._required.every_rank) and knows:
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
                 continue  # a sum of what is no number is none either: where that comes from is told
@@ -243,8 +247,11 @@ class Judge:
         if not expected.buffers:
             self.ledger.skip("buffers", "the model has none")
         observed = self._observed.buffers(number)
-        for name in expected.buffers.keys() - {name for _, name in observed}:
+        missing = expected.buffers.keys() - {name for _, name in observed}
+        for name in missing if self._required.every_rank else ():
             at.buffer(name, None)
+        if not self._required.every_rank and observed:
+            self.ledger.leave_out("buffers", sorted(missing), "not compared", hides=False)
         for site, seen in sorted(observed.items(), key=lambda item: item[0]):
             at.buffer(site[1], seen, **self._where(site))
 
@@ -312,9 +319,15 @@ def judged(required: Requirements, observed: Observed, *, measure: bool = False)
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision, seconds=perf_counter() - began)
     trained = [k for k, name in enumerate(required.plan) if name == "train"]
+    verdict = replace(verdict, mismatches=tuple(_named(one, required.plan) for one in verdict.mismatches))
     number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
     measured = replace(verdict.measured, ran=ran_of(observed, number))
     return replace(verdict, bindings=required.bindings, floor=floor, measured=measured).before_its_end(crash)
+
+
+def _named(one: Mismatch, plan: Sequence[str]) -> Mismatch:
+    """``one``, with what its operation does, where there are several."""
+    return replace(one, doing=plan[one.operation - 1]) if len(plan) > 1 else one
 
 
 def concluded(

@@ -68,7 +68,8 @@ class Mismatch:
     ``operation`` counts from 1 over the plan. ``what`` was compared says what ``found`` and ``due`` are: numbers, sizes
     of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
     is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
-    which may itself be wrong; None where that was the model. Fields that do not apply are None.
+    which may itself be wrong; None where that was the model. ``doing``: what the operation does, where the plan has
+    several. Fields that do not apply are None.
     """
 
     law: str
@@ -85,6 +86,7 @@ class Mismatch:
     limit: float | None = None
     told: str = ""
     beside: int | None = None
+    doing: str = ""
 
     @property
     def seen(self) -> str:
@@ -119,8 +121,10 @@ class Mismatch:
 
     @property
     def later(self) -> str:
-        """Which operation of the plan it is in; the first goes without saying."""
-        return f"; operation {self.operation} of the plan" if self.operation > 1 else ""
+        """Which operation of the plan it is in; a first step goes without saying."""
+        if self.operation == 1 and self.doing in ("", "train"):
+            return ""
+        return f"; operation {self.operation}{f', {self.doing}' if self.doing else ' of the plan'}"
 
     @property
     def allowance(self) -> str:
