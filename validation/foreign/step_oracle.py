@@ -114,7 +114,8 @@ def required_of(
     first, found = runs[0], runs[0].found
     unlike = next((one.found.unlike for one in runs if one.found.unlike), "")
     judged = replace(task, optimizer=None) if unlike else task
-    unlike = unlike or ("" if task.optimizer is not None else "optimizer= makes the reference's, and was not given")
+    if task.steps and task.optimizer is None:
+        unlike = unlike or "optimizer= makes the reference's, and was not given"
     every, plan = scenarios(task.plan), task.plan[: len(runs)]
     later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
     return Requirements(
