@@ -305,6 +305,7 @@ class Assembled:
             buffers=dict(named_buffers(own, self.model, self._known(actions))) if self._alone else {},
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
             line=made.line,
+            outputs=made.outputs,
         )
 
     def _known(self, actions: Sequence[Action]) -> Iterator[Action]:

@@ -27,6 +27,7 @@ def validate(
     loss_divisor: float | None = None,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     steps: Sequence[str] | None = None,
+    outputs: Callable[[Any, Tensor], Mapping[str, Tensor]] | None = None,
     names: Names | None = None,
     timeout_s: float | None = None,
     world: str = REAL,
@@ -46,6 +47,7 @@ def validate(
             loss_divisor=loss_divisor,
             optimizer=optimizer,
             steps=steps,
+            outputs=outputs,
             names=names,
             timeout_s=timeout_s,
         )

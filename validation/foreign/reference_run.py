@@ -136,7 +136,7 @@ class ReferenceRun:
         self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
     ) -> Reference:
         """The reference in these stages, which adds gradients up in this way."""
-        recipe = Recipe(loss=self._task.loss, late=self._late, accumulation=accumulation)
+        recipe = Recipe(loss=self._task.loss, late=self._late, accumulation=accumulation, outputs=self._task.named)
         return Reference(self._model, owner=owner, recipe=recipe, copies=copies, by_use=True)
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:

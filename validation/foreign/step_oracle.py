@@ -33,6 +33,7 @@ LAWS = (
     "tied-copies",  # gradients of all copies are equal
     "grad-norm",  # on every rank that reports it
 )
+NAMED = ("outputs",)  # those that are handed back by name, for every microbatch
 UPDATED = ("updated-parameters",)  # what the optimizer made of them
 OF_SEVERAL = (
     "buffers",  # what forwards leave behind, such as running statistics
@@ -104,7 +105,8 @@ class StepOracle:
 def laws_of(task: Task) -> tuple[str, ...]:
     """What must hold of a run of ``task``."""
     updates = UPDATED if task.optimizer is not None or task.steps else ()
-    return (*LAWS, *updates, *(OF_SEVERAL if task.steps else ()))
+    named = NAMED if task.outputs is not None else ()
+    return (*LAWS, *named, *updates, *(OF_SEVERAL if task.steps else ()))
 
 
 def required_of(
@@ -128,7 +130,9 @@ def required_of(
         found.tied,
         skipped=dict(skipped(observed)),
         missed=dict(missed(found, observed, unlike)) | dict.fromkeys(later, halted),
-        remarks=found.remarks | unreported(observed) | ({"updated-parameters": unlike} if unlike else {}),
+        remarks=found.remarks
+        | unreported(observed, first.made[0].outputs)
+        | ({"updated-parameters": unlike} if unlike else {}),
         unmatched=found.unmatched,
         unseen=frozenset[int]().union(*(one.found.unseen for one in runs)),
         uncalled=found.uncalled,

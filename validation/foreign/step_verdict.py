@@ -34,6 +34,8 @@ def judged_runs(
         return random_reference(title, task, other_loss)
     if all(gradient is None for one in first.made for gradient in one.gradients.values()):
         return undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
+    if unknown := _unknown_output(task, runs):
+        return undecided(title, unknown)
 
     def of_calls(which: Which) -> Verdict:
         observed = observed_of(runs, [one.passages(which) for one in runs])
@@ -74,6 +76,16 @@ def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Besi
 
     with one_thread():
         return sought(verdict, told)
+
+
+def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:
+    """What was handed back as an output that the reference has not, in words; empty where nothing was."""
+    known = runs[0].made[0].outputs
+    for rank, name in ((k, name) for one in runs for k, made in enumerate(one.found.made) for name in made.outputs):
+        if name not in known:
+            given = f"which gives {', '.join(map(repr, known))}" if task.outputs is not None else "which was not given"
+            return f"rank {rank} handed back an output {name!r}: expected one of those of outputs=, {given}"
+    return ""
 
 
 def _unlike(verdict: Verdict) -> int:

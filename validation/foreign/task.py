@@ -61,6 +61,7 @@ class Task:
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     steps: tuple[str, ...] = ()
     evaluates: bool = False
+    outputs: Callable[[Any, Tensor], Mapping[str, Tensor]] | None = None
 
     @property
     def plan(self) -> tuple[str, ...]:
@@ -99,6 +100,8 @@ class Task:
             raise WhiteBoxError(
                 f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
             )
+        if self.outputs is not None and not callable(self.outputs):
+            raise WhiteBoxError(f"outputs is {self.outputs!r}: expected a function of output and target")
         if self.steps:
             _check_steps(self.steps, len(self.microbatches))
         for number in range(len(self.microbatches)):
@@ -127,6 +130,21 @@ class Task:
         """The loss of a microbatch, and what it is divided by."""
         function = self.loss_fn or (lambda output, target: output)
         return Loss(function, float(self.loss_divisor or len(self.microbatches)))
+
+    @property
+    def named(self) -> Callable[[Any, Tensor], Mapping[str, Tensor]] | None:
+        """What of the model's output and the target is compared, by name."""
+        return None if self.outputs is None else self._named
+
+    def _named(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
+        assert self.outputs is not None, "asked for where there are some"
+        made = self.outputs(output, target)
+        if not isinstance(made, Mapping):
+            raise WhiteBoxError(f"outputs= gave a {type(made).__name__}: expected a mapping of names to tensors")
+        for name, one in made.items():
+            if not isinstance(one, Tensor):
+                raise WhiteBoxError(f"outputs= gave a {type(one).__name__} as {name!r}: expected a tensor")
+        return made
 
     @property
     def hint(self) -> str:

@@ -1,8 +1,9 @@
 """What a foreign step does not show: the laws that do not apply to it, and those of whose matter nothing was seen."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipeproof.foreign.assemble import Assembled
+from pipeproof.judging.verdict import names_of
 from pipeproof.observers.observed import Observed
 
 _BUFFERS = "no stage that has any was seen to run all microbatches in their order"
@@ -33,6 +34,7 @@ def missed(found: Assembled, observed: Observed, unlike: str) -> Sequence[tuple[
             ("microbatches", ordered, unwatched),
             ("boundaries", found.watched, unwatched),
             ("grad-norm", norm, "no rank reports a norm"),
+            ("outputs", any(one.outputs for one in every), "no rank hands any back"),
             ("updated-parameters", not unlike or "updated-parameters" in claimed, unlike),
             ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
         )
@@ -44,7 +46,11 @@ def _claimed(observed: Observed) -> set[str]:
     return {claim.law for row in observed.ranks for one in row for claim in one.claims}
 
 
-def unreported(observed: Observed) -> dict[str, str]:
-    """What the step does not report, by the law that needs it."""
+def unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
+    """What the step does not report, by the law that needs it; ``outputs``: the names of those that it could."""
     told = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
-    return {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
+    found = {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
+    named = {name for row in observed.ranks for one in row for name in one.outputs}
+    if named and (left := [name for name in outputs if name not in named]):
+        found["outputs"] = f"no rank hands back {names_of(left)}"
+    return found

@@ -56,6 +56,7 @@ class WhiteBox:
         loss_divisor: float | None = None,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         steps: Sequence[str] | None = None,
+        outputs: Callable[[Any, Tensor], Mapping[str, Tensor]] | None = None,
         names: Names | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
@@ -75,14 +76,16 @@ class WhiteBox:
         it are compared. steps: several operations, such as ``["train", "accumulate", "train", "eval"]``. ``step`` is
         then called once, with the model and an iterator of ``(operation, microbatches)``: it goes through these, and
         yields for each what a step hands back, before it clears gradients. The microbatches are dealt to the operations
-        in order, as many to each. names: what the step's parameters are called in the reference: prefixes and what
+        in order, as many to each. outputs: of output and target, a mapping of names to what else is compared for each
+        microbatch, such as ``{"logits": output}``; whole numbers exactly. A step hands back what it has of that as
+        ``HandedBack.outputs``. names: what the step's parameters are called in the reference: prefixes and what
         replaces them, or a function. timeout_s: how long the step may take, in seconds; a hang ends there.
 
         Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.
         """
         began = perf_counter()
-        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer)
+        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer, outputs=outputs)
         task = task if steps is None else replace(task, steps=as_steps(steps))
         task.check()
         replicas = Replicas.along(ranks, task.each)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TypedDict
 
@@ -181,6 +182,7 @@ class Judge:
             return
         self._execution.crossings(number, laws)
         self._losses(at, number, expected)
+        self._outputs(at, number, answer)
         self._buffers(at, number, expected)
         if name == "train":
             self._gradients(at, number, laws, expected)
@@ -240,6 +242,16 @@ class Judge:
                 continue  # a sum of what is no number is none either: where that comes from is told
             if own.loss is not None or (self._required.every_rank and not adds):
                 at.loss(math.nan if own.loss is None else own.loss, rank=rank)
+
+    def _outputs(self, at: Comparison, number: int, answer: Answer) -> None:
+        made, floors = [one.outputs for one in answer.expected.contributions], answer.floors
+        for rank, operations in enumerate(self._observed.ranks):
+            own = operations[number]
+            for name, seen in own.outputs.items():
+                assert floors is not None, "who hands outputs back is judged by floors"
+                floor = partial(floors.output, name=name)
+                share = range(len(made)) if own.share is None else own.share
+                at.outputs(name, seen, [one[name] for one in made], floor, share=share, rank=rank)
 
     def _buffers(self, at: Comparison, number: int, expected: Expected) -> None:
         if "buffers" not in self._required.laws:

@@ -37,8 +37,8 @@ class Size:
 
 # What was compared, which says how its values read. "text": of what has no value but words.
 What = Literal[
-    "text", "number", "tensor", "gradient", "buffer", "held", "losses", "mode", "forward", "backward", "calls",
-    "not-finite",
+    "text", "number", "tensor", "gradient", "buffer", "held", "losses", "outputs", "mode", "forward", "backward",
+    "calls", "not-finite",
 ]  # fmt: skip
 Value = str | float | bool | Size | tuple[int | None, ...]
 
@@ -48,6 +48,7 @@ _READS: Mapping[What, Callable[[Any], str]] = {
     "buffer": lambda there: "a buffer" if there else "no such buffer",
     "held": lambda count: f"held {count} times",
     "losses": lambda count: f"{count} losses",
+    "outputs": lambda count: f"handed back for {count} microbatches",
     "mode": lambda training: f"{'training' if training else 'evaluation'} mode",
     "forward": lambda order: f"forward of {_order(order)}",
     "backward": lambda order: f"backward of {_order(order)}",
@@ -69,7 +70,7 @@ class Mismatch:
     of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
     is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
     which may itself be wrong; None where that was the model. ``doing``: what the operation does, where the plan has
-    several. Fields that do not apply are None.
+    several. ``output`` is the name of one that a step handed back. Fields that do not apply are None.
     """
 
     law: str
@@ -87,6 +88,7 @@ class Mismatch:
     told: str = ""
     beside: int | None = None
     doing: str = ""
+    output: str | None = None
 
     @property
     def seen(self) -> str:
@@ -141,6 +143,7 @@ class Mismatch:
             ("microbatch", self.microbatch),
             ("action", self.action),
             ("parameter", self.parameter),
+            ("output", self.output),
         )
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.foreign.task import Task, WhiteBoxError, name_of
+from pipeproof.foreign.task import Continued, Task, WhiteBoxError, as_steps, name_of
 
 GOOD: dict[str, Any] = {
     "step": lambda model, microbatches: None,
@@ -26,11 +26,52 @@ GOOD: dict[str, Any] = {
         ({"microbatches": ((torch.ones(2), "x"),)}, "microbatch 0 has a str in it"),
         ({"reference": nn.Linear(2, 2)}, "reference is a Linear: expected a function that builds it"),
         ({"loss_divisor": 0.0}, "loss_divisor is 0.0: expected a number above 0"),
+        ({"outputs": ["logits"]}, "outputs is \\['logits'\\]: expected a function of output and target"),
+        ({"steps": ("train", "train")}, "1 microbatch for 2 operations of steps=: expected a multiple"),
+        ({"steps": ("eval",)}, "steps is \\['eval'\\]: expected at least one 'train'"),
+        ({"steps": ("train", "accumulate")}, "expected 'train' after each 'accumulate'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(WhiteBoxError, match=sentence):
         Task(**GOOD | more).check()
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ("train", "steps is 'train': expected a list of some of 'train', 'accumulate', 'eval'"),
+        ([], "steps is \\[\\]: expected a list"),
+        (2, "steps is 2: expected a list"),
+        (["train", "test"], "steps has 'test' in it: expected some of 'train', 'accumulate', 'eval'"),
+    ],
+)
+def test_steps_that_are_none_are_refused(steps: Any, sentence: str) -> None:
+    with pytest.raises(WhiteBoxError, match=sentence):
+        as_steps(steps)
+
+
+def test_every_operation_has_its_part_of_the_microbatches() -> None:
+    data = tuple((torch.full((1, 2), float(m)), torch.ones(1, 2)) for m in range(6))
+    task = Task(**GOOD | {"microbatches": data, "steps": ("train", "eval", "train")})
+    assert (task.plan, task.each) == (("train", "eval", "train"), 2)
+    parts = [task.operation(number) for number in range(3)]
+    assert [[int(x[0, 0]) for x, _ in part.microbatches] for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert [part.loss.divisor for part in parts] == [2.0, 2.0, 2.0]
+    assert [part.built("cpu").training for part in parts] == [True, False, True]
+    assert task.title(2).endswith("on 2 ranks, train, eval, train of 2 microbatches, reference <lambda>")
+
+
+def test_a_later_operation_begins_with_what_was_left() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    left = build()
+    left(torch.randn(4, 2))
+    weights = {name: one.detach() for name, one in left.named_parameters()}
+    model = Continued(build, weights, dict(left.named_buffers()))()
+    assert all(torch.equal(one, left.state_dict()[name]) for name, one in model.state_dict().items())
+    assert name_of(Continued(build, weights, {})) == "build"
 
 
 @pytest.mark.parametrize(
