@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
-from pipeproof.foreign.buffers import named_buffers
+from pipeproof.foreign.buffers import in_turn, named_buffers
 from pipeproof.foreign.call_matching import Which, every_call
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.kept import kept
@@ -228,6 +228,11 @@ class Assembled:
         return {name: held[id(one)] for name, one in self._parameters.items() if id(one) in held}
 
     @property
+    def left_in_buffers(self) -> dict[str, Tensor]:
+        """The buffers after the operation, by name, as far as they were handed back and have seen all microbatches."""
+        return {name: buffer for (_, name), buffer in self._buffers(self.stages).items()}
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         every = [one for stage in self.stages for one in stage.part.locals]
@@ -302,7 +307,7 @@ class Assembled:
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in seen),
             share=made.share,
-            buffers=dict(named_buffers(own, self.model, self._known(actions))) if self._alone else {},
+            buffers=self._buffers([s for s in own if s.index in in_turn(self._known(actions))]),
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
             line=made.line,
             outputs=made.outputs,
@@ -312,8 +317,11 @@ class Assembled:
         """A trace may speak of stages that have no parameters, and so are none here."""
         return (action for action in actions if 0 <= action.stage < len(self.stages))
 
+    def _buffers(self, stages: Sequence[Stage]) -> dict[Site, Tensor]:
+        return dict(named_buffers(stages, self.model)) if self.alone else {}
+
     @property
-    def _alone(self) -> bool:
+    def alone(self) -> bool:
         """Whether every stage ran all microbatches in one place, so that its buffers have seen all of them."""
         one_place = bool(self.replicas.together) or all(len(stage.part.members) < 2 for stage in self.stages)
         return self.replicas.count == 1 and one_place

@@ -52,7 +52,7 @@ class Course:
             self.halted = f"the weights after operation {number} were not handed back: hand modules back"
             return None
         replicas = first.found.replicas
-        if name == "eval" and replicas.count > 1 and last.moves_buffers:
+        if name == "eval" and not first.found.alone and last.moves_buffers:
             self.halted = f"operation {number + 1} evaluates, and each replica has buffers of its own microbatches"
             return None
         task, known = self.task.operation(number, begun), first.found.contents

@@ -10,6 +10,7 @@ from pipeproof.foreign.layerwise import Build
 from pipeproof.foreign.matching import Names
 from pipeproof.foreign.mutate import Mutated
 from pipeproof.foreign.rank import Step
+from pipeproof.foreign.task import Outputs
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.kinds import REAL
@@ -27,7 +28,7 @@ def validate(
     loss_divisor: float | None = None,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     steps: Sequence[str] | None = None,
-    outputs: Callable[[Any, Tensor], Mapping[str, Tensor]] | None = None,
+    outputs: Outputs | None = None,
     names: Names | None = None,
     timeout_s: float | None = None,
     world: str = REAL,

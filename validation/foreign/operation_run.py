@@ -50,9 +50,10 @@ class OperationRun:
         return self.found.passages(self.like.places, self.like.note_handed_on, which=which)
 
     def continued(self) -> Continued | None:
-        """The reference as the next operation begins: with the weights that the ranks have, for an update rounds.
+        """The reference as the next operation begins: with the weights and the buffers that the ranks have.
 
-        None where they did not hand back all of them.
+        For an update rounds, and the order of microbatches shows in averages. None where they did not hand back all
+        weights.
         """
         weights = self.run.weights
         if self.found.name == "train":
@@ -62,7 +63,7 @@ class OperationRun:
                 return None
         build = self.task.reference
         func = build.func if isinstance(build, Continued) else build
-        return Continued(func, weights, self.like.buffers)
+        return Continued(func, weights, {**self.like.buffers, **self.found.left_in_buffers})
 
     @property
     def moves_buffers(self) -> bool:

@@ -17,6 +17,8 @@ from pipeproof.reference.graph import ends_of, uses
 from pipeproof.reference.step import Gradient, Loss, Reference, Site
 from pipeproof.worlds.accelerator import first_of
 
+Outputs = Callable[[Any, Tensor], Mapping[str, Tensor]]  # of output and target, what is compared by its name
+
 
 class WhiteBoxError(ValueError):
     """A validation that cannot be: what was asked for makes no sense."""
@@ -61,7 +63,7 @@ class Task:
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     steps: tuple[str, ...] = ()
     evaluates: bool = False
-    outputs: Callable[[Any, Tensor], Mapping[str, Tensor]] | None = None
+    outputs: Outputs | None = None
 
     @property
     def plan(self) -> tuple[str, ...]:
@@ -132,7 +134,7 @@ class Task:
         return Loss(function, float(self.loss_divisor or len(self.microbatches)))
 
     @property
-    def named(self) -> Callable[[Any, Tensor], Mapping[str, Tensor]] | None:
+    def named(self) -> Outputs | None:
         """What of the model's output and the target is compared, by name."""
         return None if self.outputs is None else self._named
 

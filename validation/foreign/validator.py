@@ -25,7 +25,7 @@ from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
-from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, as_steps, name_of
+from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_steps, name_of
 from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import contents
@@ -56,7 +56,7 @@ class WhiteBox:
         loss_divisor: float | None = None,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         steps: Sequence[str] | None = None,
-        outputs: Callable[[Any, Tensor], Mapping[str, Tensor]] | None = None,
+        outputs: Outputs | None = None,
         names: Names | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:

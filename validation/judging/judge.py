@@ -173,7 +173,8 @@ class Judge:
         wide = self._wide(number, answer)
         allowed = _Measured(answer.floors, self._required.oracle.precision, sites, wide)
         due = due_of(expected)
-        due = replace(due, gradients={**due.gradients, **wide})
+        told = due.loss if self._required.every_rank else expected.loss
+        due = replace(due, gradients={**due.gradients, **wide}, loss=told)
         at = Comparison(due, allowed, self.ledger, number=number, scenarios=laws)
         self._execution.claims(number, laws)
         if not self._same_start(at, number, expected):

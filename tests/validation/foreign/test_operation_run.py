@@ -173,6 +173,8 @@ def test_buffers_of_other_orders_and_of_unwatched_stages_are_not_compared(whiteb
         law = verdict.law("buffers")
         assert law.outcome == "not seen"
         assert law.note.startswith("no stage that has any was seen to run all microbatches in their order")
+    evaluated = judged(whitebox, partial(run, first=-1), reference=normed, steps=["train", "eval", "train"])
+    assert evaluated.law("eval").outcome == "pass", "it begins with the averages that the rank has"
     verdict = judged(whitebox, partial(run, watched=True), reference=normed, steps=["train", "train"])
     assert (verdict.law("buffers").outcome, verdict.law("buffers").checked) == ("pass", 6)
 
