@@ -1,6 +1,6 @@
 """More than losses: what a step puts out by name, of a model with experts, on two ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -116,23 +116,26 @@ def one_more(made: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("of", "change", "rank", "microbatch"),
+    ("of", "change", "rank", "microbatch", "told"),
     [
-        ("logits", scaled, 1, 2),
-        ("aux_loss", scaled, 0, 2),
-        ("routing", one_more, 0, 1),
-        ("logits", lambda made: made[:3], 1, None),
+        ("logits", scaled, 1, 2, "output logits: a multiple of what it should be"),
+        ("aux_loss", scaled, 0, 2, "output aux_loss: a multiple of what it should be"),
+        ("logits", lambda made: [made[1], made[0], *made[2:]], 1, 0, "output logits: microbatches 1, 0's"),
+        ("routing", one_more, 0, 1, ""),
+        ("logits", lambda made: made[:3], 1, None, ""),
     ],
 )
 def test_what_is_wrong_is_named(
-    whitebox: WhiteBox, of: str, change: Callable[[list[Any]], list[Any]], rank: int, microbatch: int | None
+    whitebox: WhiteBox, of: str, change: Callable[[list[Any]], list[Any]], rank: int, microbatch: int | None, told: str
 ) -> None:
     verdict = judged(whitebox, partial(step, fault=partial(changed, of=of, change=change)))
-    (first,) = verdict.mismatches
+    first = verdict.mismatches[0]
+    assert {(one.rank, one.output) for one in verdict.mismatches} == {(rank, of)}
     assert verdict.verdict == "fail"
     assert (first.law, first.rank, first.microbatch, first.output) == ("outputs", rank, microbatch, of), verdict
     assert f"output {of}" in str(verdict)
-    assert "outputs are wrong and gradients right" in str(verdict)
+    assert [one.kind for one in verdict.cause] == ["report"] * bool(told), verdict
+    assert (told or "outputs are wrong and gradients right") in str(verdict)
 
 
 def test_what_nobody_hands_back_is_said_and_not_required(whitebox: WhiteBox) -> None:
@@ -158,7 +161,39 @@ def test_what_cannot_be_compared_is_said(whitebox: WhiteBox) -> None:
     assert "which was not given" in str(judged(whitebox, outputs=None))
     listed = judged(whitebox, outputs=lambda output, target: [output[0]])
     assert "outputs= gave a list: expected a mapping of names to tensors" in str(listed)
-    number = judged(whitebox, partial(step, fault=lambda name, made: 3))  # type: ignore[arg-type,return-value]
-    assert "step returned 3 as the output 'aux_loss': expected a list with a tensor, or a number, for each" in str(
-        number
-    )
+    number = str(judged(whitebox, partial(step, fault=lambda name, made: 3)))  # type: ignore[arg-type,return-value]
+    assert "step returned 3 as the output " in number
+    assert "expected a list with a tensor, or a number, for each microbatch" in number
+
+
+def evaluating(
+    model: Model, operations: Iterator[tuple[str, list[Any]]], *, late: bool = False
+) -> Iterator[HandedBack]:
+    """On one rank; ``late``: an evaluation hands back what the training before it put out."""
+    optimizer, made = sgd(model), list[Any]()
+    for operation, microbatches in operations:
+        before, made = made, []
+        for x, target in microbatches:
+            with torch.set_grad_enabled(operation == "train"):
+                output = model(x)
+                loss = loss_fn(output, target)
+            if operation == "train":
+                (loss / len(microbatches)).backward()
+            made.append((output, loss.item()))
+        if operation == "train":
+            optimizer.step()
+        seen = before if late and operation == "eval" else made
+        yield HandedBack(model, [loss for _, loss in made], outputs={"logits": [output[0] for output, _ in seen]})
+        optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_outputs_of_an_evaluation_are_compared_too(whitebox: WhiteBox) -> None:
+    several = {"ranks": 1, "steps": ["train", "eval"], "optimizer": sgd}
+    verdict = judged(whitebox, evaluating, **several)
+    assert (verdict.verdict, verdict.law("outputs").checked) == ("pass", 4), verdict
+    first = judged(whitebox, partial(evaluating, late=True), **several).mismatches[0]
+    assert (first.law, first.operation, first.doing, first.output) == ("outputs", 2, "eval", "logits")

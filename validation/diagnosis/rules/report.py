@@ -20,10 +20,6 @@ from pipeproof.reference.step import Gradient
 _SHOWS = 0.05  # of a gradient: so much would be missed
 _UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 
-_UNTOLD_OUTPUTS = (
-    "outputs are wrong and gradients right: they are handed back otherwise than computed, or a part has no gradient"
-)
-
 
 def report(evidence: Evidence) -> list[Cause]:
     """Losses that are reported otherwise than computed.
@@ -79,10 +75,7 @@ def _size(gradient: Gradient) -> float:
 
 
 def unreported(evidence: Evidence) -> Sequence[str]:
-    """That nothing tells why losses, or outputs, are wrong; empty where none is, or where that is told."""
-    laws = {one.law for one in evidence.verdict.mismatches}
-    if laws and laws <= {"outputs", "loss"} and "outputs" in laws:
-        return (_UNTOLD_OUTPUTS,)
+    """That nothing tells why losses are wrong; empty where none is, or where that is told."""
     return (_UNTOLD,) if evidence.playable is None and _reported(evidence) else ()
 
 
