@@ -23,6 +23,7 @@ from pipeproof.diagnosis.rules.outputs import outputs, untold
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
 from pipeproof.diagnosis.rules.report import order_told, report, unreported
 from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
+from pipeproof.diagnosis.rules.stale import stale
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.together import together
 from pipeproof.diagnosis.rules.update import clip, update
@@ -189,6 +190,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(order_told, needs=lambda evidence: bool(evidence.told)),
     Rule(calls, _ran, _watched, otherwise=otherwise, besides=besides_backwards),
     Rule(boundaries, _crossed, _recorded, besides=besides),
+    Rule(stale),
     Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),
     Rule(sums, _added, _recorded),
     Rule(

@@ -1,6 +1,6 @@
 """What a diagnosis of a foreign step rests on: what its ranks handed back, and the reference beside it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.evidence import Evidence, Line
 from pipeproof.diagnosis.members import Members
+from pipeproof.diagnosis.stale_call import StaleCall
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.survey import Computed
@@ -32,7 +33,7 @@ class Beside:
     """The reference, once it was run.
 
     ``model`` has the weights that the step began with; ``made`` is what the reference has of every microbatch.
-    ``before``: the operations before, the latest first.
+    ``before``: the operations before ``now``, the latest first.
     """
 
     reference: Reference
@@ -41,13 +42,14 @@ class Beside:
     loss: Loss
     made: Sequence[Contribution]
     before: tuple[OperationRun, ...] = ()
+    now: OperationRun | None = None
 
     @staticmethod
     def of(one: OperationRun, model: nn.Module, before: Sequence[OperationRun] = ()) -> "Beside":
         """The reference of one operation; ``model`` is another of its own. Each loss is divided before its backward."""
         run, found = one.run, one.found
         reference = run.reference(found.owner, found.copies, accumulation=one.accumulation)
-        return Beside(reference, model, run.batches, one.task.loss, run.made(found.owner), tuple(before))
+        return Beside(reference, model, run.batches, one.task.loss, run.made(found.owner), tuple(before), one)
 
     @property
     def pending(self) -> list[OperationRun]:
@@ -74,6 +76,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         seen=observed,
         passed=passed,
         others=tuple(lines[1:]),
+        stale=tuple(_stale(found, beside)),
         earlier_weights=[one.run.weights for one in beside.before],
         clipped_to=found.max_norm,
         members=Members(found.stages, found.replicas, beside.made, norms),
@@ -83,6 +86,21 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         strange=bool(found.unmatched),
         renamed_by="names=",
     )
+
+
+def _stale(found: Assembled, beside: Beside) -> Iterator[StaleCall]:
+    """The calls of watched stages that were given what an operation before had, and this one has nowhere."""
+    earlier = [*enumerate(reversed(beside.before), start=1)]
+    for stage in found.stages if earlier else ():
+        for number, call in enumerate(stage.part.calls or (), start=1):
+            for seen in (one for one in call.inputs if not _places(beside.now, one)):
+                every = ((operation, _places(one, seen)) for operation, one in earlier)
+                yield from (StaleCall(stage.index, number, k, places[0][1]) for k, places in every if places)
+
+
+def _places(one: OperationRun | None, seen: Sketch) -> Sequence[tuple[str, int]]:
+    """Where in the reference's ``one`` the very tensor ``seen`` passes."""
+    return () if one is None or one.run.places is None else one.run.places[0].holding(seen)
 
 
 @dataclass(frozen=True)

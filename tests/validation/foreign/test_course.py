@@ -189,6 +189,24 @@ class EvaluationUpdates(Run):
         return losses
 
 
+class AccumulationUpdates(Run):
+    """An accumulation updates, too."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        losses = super().train(microbatches)
+        if self.rank and self.number == 3:
+            super().update()
+        return losses
+
+
+class KeepsItsData(Run):
+    """The first rank feeds the microbatches that it was given first."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        self.given = getattr(self, "given", microbatches)
+        return super().train(microbatches if self.rank else self.given)
+
+
 class LosesBuffers(Run):
     """What forwards leave in buffers of the last rank is left in copies of them."""
 
@@ -281,6 +299,24 @@ FAULTS: list[tuple[type[Run], dict[str, Any]]] = [
     (
         EvaluationUpdates,
         {"law": "eval", "laws": {"updated-parameters"}, "at": (3, "eval", 1, 1), "cause": "weights-changed"},
+    ),
+    (
+        AccumulationUpdates,
+        {
+            "law": "accumulation",
+            "laws": {"updated-parameters"},
+            "at": (4, "accumulate", 1, 1),
+            "cause": "weights-changed",
+        },
+    ),
+    (
+        KeepsItsData,
+        {
+            "law": "second-step",
+            "laws": {"loss", "gradient", "updated-parameters", "buffers"},
+            "at": (2, "train", 0, 0),
+            "cause": "stale-tensor",
+        },
     ),
     (LosesBuffers, {"law": "buffers", "laws": {"buffers"}, "at": (1, "train", 1, 1), "cause": "buffers"}),
     (
