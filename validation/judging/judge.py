@@ -197,7 +197,7 @@ class Judge:
                 self.ledger.remark("gradient", answer.floors.obstacle)
         elif self._required.by_numbers and self.ledger.entered("loss", number) and not self._others_wrong():
             stages = range(self._observed.schedule.n_stages)
-            self._execution.by_numbers(stages, laws, what="its losses")
+            self._execution.by_numbers(stages, laws, what="the losses")
         at.close()
         leave_out(self.ledger, due, number=number, names=())
 
