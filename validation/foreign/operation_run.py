@@ -63,7 +63,7 @@ class OperationRun:
                 return None
         build = self.task.reference
         func = build.func if isinstance(build, Continued) else build
-        return Continued(func, weights, {**self.like.buffers, **self.found.left_in_buffers})
+        return Continued(func, self.like.model, weights, {**self.like.buffers, **self.found.left_in_buffers})
 
     @property
     def moves_buffers(self) -> bool:

@@ -89,7 +89,7 @@ class ReferenceRun:
         late: bool = False,
     ) -> None:
         self.batches = task.batches(model)
-        self._task, self._model, self._replicas = task, model, replicas
+        self._task, self.model, self._replicas = task, model, replicas
         self._late = task.loss.divisor if late else 1.0
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._survey = Survey(model, replicas=replicas.count) if surveyed else None
@@ -122,7 +122,7 @@ class ReferenceRun:
         uses = {(id(parameter), owner[name]) for name, parameter in self._parameters.items()}
         if begun and len(uses) == len(self._parameters):
             return self
-        model = self._built() if begun else self._model
+        model = self._built() if begun else self.model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
 
     def divided_late(self, owner: Mapping[str, int], *, watched: bool) -> "ReferenceRun":
@@ -130,14 +130,14 @@ class ReferenceRun:
         return ReferenceRun(self._task, self._built(), self._replicas, owner=owner, surveyed=watched, late=True)
 
     def _built(self) -> nn.Module:
-        return self._task.built(next(self._model.parameters()).device.type)
+        return self._task.built(next(self.model.parameters()).device.type)
 
     def reference(
         self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
     ) -> Reference:
         """The reference in these stages, which adds gradients up in this way."""
         recipe = Recipe(loss=self._task.loss, late=self._late, accumulation=accumulation, outputs=self._task.named)
-        return Reference(self._model, owner=owner, recipe=recipe, copies=copies, by_use=True)
+        return Reference(self.model, owner=owner, recipe=recipe, copies=copies, by_use=True)
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
         """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""
@@ -148,7 +148,7 @@ class ReferenceRun:
             why = f"cannot be differentiated: {failure}" if known else f"raised {raised(failure)}"
             where = f"on microbatch {len(self._made)} the reference {self._task.name}"
             raise ReferenceRaised(f"{where} {why}{self._task.hint}") from failure
-        self._left = self._left or {name: one.detach().cpu().clone() for name, one in self._model.named_buffers()}
+        self._left = self._left or {name: one.detach().cpu().clone() for name, one in self.model.named_buffers()}
         return tuple(one.under(owner) for one in self._made)
 
     @property

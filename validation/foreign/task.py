@@ -12,6 +12,7 @@ from pipeproof.foreign.operations import OPERATIONS
 from pipeproof.foreign.rank import Step
 from pipeproof.judging.verdict import raised
 from pipeproof.pipeline.sizes import some
+from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
 from pipeproof.reference.step import Gradient, Loss, Reference, Site
@@ -30,14 +31,15 @@ class ReferenceRaised(Exception):
 
 @dataclass(frozen=True)
 class Continued:
-    """The reference that ``func`` builds, with the weights and buffers, by name, that operations before left in it."""
+    """Copies the ``model`` of the operation before, which ``func`` built, and gives it these weights and buffers."""
 
     func: Callable[[], nn.Module]
+    model: nn.Module
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
     def __call__(self) -> nn.Module:
-        model = self.func()
+        model = copied(self.model)
         with torch.no_grad():
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 parameter.copy_(self.weights[name])

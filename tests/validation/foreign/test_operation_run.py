@@ -133,6 +133,25 @@ def test_with_gradients_alone_nothing_after_an_update_is_compared(whitebox: Whit
     )
 
 
+class Counting(nn.Module):
+    """Goes by how often it was trained, which it keeps outside of its buffers."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x * (1 + self.calls / 8)
+
+
+def counting() -> nn.Module:
+    return nn.Sequential(build(), Counting())
+
+
+def test_what_a_model_keeps_outside_of_buffers_goes_on(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, run, reference=counting)
+    assert verdict.verdict == "pass", verdict
+
+
 def test_modules_are_handed_back_once(whitebox: WhiteBox) -> None:
     def once(model: nn.Module, operations: Operations) -> Iterator[Any]:
         for number, (module, losses) in enumerate(run(model, operations)):

@@ -63,15 +63,16 @@ def test_every_operation_has_its_part_of_the_microbatches() -> None:
 
 
 def test_a_later_operation_begins_with_what_was_left() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-    left = build()
+    left, other = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
     left(torch.randn(4, 2))
-    weights = {name: one.detach() for name, one in left.named_parameters()}
-    model = Continued(build, weights, dict(left.named_buffers()))()
-    assert all(torch.equal(one, left.state_dict()[name]) for name, one in model.state_dict().items())
-    assert name_of(Continued(build, weights, {})) == "build"
+    weights = {name: one.detach() for name, one in other.named_parameters()}
+    begun = Continued(nn.Sequential, left, weights, {"1.running_mean": torch.ones(2)})
+    model = begun().state_dict()
+    assert all(torch.equal(model[name], one) for name, one in weights.items())
+    assert torch.equal(model["1.running_mean"], torch.ones(2))
+    assert torch.equal(model["1.running_var"], left.state_dict()["1.running_var"])
+    assert not torch.equal(model["0.weight"], left.state_dict()["0.weight"]), "it is a copy"
+    assert name_of(begun) == "Sequential"
 
 
 @pytest.mark.parametrize(
