@@ -51,7 +51,7 @@ _HOMES = {
     "SingleDevice": "records.single_device",
     "ValidationFailed": "judging.verdict",
     "Verdict": "judging.verdict",
-    "WhiteBoxError": "foreign.reference_run",
+    "WhiteBoxError": "foreign.task",
     "World": "worlds.world",
     "check_step": "records.step_check",
     "page": "reports.page.page",
