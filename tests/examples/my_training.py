@@ -5,7 +5,7 @@ import torch.distributed as dist
 from my_pipeline import OneFOneB
 from torch import Tensor, nn
 
-from pipeproof.foreign import watch
+from pipeproof.foreign import Operation, watch
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -21,7 +21,7 @@ def evaluate(pipeline: OneFOneB) -> list[Tensor]:
     return pipeline.losses
 
 
-def my_training(model: nn.Sequential, operations: Iterator, clear: bool = True) -> Iterator:
+def my_training(model: nn.Sequential, operations: Iterator[Operation], clear: bool = True) -> Iterator:
     stage = watch(model[2 * dist.get_rank() :][:2])  # the layers of this rank
     optimizer = sgd(stage)
     for operation, microbatches in operations:

@@ -1,6 +1,6 @@
 """What a foreign step hands back on a rank, in the forms that are understood, and sentences for all others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -122,6 +122,8 @@ def understood(result: object, step: str) -> HandedBack:
     """What the function called ``step`` returned. Raises ``HandBackError`` where that is no such thing."""
     if result is None:
         raise HandBackError(f"{step} returned None: expected {_EXPECTED}")
+    if isinstance(result, Generator):
+        raise HandBackError(f"{step} yields, and there is one step: pass steps=, the operations that it goes through")
     handed = _in_place(result if isinstance(result, HandedBack) else _from_tuple(result, step), step)
     losses = handed.losses
     if losses is not None and not _is_number(losses) and not _is_numbers(losses):
