@@ -47,16 +47,16 @@ class SecondModel:
         return name and f"called twice it gave other weights, first {name}: {seed}"
 
     def mode_matters(self, known: Sequence[float], batches: Sequence[Batch]) -> bool:
-        """Whether any loss would be another in evaluation mode, or may be."""
+        """Whether any loss would be another in the other mode, or may be."""
         loss = self._task.loss
         try:
             with one_thread(), torch.no_grad():
-                self.model.eval()
+                self.model.train(self._task.evaluates)
                 return list(known) != [loss.function(self.model(*b.inputs), b.target).item() for b in batches]
         except Exception:  # no one type: it is the user's code that runs
             return True
         finally:
-            self.model.train()
+            self.model.train(not self._task.evaluates)
 
     def other_loss(self, known: float, batch: Batch) -> str:
         """How the loss of microbatch 0 differs between the two, in words; empty if it does not."""

@@ -180,16 +180,15 @@ class WhiteBox:
             return random_reference(title, task, second.other_weights)
         if failure is not None:
             return _failed(title, failure)
-        found = Assembled(
-            model, known, joined_parts(made[0], replicas, known), replicas, partial(first.repeated, self.world.device)
-        )
+        joined, repeated = joined_parts(made[0], replicas, known), partial(first.repeated, self.world.device)
+        found = Assembled(model, known, joined, replicas, repeated, name=task.plan[0])
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
         if other := other_data(made[0], digests(task.microbatches)):
             return undecided(title, other)
         run = ahead.settled(found.owner, watched=found.watched)
-        begun = OperationRun(first, replace(found, name=task.plan[0]), run, accumulation_of(made[0], replicas))
+        begun = OperationRun(first, found, run, accumulation_of(made[0], replicas))
         course = Course(task, self.world.device, made, [begun])
         course.run()
         return course.concluded(judged_runs(title, task, course.runs, second, halted=course.halted))

@@ -281,6 +281,14 @@ def test_clipping_by_the_norm_of_all_ranks_passes(whitebox: WhiteBox) -> None:
     assert verdict.verdict == "pass", verdict
 
 
+def test_the_mode_of_a_first_evaluation_is_judged_too(whitebox: WhiteBox) -> None:
+    assert judged(whitebox, Run, steps=["eval", "train"]).verdict == "pass"
+    verdict = judged(whitebox, EvaluatesInTraining, steps=["eval", "train"])
+    assert verdict.law("microbatches").outcome == "fail"
+    assert [one.kind for one in verdict.cause] == ["mode"]
+    assert "operation 1, eval" in str(verdict)
+
+
 @dataclass(frozen=True)
 class Told:
     """What must be told of a fault: the law about its operation, all that are broken, where, and why, if that is known.
