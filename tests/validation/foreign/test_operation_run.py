@@ -78,9 +78,9 @@ def replicated(model: nn.Sequential, operations: Operations) -> Iterator[Any]:
     return run(model, operations, module=DistributedDataParallel(model))
 
 
-def in_a_copy(model: nn.Sequential, operations: Operations) -> Iterator[Any]:
+def in_a_copy(model: nn.Sequential, operations: Operations, *, cut: int = 2) -> Iterator[Any]:
     """The modules are copies whose names say something else."""
-    stages = [nn.Sequential(*copy.deepcopy(model[:2])), nn.Sequential(*copy.deepcopy(model[2:]))]
+    stages = [nn.Sequential(*copy.deepcopy(model[:cut])), nn.Sequential(*copy.deepcopy(model[cut:]))]
     whole = nn.Sequential(*map(watch, stages))
     return run(whole, operations, made=lambda model, losses: (list(model), losses))
 
@@ -213,6 +213,12 @@ class Bounded(nn.Module):
 
 def bounded() -> nn.Module:
     return nn.Sequential(Bounded(), build())
+
+
+def test_buffers_are_known_by_the_weights_beside_them(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(in_a_copy, cut=1), reference=normed, steps=["train", "train"])
+    assert verdict.verdict == "pass", verdict
+    assert (verdict.law("buffers").outcome, verdict.law("buffers").checked) == ("pass", 6)
 
 
 def test_what_the_reference_raises_after_a_fault_does_not_hide_it(whitebox: WhiteBox) -> None:
