@@ -306,7 +306,8 @@ class Traced:
         own, target = self._runs[j], self.batches[j].target
 
         def flow(outputs: Tensors) -> Sequence[Gradient] | None:
-            if not target.numel() or [y.shape for y in outputs] != [y.shape for y in own.outputs]:
+            empty = isinstance(target, Tensor) and not target.numel()
+            if empty or [y.shape for y in outputs] != [y.shape for y in own.outputs]:
                 return None  # the model makes the loss itself, or the target is another's
             leaves = [y.detach().requires_grad_() for y in outputs]
             loss = self._loss.function(own.rebuilt(leaves), target) / self._loss.divisor

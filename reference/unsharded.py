@@ -1,8 +1,9 @@
-"""A stage that ``fully_shard`` cut among ranks, put together on one of them: as it was before, with whole weights."""
+"""A stage that torch cut among ranks, put together on one of them: as it was before, with whole weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 from pipeproof.reference.copied import copied, hooks_of, tensors_shared
 
 _FSDP = "torch.distributed.fsdp"  # whose classes and hooks are taken away
+_TENSORS = "torch.distributed.tensor"  # whose hooks make DTensors of what passes, and are taken away too
 _OWN = "__composable_api_state_key"  # under what begins so fully_shard keeps its state in a module
 
 
@@ -32,19 +34,21 @@ def is_gathered(module: nn.Module) -> bool:
     return any(not hasattr(one, "placements") for one in around)
 
 
-def is_reduced_narrowly(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` reduces some gradient in a narrower type than its parameter has."""
-    policies = _policies(module)
-    for name, one in module.named_parameters():
+def reduced_in(module: nn.Module) -> dict[str, torch.dtype]:
+    """The types in which ``fully_shard`` reduces gradients, by the names of parameters that have a wider one."""
+    policies, found = _policies(module), dict[str, torch.dtype]()
+    for name, one in module.named_parameters(remove_duplicate=False):
         policy = policies.get(_owner(name, policies) or "")
         narrow = None if policy is None else policy.reduce_dtype
         if narrow is not None and one.is_floating_point() and torch.finfo(narrow).eps > torch.finfo(one.dtype).eps:
-            return True
-    return False
+            found[name] = narrow
+    return found
 
 
 def unsharded(module: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
-    """``module`` once more without what ``fully_shard`` made of it, on ``whole`` weights by their names there.
+    """``module`` once more without what ``fully_shard`` and ``parallelize_module`` made of it.
+
+    It is on ``whole`` weights, by their names there.
 
     Others it shares with ``module``, as it does all that is no tensor and cannot be copied. It computes in the types
     that the policies of ``fully_shard`` say, and its weights have these types.
@@ -97,23 +101,47 @@ def _floats_in(dtype: torch.dtype, one: Any) -> Any:
     return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
 
 
+class _Whole:
+    """In the place of ``FSDPModule``, for a forward that calls its methods: the weights are there."""
+
+    def unshard(self, async_op: bool = False) -> "_Whole | None":
+        """Nothing is to be waited for."""
+        return self if async_op else None
+
+    def wait(self) -> None:
+        """It is there."""
+
+    def reshard(self) -> None:
+        """It stays."""
+
+
+@cache
+def _whole_class(kind: type) -> type:
+    """``kind`` with methods that do nothing, for a module on which ``fully_shard`` was called."""
+    return type(kind.__name__, (kind, _Whole), {"__module__": kind.__module__})
+
+
 @contextmanager
 def _as_found(module: nn.Module) -> Iterator[None]:
-    """While this is open, the parts of ``module`` are of the classes that ``fully_shard`` found, without its hooks."""
-    kinds = [(part, type(part)) for part in module.modules() if is_wrapped(part)]
+    """While this is open, the parts of ``module`` are of the classes that torch found, without its hooks."""
+    kinds = [(part, type(part)) for part in module.modules()]
     members = [(part, dict(part.__dict__)) for part, _ in kinds]
     try:
         for part, kind in kinds:
-            part.__class__ = next(base for base in kind.__mro__ if not _is(base, "FSDPModule"))
+            if is_wrapped(part):
+                part.__class__ = _whole_class(next(base for base in kind.__mro__ if not _is(base, "FSDPModule")))
             own = part.__dict__
+            for name in [one for one in own if _is_wrapped_method(own[one])]:
+                del own[name]
             for name in [one for one in own if one.startswith(_OWN)]:
                 del own[name]
             for name in [one for one in own if one.endswith("_hooks")]:
-                own[name] = type(own[name])((k, hook) for k, hook in own[name].items() if not _is_fsdps(hook))
+                own[name] = type(own[name])((k, hook) for k, hook in own[name].items() if not _is_cutting(hook))
         yield
     finally:
         for part, kind in kinds:
-            part.__class__ = kind
+            if type(part) is not kind:
+                part.__class__ = kind
         for part, before in members:
             part.__dict__.clear()
             part.__dict__.update(before)
@@ -126,3 +154,12 @@ def _is(kind: type, name: str) -> bool:
 
 def _is_fsdps(one: object) -> bool:
     return str(getattr(one, "__module__", "")).startswith(_FSDP)
+
+
+def _is_cutting(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith((_FSDP, _TENSORS))
+
+
+def _is_wrapped_method(one: object) -> bool:
+    """Whether it is what ``register_fsdp_forward_method`` puts in place of a method."""
+    return isinstance(one, MethodType) and "distributed/fsdp" in one.__func__.__code__.co_filename

@@ -1,21 +1,33 @@
 """Megatron-core: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
-from pipeproof.foreign.frameworks.megatron import check_forward_step, observed, step_of, validate
+from pipeproof.foreign.frameworks.megatron import (
+    LossScale,
+    check_forward_step,
+    chunks_of,
+    observed,
+    scale_of,
+    step_of,
+    validate,
+)
+from pipeproof.foreign.frameworks.megatron_chunk import LossOf, fed
 from pipeproof.foreign.frameworks.megatron_whole import (
     MEGATRON,
     ForwardStep,
     MegatronError,
     Whole,
+    bare,
     forget_group,
 )
 from pipeproof.records.checked_step import CheckedStep
@@ -34,7 +46,7 @@ def check_step(
     forward_step: ForwardStep,
     microbatches: Sequence[Any] | None,
     *,
-    reference: Callable[[], nn.Module],
+    reference: Callable[[], nn.Module] | Composed,
     floors: bool = True,
     timeout_s: float = 300.0,
 ) -> Iterator[CheckedStep]:
@@ -46,15 +58,17 @@ def check_step(
     chunks: as Megatron's schedule is given them. optimizer: Megatron's; None if the block does not step, and gradients
     are what there is at its end. forward_step: as the schedule is given it. microbatches: what its data iterator gives
     in the step, those of this rank's replica; None on a rank that does not have them, and not on rank 0. reference:
-    builds the whole model, with a config for one stage. floors and timeout_s are those of ``SingleDevice`` and
-    ``check_step``.
+    builds the whole model, with a config for one stage; or a ``Composed``, for a model too large for one device: the
+    ranks of the first and of the last stage then have microbatches. What that is given of a loss is not used. floors
+    and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
-    whole = SingleDevice(partial(Whole, reference, forward_step), loss_of_its_own, loss_divisor=_divisor, floors=floors)
+    composed = reference if isinstance(reference, Composed) else None
+    step = partial(_step, chunks, optimizer, microbatches, forward_step, partial(_against, reference, floors))
     try:
-        with checking(
-            partial(_step, chunks, optimizer, microbatches, forward_step, whole), timeout_s=timeout_s
-        ) as check:
-            yield check
+        with ExitStack() as stack:
+            if composed is not None:
+                stack.enter_context(_all_fed(chunks))
+            yield stack.enter_context(checking(step, timeout_s=timeout_s, composed=composed))
     finally:
         forget_group()
 
@@ -69,19 +83,57 @@ def record_step(
     return recording(partial(step_of, chunks, optimizer), microbatches, path, framework=MEGATRON, timeout_s=timeout_s)
 
 
+@contextmanager
+def _all_fed(chunks: Any) -> Iterator[None]:
+    """While this is open, what comes into chunks is seen; what are none, the check will say."""
+    with ExitStack() as stack:
+        with suppress(MegatronError):
+            for chunk in map(bare, chunks_of(chunks)):
+                stack.enter_context(fed(chunk))
+        yield
+
+
+def _against(
+    reference: Callable[[], nn.Module] | Composed, floors: bool, chunks: Any, optimizer: Any, forward_step: ForwardStep
+) -> SingleDevice | Composed:
+    """What the step is held against."""
+    if not isinstance(reference, Composed):
+        whole = partial(Whole, reference, forward_step)
+        return SingleDevice(whole, loss_of_its_own, loss_divisor=_divisor, floors=floors)
+    found = chunks_of(chunks)
+    if bare(found[0]).config.calculate_per_token_loss:
+        raise MegatronError(
+            "calculate_per_token_loss is True, and nobody knows the tokens of all: such a step is held against the "
+            "whole model alone"
+        )
+    scaler = LossScale(optimizer) if scale_of(optimizer) != 1.0 else None
+    return replace(reference, loss_fn=LossOf(found, forward_step), loss_divisor=None, scaler=scaler)
+
+
 def _step(
-    chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, forward_step: ForwardStep, whole: SingleDevice
+    chunks: Any,
+    optimizer: Any,
+    microbatches: Sequence[Any] | None,
+    forward_step: ForwardStep,
+    against: Callable[[Any, Any, ForwardStep], SingleDevice | Composed],
 ) -> JobStep:
     check_forward_step(forward_step)
     step = step_of(chunks, optimizer)
     if microbatches is not None:
         MEGATRON.listed(microbatches)
-    return JobStep(step, pairs_of(microbatches, _pair), whole, contents(microbatches))
+    held = against(chunks, optimizer, forward_step)
+    pair = _pair_alone if isinstance(held, Composed) else _pair
+    return JobStep(step, pairs_of(microbatches, pair), held, contents(microbatches))
 
 
 def _pair(_: int, microbatch: Any) -> tuple[Any, Any]:
     """All of it goes into the reference, which gives the loss."""
     return tuple(microbatch) if isinstance(microbatch, tuple | list) else (microbatch,), torch.empty(0)
+
+
+def _pair_alone(_: int, microbatch: Any) -> tuple[Any, Any]:
+    """All of it goes into the stages, and into the loss."""
+    return _pair(_, microbatch)[0], microbatch
 
 
 def _divisor(model: Whole, microbatches: Pairs) -> float:

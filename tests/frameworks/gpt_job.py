@@ -33,13 +33,15 @@ def job_of(layout: Layout, fault: str = "") -> Iterator[tuple[list[Any], Any, li
         yield chunks, optimizer, tiny_gpt.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
 
 
-def check_of(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout) -> Any:
+def check_of(
+    chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout, by_itself: bool = False
+) -> Any:
     return pipeproof.megatron.check_step(
         chunks,
         optimizer,
         tiny_gpt.forward_of(layout),
         microbatches,
-        reference=partial(tiny_gpt.provided, layout.whole),
+        reference=pipeproof.Composed() if by_itself else partial(tiny_gpt.provided, layout.whole),
         timeout_s=60.0,
     )
 
@@ -51,21 +53,21 @@ def train(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: La
     )
 
 
-def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
+def checked(_: RankContext, layout: Layout, fault: str, by_itself: bool = False) -> Verdict:
     """The verdict on a step that has a fault."""
     with job_of(layout, fault) as (chunks, optimizer, microbatches):
-        with check_of(chunks, optimizer, microbatches, layout) as check:
+        with check_of(chunks, optimizer, microbatches, layout, by_itself) as check:
             train(chunks, optimizer, microbatches, layout)
         return check.verdict
 
 
-def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list[str]]:
+def checked_and_unchecked(_: RankContext, layout: Layout, by_itself: bool = False) -> tuple[Verdict, list[str]]:
     """The verdict on a right step, and what is another after it and one more than in a job without a check."""
     found = []
     for check_it in (False, True):
         seed()
         with job_of(layout) as (chunks, optimizer, microbatches):
-            with check_of(chunks, optimizer, microbatches, layout) if check_it else nullcontext() as check:
+            with check_of(chunks, optimizer, microbatches, layout, by_itself) if check_it else nullcontext() as check:
                 train(chunks, optimizer, microbatches, layout)
             first = left(chunks, optimizer)
             train(chunks, optimizer, microbatches, layout)

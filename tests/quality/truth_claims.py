@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pipeproof.foreign.composed_parts import AS_IT_CAME
+from pipeproof.foreign.composed_verdict import AS_IT_CAME
 from pipeproof.judging.cause import Cause, RuledOut
 from pipeproof.judging.verdict import Verdict
 

@@ -42,7 +42,7 @@ def compared(context: RankContext, policy: MixedPrecisionPolicy, inside: bool) -
     theirs.sum().backward()
     pairs = [(one.grad, made.get_parameter(name).grad) for name, one in module.named_parameters()]
     same = [torch.equal(one.full_tensor(), other.to(one.dtype)) for one, other in pairs]  # type: ignore[union-attr]
-    kinds = [is_wrapped(module), not any(map(is_wrapped, made.modules())), type(made) is Norm, not is_flat(module)]
+    kinds = [is_wrapped(module), not any(map(is_wrapped, made.modules())), isinstance(made, Norm), not is_flat(module)]
     return [torch.equal(ours, theirs), ours.dtype == theirs.dtype, made.by is module.by, *same, *kinds]
 
 

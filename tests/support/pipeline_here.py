@@ -43,6 +43,8 @@ class Job:
     trial: bool = False
     keep: float = 1.0  # how much of a gradient that comes from beyond the next stage
     cast: Callable[[bool], Any] = lambda of_loss: nullcontext()
+    times: float = 1.0  # what losses are multiplied by before their backwards
+    apart: bool = False  # each stage that an output went to has a backward of its own
 
     def step(self) -> list[float]:
         """The losses."""
@@ -68,7 +70,7 @@ class Job:
             made.append([output] if isinstance(output, Tensor) else list(output))
         with self.cast(True):
             loss = output if self.loss_fn is None else self.loss_fn(output, target)
-        (loss / (len(self.data) if self.late is None else 1.0)).backward()
+        (loss * self.times / (len(self.data) if self.late is None else 1.0)).backward()
         for k in reversed(range(len(made) - 1)):
             self._back(k, made[k], sent)
         return loss.item()
@@ -87,7 +89,10 @@ class Job:
             flows = [
                 g.grad * (self.keep if to > k + 1 else 1.0) for to, g in sent.get((k, n), ()) if g.grad is not None
             ]
-            if flows and one.requires_grad:
+            if self.apart and one.requires_grad:
+                for flow in flows:
+                    one.backward(flow, retain_graph=True)
+            elif flows and one.requires_grad:
                 pairs.append((one, torch.stack(flows).sum(0)))
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))

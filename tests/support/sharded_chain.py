@@ -1,13 +1,22 @@
-"""A pipeline by hand whose stages ``fully_shard`` cuts among replicas, held against itself."""
+"""A pipeline by hand whose stages are cut among replicas, or inside, held against itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from pipeproof import Composed, check_step
 from pipeproof.judging.verdict import Verdict
@@ -21,39 +30,66 @@ LOSS = nn.functional.mse_loss
 class Sharded:
     """How the step is run. ``inner``: how wide each stage is inside. ``copies``: how many ranks have one shard.
 
-    ``late``: gradients are reduced once, after the last backward. ``fault``: what goes wrong, on the last rank.
+    ``tensor``: among how many ranks its layers are cut inside; ``sequence``: what is between those, too. ``tied``: two
+    of its layers have one weight. ``late``: gradients are reduced once, after the last backward. ``fault``: what goes
+    wrong, on the last rank.
     """
 
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     inner: int = WIDTH
     copies: int = 1
+    tensor: int = 1
+    sequence: bool = False
+    tied: bool = False
     late: bool = False
     fault: str = ""
 
 
-def stage_of(number: int, way: Sharded, mesh: DeviceMesh) -> nn.Module:
+class Meshes(NamedTuple):
+    """Those of the stages, of a stage's replicas, and of the ranks that one replica's layers are cut among."""
+
+    stages: DeviceMesh
+    replicas: DeviceMesh
+    tensor: DeviceMesh
+
+
+def stage_of(number: int, way: Sharded, meshes: Meshes) -> nn.Module:
     torch.manual_seed(number)
-    stage = nn.Sequential(nn.Linear(WIDTH, way.inner), nn.Tanh(), nn.Linear(way.inner, WIDTH))
-    for part in (stage[0], stage[2], stage):
-        fully_shard(part, mesh=mesh, mp_policy=way.policy)
+    layers = [nn.Linear(WIDTH, way.inner), nn.Tanh(), nn.Linear(way.inner, WIDTH)]
+    if way.tensor > 1 or way.tied:
+        layers += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    stage = nn.Sequential(*layers)
+    if way.tied:
+        stage[4].weight = stage[2].weight
+    if way.tensor > 1:
+        between = Shard(0) if way.sequence else Replicate()
+        plan: dict[str, ParallelStyle] = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=between)}
+        if way.sequence:
+            plan |= {
+                "3": SequenceParallel(sequence_dim=0),
+                "4": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+            }
+        parallelize_module(stage, meshes.tensor, plan)
+    if meshes.replicas.size() > 1:
+        for part in (stage[0], stage) if way.tied else (stage[0], stage[2], stage):
+            fully_shard(part, mesh=meshes.replicas, mp_policy=way.policy)
     return stage
 
 
-def mesh_of(way: Sharded, ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """That of the stages, and that of a stage's replicas."""
-    replicas = ranks // STAGES
-    names = ("stages", "copies", "shards")
-    whole = init_device_mesh("cpu", (STAGES, way.copies, replicas // way.copies), mesh_dim_names=names)
-    return whole["stages"], whole["copies", "shards"] if way.copies > 1 else whole["shards"]
+def meshes_of(way: Sharded, ranks: int) -> Meshes:
+    names = ("stages", "copies", "shards", "tensor")
+    shape = STAGES, way.copies, ranks // STAGES // way.copies // way.tensor, way.tensor
+    whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return Meshes(whole["stages"], whole["copies", "shards"] if way.copies > 1 else whole["shards"], whole["tensor"])
 
 
 def sharded_steps(context: RankContext, way: Sharded) -> list[Verdict]:
     """The verdicts on two steps of the job."""
-    stages, replicas = mesh_of(way, context.ranks)
-    number = stages.get_local_rank()
-    stage, last = stage_of(number, way, replicas), context.rank == context.ranks - 1
+    meshes = meshes_of(way, context.ranks)
+    number = meshes.stages.get_local_rank()
+    stage, last = stage_of(number, way, meshes), context.rank == context.ranks - 1
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
-    draw = torch.Generator().manual_seed(context.rank % (context.ranks // STAGES))
+    draw = torch.Generator().manual_seed(context.rank % (context.ranks // STAGES) // way.tensor)
     found = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -64,8 +100,10 @@ def sharded_steps(context: RankContext, way: Sharded) -> list[Verdict]:
             weight = stage[0].weight
             if last and way.fault == "part":
                 weight.grad.to_local().mul_(3)
+            if way.fault == "norm":
+                _leave_in_parts(stage[3])
             check.gradients()
-            norm = _clipped(stage, stages)
+            norm = _clipped(stage, meshes.stages)
             optimizer.step()
             if last and way.fault == "update":
                 with torch.no_grad():
@@ -90,7 +128,8 @@ def _run(
         if not number:
             dist.send(live[-1][1].detach().float(), other)
     for m, (x, output) in enumerate(live):
-        stage.set_requires_gradient_sync(not way.late or m == COUNT - 1)  # type: ignore[operator]  # of FSDPModule
+        if isinstance(stage, FSDPModule):
+            stage.set_requires_gradient_sync(not way.late or m == COUNT - 1)
         if number:
             loss = LOSS(output.float(), microbatches[m][1])
             losses.append(loss.item())
@@ -103,6 +142,14 @@ def _run(
     return losses
 
 
+def _leave_in_parts(norm: nn.Module) -> None:
+    """Take what each rank has of the gradient's sum for all of it."""
+    for one in norm.parameters():
+        assert isinstance(one.grad, DTensor)
+        here = one.grad.to_local()
+        one.grad = DTensor.from_local(here, one.grad.device_mesh, [Replicate()])
+
+
 def _received(like: Tensor, source: int) -> Tensor:
     message = torch.empty_like(like)
     dist.recv(message, source)
@@ -112,10 +159,14 @@ def _received(like: Tensor, source: int) -> Tensor:
 def _clipped(stage: nn.Module, stages: DeviceMesh) -> float:
     """The norm of all gradients, which are clipped."""
     gradients = [one.grad for one in stage.parameters() if one.grad is not None]
-    square = sum((one.full_tensor().double() ** 2).sum() for one in gradients)  # type: ignore[attr-defined]  # DTensors
+    square = sum((_whole(one).double() ** 2).sum() for one in gradients)
     assert isinstance(square, Tensor)
     dist.all_reduce(square, group=stages.get_group())
     norm = float(square.sqrt())
     for one in gradients:
         one.mul_(min(1.0, MOST / (norm + 1e-6)))
     return norm
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

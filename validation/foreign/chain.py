@@ -10,23 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import torch
-
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
 from pipeproof.foreign.own_links import Link
-from pipeproof.foreign.survey import Places
+from pipeproof.foreign.sources import TARGETS, Data, Source, Sources, is_target
+from pipeproof.foreign.survey import TOGETHER, Places
 from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
-from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Kind
 
-Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by number: its inputs, then its targets
-Source = tuple[int | None, int]  # the stage that a tensor is an output of, and its number; None: of the data
-TARGETS = 1 << 16  # the number of a microbatch's first target
 _AS_SENT = "its call came in the order of those before it"
 
 
@@ -57,6 +52,7 @@ class Chain:
     def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
         self.stages = as_sent(dict(sorted(stages.items())))
         self.data = data
+        self.sources = Sources(self.stages, data)
 
     @property
     def microbatches(self) -> int:
@@ -66,48 +62,6 @@ class Chain:
     def last(self) -> int:
         """The number of the last stage."""
         return max(self.stages)
-
-    @cached_property
-    def sources(self) -> dict[tuple[int, int], Source]:
-        """Where each stage's inputs come from, by their numbers, as far as that is known."""
-        found: dict[tuple[int, int], Source] = {}
-        for source_of in (self._as_sent, self._of_its_form):  # what came as it was sent leaves less to guess from
-            for stage, number in self.places_in:
-                if (stage, number) in found:
-                    continue
-                if (source := source_of(stage, number, set(found.values()))) is not None:
-                    found[stage, number] = self._first_of(source)
-        for stage, at in self._unreceived(found):
-            if (due := self._due_at(stage, at, found)) is not None:
-                found[stage + 1, due] = stage, at
-        return found
-
-    def _first_of(self, source: Source) -> Source:
-        """``source``, or where it is the very tensor of another output, that."""
-        stage, number = source
-        calls = self.stages[stage].calls if stage is not None else ()
-        return stage, next((call.repeated[number] for call in calls if number in call.repeated), number)
-
-    def unreceived(self) -> list[tuple[int, int]]:
-        """The outputs through which gradients should flow that no stage is known to have received, by stage."""
-        return self._unreceived(self.sources)
-
-    def _unreceived(self, sources: Mapping[tuple[int, int], Source]) -> list[tuple[int, int]]:
-        giving = {(s, at) for s, seen in self.stages.items() for call in seen.calls for at in call.giving}
-        return sorted(one for one in giving - {*sources.values()} if one[0] != self.last)
-
-    def _due_at(self, stage: int, at: int, sources: Mapping[tuple[int, int], Source]) -> int | None:
-        """The input of the next stage at which an output is due that nobody received: one of its form, of another."""
-        sent = {call.outputs[at].shape for call in self.stages[stage].calls if at < len(call.outputs)}
-        calls = self.stages[stage + 1].calls if stage + 1 in self.stages else ()
-        fitting = [
-            number
-            for number in range(max((len(call.inputs) for call in calls), default=0))
-            if sources.get((stage + 1, number), (None, 0))[0] != stage
-            and sent >= {call.inputs[number].shape for call in calls if number < len(call.inputs)}
-            and any(number in call.needing for call in calls)
-        ]
-        return at if at in fitting else next(iter(fitting), None)
 
     @cached_property
     def orders(self) -> dict[int, Order]:
@@ -123,7 +77,7 @@ class Chain:
 
     def due(self, stage: int) -> list[frozenset[int]]:
         """Of each call, the inputs to which a gradient should flow: it leads to a weight, or nobody knows where to."""
-        flowing = {number: self._flowing(stage, number) for number in range(self._inputs(stage))}
+        flowing = {number: self._flowing(stage, number) for number in range(self.sources.inputs(stage))}
 
         def is_due(number: int, call: Call) -> bool:
             those = flowing[number]
@@ -135,7 +89,7 @@ class Chain:
 
     def _flowing(self, stage: int, number: int) -> set[bytes] | None:
         """What was sent as this input and brings a gradient; None where no stage is known to have sent it."""
-        of, at = self.sources.get((stage, number), (None, 0))
+        of, at = self.sources.of_inputs.get((stage, number), (None, 0))
         return None if of is None else {one.outputs[at].digest for one in self.stages[of].calls if at in one.giving}
 
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
@@ -167,7 +121,7 @@ class Chain:
     def _consumers(self) -> dict[Source, list[tuple[int, int]]]:
         """The inputs from which gradients flow back to each output, as stages and numbers."""
         found: dict[Source, list[tuple[int, int]]] = {}
-        for (stage, number), source in self.sources.items():
+        for (stage, number), source in self.sources.of_inputs.items():
             of, at = source
             if of is None or not any(
                 at in call.giving or at in call.output_gradients for call in self.stages[of].calls
@@ -180,77 +134,28 @@ class Chain:
     def _add_sums(self, handed: Places) -> dict[tuple[int, int, int], float]:
         """Add what flows together to outputs that several inputs are of, to the places of what was ``handed`` back.
 
-        By stage, number and microbatch: how far rounding may put each sum.
+        By stage, number and microbatch: how far rounding may put each sum, and what came back in parts.
         """
         limits: dict[tuple[int, int, int], float] = {}
         for (stage, number), those in self._consumers.items():
             parts = [handed.by_place.get(_handed(*one), {}) for one in those]
-            for m in set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else ():
+            for m in set(parts[0]).intersection(*parts[1:]):
                 whole, *others = [part[m] for part in parts]
-                if stage is None or any((one.shape, one.dtype) != (whole.shape, whole.dtype) for one in others):
+                alike = all((one.shape, one.dtype) == (whole.shape, whole.dtype) for one in others)
+                if stage is None or not alike or not (others or self._in_parts(*those[0], m)):
                     continue
-                size = sum(part[m].norm for part in parts)
+                size = sum(self._in_parts(*one, m) or part[m].norm for one, part in zip(those, parts, strict=True))
                 for one in others:
                     whole = whole.plus(one)
-                handed.add(_sum_of(those), m, whole)
+                if others:
+                    handed.add(_sum_of(those), m, whole)
                 limits[stage, number, m] = precision_of(whole.dtype).least * size / (whole.norm or math.inf)
         return limits
 
-    @property
-    def places_in(self) -> Iterator[tuple[int, int]]:
-        """Every stage's inputs, by their numbers."""
-        for stage in self.stages:
-            yield from ((stage, number) for number in range(self._inputs(stage)))
-
-    def _came(self, stage: int, number: int) -> list[Sketch]:
-        return [call.inputs[number] for call in self.stages[stage].calls if number < len(call.inputs)]
-
-    def _as_sent(self, stage: int, number: int, taken: set[Source]) -> Source | None:
-        """Where most of what came as this input was sent from. Of tensors that are equal, each is some input's."""
-        votes = self._votes(stage, number)
-        most = max(votes.values(), default=0)
-        best = [source for source, count in votes.items() if count == most]
-        found = max(best, default=None, key=lambda source: (source not in taken, source[1] == number))
-        return found if 2 * most > len(self._came(stage, number)) else None
-
-    def _of_its_form(self, stage: int, number: int, taken: set[Source]) -> Source | None:
-        """What has the form of this input, and is nothing that came elsewhere as it was sent.
-
-        Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself.
-        """
-        forms, votes = {one.shape for one in self._came(stage, number)}, self._votes(stage, number)
-        alike = [s for s, sent in self._sent(stage) if not is_target(s) and forms <= {one.shape for one in sent}]
-        beside = [source for source in alike if source not in taken]
-        flows = any(number in call.needing for call in self.stages[stage].calls)
-        fitting = [source for source in beside if source[0] is not None] or beside or (alike if flows else [])
-        if stage == self.last and not flows:  # of targets, some must be as given: whoever makes the loss may have none
-            fitting += [one for one, count in votes.items() if count and is_target(one) and one not in taken]
-        return max(fitting, default=None, key=lambda source: (votes[source], source[1] == number))
-
-    def _votes(self, stage: int, number: int) -> dict[Source, int]:
-        """How much of what came as this input each source sent."""
-        came = Counter(one.digest for one in self._came(stage, number))
-        return {source: (came & Counter(one.digest for one in sent)).total() for source, sent in self._sent(stage)}
-
-    def _sent(self, stage: int) -> Iterator[tuple[Source, list[Sketch]]]:
-        """What can come into a stage: outputs of those before it, the nearest first, and data; for the first, data."""
-        return ((source, those) for source, those in self.sent.items() if source[0] is None or source[0] < stage)
-
-    @cached_property
-    def sent(self) -> dict[Source, list[Sketch]]:
-        """The outputs of stages, the last one's first, then data."""
-        found: dict[Source, list[Sketch]] = {}
-        for stage in sorted(self.stages, reverse=True):
-            calls = self.stages[stage].calls
-            for number in range(max((len(call.outputs) for call in calls), default=0)):
-                found[stage, number] = [call.outputs[number] for call in calls if number < len(call.outputs)]
-        for number in sorted(set().union(*self.data)):
-            found[None, number] = [one[number] for one in self.data if number in one]
-        return found
-
-    def forms(self, source: Source) -> set[tuple[tuple[int, ...], torch.dtype]]:
-        """The shapes and types of what it sent."""
-        return {(one.shape, one.dtype) for one in self.sent[source]}
+    def _in_parts(self, stage: int, number: int, m: int) -> float:
+        """The sizes of the parts in which the gradient of an input came; 0 where it came whole."""
+        pairs = zip(self.stages[stage].calls, self.orders[stage].numbers, strict=True)
+        return sum(call.in_parts.get(number, 0.0) for call, of in pairs if of == m)
 
     def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
         calls, meant = self.stages[stage].calls, self.stages[stage].meant
@@ -273,7 +178,7 @@ class Chain:
         """The microbatches of which all that ``call`` was given may be; of one that is nobody's, nothing is told."""
         told = []
         for number, one in enumerate(call.inputs):
-            other, at = self.sources.get((stage, number), (None, -1))
+            other, at = self.sources.of_inputs.get((stage, number), (None, -1))
             if other is not None:
                 pairs = zip(self.stages[other].calls, before[other].numbers, strict=True)
                 told.append(
@@ -339,22 +244,19 @@ class Chain:
         sent: tuple[Places, Places],
     ) -> tuple[Places, Places, dict[int, str]]:
         """What should pass there, what flows the other way, and the place of each tensor by its number."""
-        inputs = {number: source for (of, number), source in self.sources.items() if of == stage}
+        inputs = {number: source for (of, number), source in self.sources.of_inputs.items() if of == stage}
         if where in (GIVEN, KEPT):
             return sent[0], sent[1], {n: place_of(source) for n, source in inputs.items()}
         if where == MADE:
             count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
             return again[0], again[1], {n: _output(stage, n) for n in range(count)}
         if where == HANDED_ON:
-            return again[1], again[0], {n: _handed(stage, n) for n in range(self._inputs(stage))}
+            return again[1], again[0], {n: _handed(stage, n) for n in range(self.sources.inputs(stage))}
         if stage == self.last:
             count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
             return again[1], again[0], {n: _output(stage, n) for n in range(count)}
         came = {n: those for (of, n), those in self._consumers.items() if of == stage}
         return sent[1], sent[0], {n: _sum_of(those) for n, those in came.items()}
-
-    def _inputs(self, stage: int) -> int:
-        return max((len(call.inputs) for call in self.stages[stage].calls), default=0)
 
 
 _PARTS = (
@@ -374,18 +276,12 @@ def place_of(source: Source) -> str:
     return f"{INPUT} (target {number - TARGETS})" if is_target(source) else f"{INPUT} {number}"
 
 
-def is_target(source: Source) -> bool:
-    """Whether it is a target of the microbatches."""
-    stage, number = source
-    return stage is None and number >= TARGETS
-
-
 def _output(stage: int, number: int) -> str:
     return f"output {number} of stage {stage}"
 
 
 def _sum_of(inputs: Sequence[tuple[int, int]]) -> str:
-    return " and ".join(_handed(*one) for one in inputs)
+    return TOGETHER.join(_handed(*one) for one in inputs)
 
 
 def _handed(stage: int, number: int) -> str:

@@ -1,4 +1,4 @@
-"""What each rank saw of a step and made of it again, and the one verdict that follows from all of it."""
+"""What each rank saw of a step and made of it again, and what that shows together."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,17 +11,18 @@ from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.tied import Shares, of_copies
-from pipeproof.foreign.chain import Chain, Data
+from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.own_links import Link
-from pipeproof.foreign.replica_weights import Weights, enter_weights
+from pipeproof.foreign.part_sums import Wrong
+from pipeproof.foreign.replica_weights import Weights
+from pipeproof.foreign.sources import Data
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.foreign.wiring import enter_wiring
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.execution import Execution
-from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.tolerance import FP32, Precision
@@ -49,9 +50,6 @@ def not_known(stages: Iterable[int]) -> str:
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
-OF_REPLICAS = (LAWS[0], "initial-weights", *LAWS[1:])  # ranks that have the same begin with the same
-AS_IT_CAME = "by what stages received, right or wrong"
-_OF_WHAT_CAME = ("loss", "presence", "gradient", "grad-norm", "updated-parameters")
 _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
 
@@ -72,7 +70,9 @@ class OwnPart:
     ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
     it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
     its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
-    are not those that the step began with. ``weights``: what it began with.
+    are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
+    added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
+    other ranks may have parts of them.
     """
 
     ledger: Ledger
@@ -87,7 +87,9 @@ class OwnPart:
     forms: Mapping[str, Tensor] = field(default_factory=dict)
     moved: frozenset[int] = frozenset()
     precision: Precision = FP32
+    summed: Precision = FP32
     weights: Weights = field(default_factory=dict)
+    wrong: Wrong = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,11 @@ class Whole:
     def precision(self) -> Precision:
         """How its numbers are rounded."""
         return next((part.precision for part in self.parts if part.links), FP32)
+
+    @property
+    def _of_norm(self) -> Unmeasured:
+        every = [part.summed for part in self.parts if part.links]
+        return Unmeasured(max(every, key=lambda one: one.unit, default=FP32))
 
     @property
     def reported(self) -> list[Told]:
@@ -186,7 +193,7 @@ class Whole:
                 return
         known = len(self._losses) == self.chain.microbatches and self.chain.last not in lost
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
-        at = Comparison(due, Unmeasured(self.precision), ledger)
+        at, summed = (Comparison(due, one, ledger) for one in (Unmeasured(self.precision), self._of_norm))
         for rank, part in enumerate(self.parts):
             for told in part.told:
                 if told.losses is not None and known:
@@ -196,7 +203,7 @@ class Whole:
                     whole = Comparison(replace(due, loss=nearest), Unmeasured(self.precision), ledger)
                     whole.loss(told.loss, rank=rank)
                 if told.norm is not None and not lost and self.only is None:
-                    at.norm(told.norm, rank=rank)
+                    summed.norm(told.norm, rank=rank)
         if any(one.losses is not None or one.loss is not None for one in self.reported):
             if self.chain.last in lost:
                 ledger.doubt("loss", not_known([self.chain.last]))
@@ -311,39 +318,6 @@ class Whole:
                 groups.setdefault(self.first.get(name, name), {})[stage] = name
         shared = [copies for copies in groups.values() if len(copies) > 1]
         return of_copies(shared, [copy for part in self.parts for copy in part.copies])
-
-
-def verdict_of(wholes: Sequence[Whole], title: str, *, rerun: str, seconds: float) -> Verdict:
-    """The verdict on a step of all replicas, with its causes."""
-    laws = LAWS if len(wholes) == 1 else OF_REPLICAS
-    ledger = Ledger(laws)
-    for whole in wholes:
-        for part in reversed(whole.parts):
-            ledger.join(part.ledger)
-    every = [
-        {site: one for part in those for site, one in part.weights.items()}
-        for those in zip(*(one.parts for one in wholes), strict=True)
-    ]
-    apart = enter_weights(ledger, every) if len(wholes) > 1 else []
-    total = sum(whole.loss * whole.divisor for whole in wholes) / sum(whole.divisor for whole in wholes)
-    mean = sum(whole.loss for whole in wholes) / len(wholes)
-    wholes = [replace(whole, everybodys=(total, mean)) for whole in wholes]
-    for whole in wholes:
-        whole.enter(ledger)
-    if any(mismatch.law in ("microbatches", "boundaries") for mismatch in ledger.mismatches):
-        for law in _OF_WHAT_CAME:
-            ledger.remark(law, AS_IT_CAME)
-    reported = [one for whole in wholes for one in whole.reported]
-    everything = wholes[0].only is None
-    if everything and not any(one.losses is not None or one.loss is not None for one in reported):
-        ledger.miss("loss", "the job reports none")
-    if everything and all(one.norm is None for one in reported):
-        ledger.miss("grad-norm", wholes[0].no_norm or "the job reports none")
-    ledger.mismatches.sort(key=lambda one: laws.index(one.law))
-    verdict = concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
-    first = next((one for one in wholes if one.is_wrong(verdict)), wholes[0])
-    verdict = first.explained(verdict)
-    return replace(verdict, cause=tuple(dict.fromkeys((*apart, *verdict.cause))))
 
 
 @dataclass(frozen=True)

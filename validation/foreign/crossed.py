@@ -26,7 +26,7 @@ def crossed(chain: Chain) -> Chain | None:
 def _meant(chain: Chain, stage: int) -> Meant:
     """What each activation that ``stage`` was given was taken for by the stage that sent it; empty if for itself."""
     found: dict[int, int] = {}
-    for (of, number), (before, at) in chain.sources.items():
+    for (of, number), (before, at) in chain.sources.of_inputs.items():
         if of != stage or before is None:
             continue
         made_for = _made_for(chain, stage, number)

@@ -116,6 +116,7 @@ class OwnStage:
         self._noted: dict[Point, Tensor] = {}
         self._more: dict[int, Tensor] = {}
         self.links: list[Link] = []
+        self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self._sums: dict[tuple[int, str], Gradient] = {}
 
     def run(self) -> None:
@@ -127,7 +128,13 @@ class OwnStage:
                 self._find_cast(k)
                 made = self._again(self._reference, self._batches[k], onto=onto)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
-                found[k] = Link({}, obstacle=f"run again, stage {self.stage} raised {raised(error)}")
+                self._note_form(k, self._noted)
+                told = self.other_form or f"run again, stage {self.stage} raised {raised(error)}"
+                found[k] = Link({}, obstacle=told)
+                continue
+            self._note_form(k, made.tensors)
+            if self.other_form:
+                found[k] = Link({}, obstacle=self.other_form)
                 continue
             found[k] = self._link(k, made)
             if made.contribution is not None and self._calls[k].ran:
@@ -166,6 +173,13 @@ class OwnStage:
     def fitting(self) -> int:
         """How many of them are what they were, but for rounding."""
         return sum(seen is not None and _fits(seen, due) for seen, due in self._flows)
+
+    @property
+    def factor(self) -> float | None:
+        """What everything that flowed to its outputs is, in multiples of what it is when run again: None if various."""
+        found = [None if seen is None else seen.factor(due) for seen, due in self._flows]
+        first = found[0] if found else None
+        return first if first is not None and all(near(one, first) for one in found) else None
 
     @property
     def _flows(self) -> list[tuple[Sketch | None, Sketch]]:
@@ -265,7 +279,7 @@ class OwnStage:
     def _again(
         self, reference: Reference, batch: Batch, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
     ) -> _Made:
-        loss = self.loss
+        loss, self._noted, self._more = self.loss, {}, {}
         try:
             contribution = reference.contribution(batch, loss.function, loss.divisor, onto=onto)
         except LossError:
@@ -274,8 +288,7 @@ class OwnStage:
         for n, one in (contribution.inputs if contribution is not None else {}).items():
             if one is not None:
                 tensors[HANDED_ON, n - 1] = one  # the first input is the call itself
-        more, self._noted, self._more = self._more, {}, {}
-        return _Made(tensors, more, contribution)
+        return _Made(tensors, self._more, contribution)
 
     def _link(self, k: int, made: _Made) -> Link:
         gives = {at: sketch(one) for at, one in made.tensors.items()}
@@ -288,6 +301,13 @@ class OwnStage:
         """Where what the call gives again is not as it was to the bit."""
         seen = {at: _seen(self._calls[k], at) for at in gives}
         return [at for at, one in seen.items() if one is not None and one.digest != gives[at].digest]
+
+    def _note_form(self, k: int, made: Mapping[Point, Tensor]) -> None:
+        for (where, number), one in made.items():
+            seen = _seen(self._calls[k], (where, number))
+            if where == MADE and seen is not None and seen.shape != tuple(one.shape):
+                told = f"gave an output of shape {list(seen.shape)} and, run again, gives {list(one.shape)}"
+                self.other_form = f"stage {self.stage} {told}: if ranks pass on parts of it, that is not checked so"
 
     def _find_cast(self, k: int) -> None:
         """Find out whether the loss was cast as the call was: which way it gives what it gave."""

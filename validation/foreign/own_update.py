@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import raised
-from pipeproof.observers.shards import held_here
+from pipeproof.observers.shards import added_up, held_here
 from pipeproof.reference.copied import copied
 
 
@@ -63,7 +63,7 @@ def _foreseen(
     copies, twins = _twins(some, parts)
     for name, one in copies.items():
         gradient = some[name].grad
-        one.grad = None if gradient is None else held_here(gradient).detach() * factor
+        one.grad = None if gradient is None else held_here(added_up(gradient, some[name])).detach() * factor
     with torch.enable_grad():
         for first, *_ in optimizers:  # those inside it are its own to step
             twins[id(first)].step()

@@ -17,6 +17,7 @@ from pipeproof.reference.handed_on import Cut, Graph
 from pipeproof.reference.outputs import outputs_noted
 
 REPLICA = " of a replica"
+TOGETHER = " and "  # between the places of gradients that flow together
 _THROUGH = " through stage "
 _FEW = 16  # numbers that are soon like others by chance
 Result = TypeVar("Result")
@@ -90,7 +91,8 @@ def handed_on(place: str, stage: int) -> str:
 
 def is_part(place: str, whole: str) -> bool:
     """Whether a part of the gradient at ``whole`` passes at ``place``."""
-    return bool(whole) and place.startswith(whole + _THROUGH)
+    several = whole.split(TOGETHER)
+    return bool(whole) and (place.startswith(whole + _THROUGH) or (len(several) > 1 and place in several))
 
 
 class Survey:

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
-from pipeproof.foreign.chain import TARGETS, Chain, Source, is_target, place_of
+from pipeproof.foreign.chain import Chain, place_of
+from pipeproof.foreign.sources import TARGETS, Source, is_target
 from pipeproof.judging.ledger import Ledger
 
 _LAW = "boundaries"
@@ -25,7 +26,7 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
             ledger.leave_out(_LAW, [name], "nobody is known to have sent it")
         else:
             ledger.remark(_LAW, f"{name} is no stage's and no data: it was taken as it came")
-    lost = chain.unreceived()
+    lost = chain.sources.unreceived()
     ledger.leave_out(_LAW, [place_of(one) for one in lost], "nobody is known to have received it")
     instead = dict(_instead(chain, [one for one in unused if one not in lost]))
     for source, other in instead.items():
@@ -39,7 +40,7 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
 
 def on_several_inputs(chain: Chain) -> Iterator[int]:
     """The stages that were called several times for each microbatch, each time on something else that was sent."""
-    sent = {one.digest for source, those in chain.sent.items() if not is_target(source) for one in those}
+    sent = {one.digest for source, those in chain.sources.sent.items() if not is_target(source) for one in those}
     for stage, seen in chain.stages.items():
         given = {tuple(one.digest for one in call.inputs) for call in seen.calls}
         if chain.microbatches and sum(sent.issuperset(one) for one in given) >= 2 * chain.microbatches:
@@ -53,8 +54,8 @@ def several_calls(stage: int, how: str) -> str:
 
 def _unplaced(chain: Chain) -> Iterator[tuple[int, int, bool]]:
     """The inputs of which nobody is known to have sent them: stage, number, and whether a gradient flows there."""
-    for stage, number in chain.places_in:
-        if (stage, number) not in chain.sources:
+    for stage, number in chain.sources.places_in:
+        if (stage, number) not in chain.sources.of_inputs:
             yield stage, number, any(number in call.needing for call in chain.stages[stage].calls)
 
 
@@ -63,10 +64,10 @@ def _unused(chain: Chain) -> Iterator[Source]:
 
     An input that is a target, too, went into the loss.
     """
-    used = set(chain.sources.values())
+    used = set(chain.sources.of_inputs.values())
     again = {(stage, k) for stage, seen in chain.stages.items() for call in seen.calls for k in call.repeated}
-    targets = [_contents(chain, source) for source in chain.sent if is_target(source)]
-    for source in chain.sent:
+    targets = [_contents(chain, source) for source in chain.sources.sent if is_target(source)]
+    for source in chain.sources.sent:
         if source in used | again or source[0] == chain.last or is_target(source):
             continue
         if source[0] is not None or _contents(chain, source) not in targets:
@@ -74,15 +75,15 @@ def _unused(chain: Chain) -> Iterator[Source]:
 
 
 def _contents(chain: Chain, source: Source) -> list[bytes]:
-    return [one.digest for one in chain.sent[source]]
+    return [one.digest for one in chain.sources.sent[source]]
 
 
 def _instead(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, Source]]:
     """Each of the ``unused`` with another of its form that went to several inputs: it may have come in its place."""
-    several = [source for source, count in Counter(chain.sources.values()).items() if count > 1]
+    several = [source for source, count in Counter(chain.sources.of_inputs.values()).items() if count > 1]
     for source in unused:
-        forms = chain.forms(source)
-        other = next((one for one in several if one[0] == source[0] and chain.forms(one) == forms), None)
+        forms = chain.sources.forms(source)
+        other = next((one for one in several if one[0] == source[0] and chain.sources.forms(one) == forms), None)
         if other is not None:
             yield source, other
 
@@ -90,9 +91,9 @@ def _instead(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, Sourc
 def _exchanged(chain: Chain) -> Iterator[str]:
     """Inputs of one form that come from one place, and in another order than there."""
     for stage in chain.stages:
-        own = [(number, source) for (of, number), source in sorted(chain.sources.items()) if of == stage]
+        own = [(number, source) for (of, number), source in sorted(chain.sources.of_inputs.items()) if of == stage]
         for (i, one), (j, other) in combinations(own, 2):
-            if one[0] == other[0] and one[1] > other[1] and chain.forms(one) == chain.forms(other):
+            if one[0] == other[0] and one[1] > other[1] and chain.sources.forms(one) == chain.sources.forms(other):
                 yield (
                     f"inputs {i} and {j} of stage {stage} are {_name(one)} and {_name(other)}: that order was taken"
                     " as meant"

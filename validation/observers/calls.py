@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from pipeproof.observers.sketch import Sketch
+from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.again import Called
 from pipeproof.worlds.posted_messages import Came
@@ -77,6 +77,7 @@ class Call:
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
     ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
+    ``in_parts``: by input, the sizes of the parts in which its gradient came, where those were several.
     ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
     very tensor of another one, with that one's number; and ``given_again`` the inputs that are so.
     """
@@ -99,6 +100,7 @@ class Call:
     unread: bool = False
     began: int | None = None
     flowed: dict[int, int] = field(default_factory=dict)
+    in_parts: dict[int, float] = field(default_factory=dict)
     again: Called | None = None
     repeated: Mapping[int, int] = field(default_factory=dict)
     given_again: frozenset[int] = frozenset()
@@ -107,6 +109,20 @@ class Call:
     def ran(self) -> list[int]:
         """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
         return self.backwards or [*self.flowed.values()][:1]
+
+    def add(self, into: dict[int, Sketch], number: int, seen: Sketch, kept: Tensor | None) -> None:
+        """Note what flowed to a tensor, ``into`` its gradients: of all consumers together. ``kept``: a copy of it."""
+        flows = {} if self.again is None else self.again.flows
+        if number not in into:
+            into[number] = seen
+            flows |= {} if kept is None else {number: kept}
+        elif kept is not None:
+            flows[number] = flows[number] + kept
+            into[number] = sketch(flows[number])
+        elif into[number].shape == seen.shape:
+            if into is self.input_gradients:
+                self.in_parts[number] = self.in_parts.get(number, into[number].norm) + seen.norm
+            into[number] = into[number].plus(seen)
 
     def later(self, time: int, *, rank: int) -> "Call":
         """The same on ``rank``, by so much later."""

@@ -114,6 +114,17 @@ def held_here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, InShards) else tensor
 
 
+def added_up(gradient: Any, parameter: Any) -> Tensor:
+    """``gradient``; of a DTensor that is a sum not formed yet, what there is where its ``parameter`` lies.
+
+    That asks all ranks of its mesh, as the optimizer does.
+    """
+    if any(one.is_partial() for one in getattr(gradient, "placements", ())):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    made: Tensor = gradient
+    return made
+
+
 def shard_of(tensor: Tensor) -> Shard | None:
     """Where this rank's part of a DTensor lies; None of any other tensor. Raises ``ShardError`` for what is no part."""
     if not isinstance(tensor, InShards):

@@ -52,6 +52,7 @@ class _Watched:
             return None
         if equal or len(self.waiting) == 1:
             again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
+            again.in_parts = found.in_parts
         self.waiting = [call for call in self.waiting if call is not found]
         found.kept.update(enumerate(again.inputs))
         again.backwards, again.flowed, again.stacks, again.came = (
@@ -249,6 +250,7 @@ class Watcher:
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
         keep = self._keep if into is call.output_gradients else None
+        parts = set[bytes]()  # consumers may bring some each, in backwards of their own; halves of one bring the same
 
         def note(gradient: Tensor) -> Callable[[], None]:
             seen = None if (held := held_whole(gradient)) is None else sketch(held)
@@ -256,15 +258,14 @@ class Watcher:
                 call.stacks[Kind.BACKWARD] = own_stack()
             if into is call.output_gradients and (came := received_at(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
-
             kept = None if keep is None or held is None else keep(held)
 
             def write() -> None:
-                if seen is not None and (self._keep is None or number not in into):  # of halves, the first has it all
-                    into[number] = seen
-                if kept is not None and call.again is not None:
-                    call.again.flows.setdefault(number, kept)
-                if counts:
+                again, more = seen is not None and seen.digest in parts, bool(parts)
+                if seen is not None and not again:
+                    parts.add(seen.digest)
+                    call.add(into, number, seen, kept)
+                if counts and (again or not more):
                     call.backwards.append(next(self._times))
 
             return write

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.chain import TARGETS
 from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.sources import TARGETS
 from pipeproof.foreign.task import check_module, name_of
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import tensors_in
@@ -26,16 +26,18 @@ _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and ea
 class ChainStart:
     """What one rank brings: microbatches, if it has them, as ``Chain`` has them; its stages; what it was told.
 
-    ``first``: by each name of its parameters, the first one, where its stages hold one under several.
+    ``first``: by each name of its parameters, the first one, where its stages hold one under several. ``in_parts``: its
+    stages are cut inside, among ranks that run the same microbatches.
     """
 
     data: Sequence[Mapping[int, Sketch]] | None
     stages: Sequence[int] = ()
     first: Mapping[str, str] = field(default_factory=dict)
     told: Mapping[str, object] = field(default_factory=dict)
+    in_parts: bool = False
 
     @staticmethod
-    def of(given: Pairs | None, own: RankStages, against: Composed) -> "ChainStart":
+    def of(given: Pairs | None, own: RankStages, against: Composed, *, in_parts: bool = False) -> "ChainStart":
         """What a rank with these brings. Raises ``RecordError`` for what is no part of a chain."""
         if given is not None and not given:
             raise RecordError("microbatches is empty: expected those of the step")
@@ -49,7 +51,7 @@ class ChainStart:
         every = [(stage, *pair) for stage, module in own.modules.items() for pair in module.named_parameters()]
         first = {own.rename(stage, name): (id(one), own.rename(stage, name)) for stage, name, one in every}
         first_of = {name: names.setdefault(*key) for name, key in first.items()}
-        return ChainStart(None, tuple(own.modules), first_of, _told(own, against))
+        return ChainStart(None, tuple(own.modules), first_of, _told(own, against), in_parts)
 
     def with_data(self, given: Pairs | None) -> "ChainStart":
         """The same with its microbatches."""

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.chain import Chain, Data, without_trials
+from pipeproof.foreign.chain import Chain, without_trials
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known, verdict_of
+from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
+from pipeproof.foreign.composed_verdict import verdict_of
 from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.loss_of_all import LossOfAll
@@ -21,20 +22,24 @@ from pipeproof.foreign.own_calls import StageSeen, counting
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
+from pipeproof.foreign.part_sums import sketched
+from pipeproof.foreign.sources import Data
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import FP32, precision_among
+from pipeproof.judging.tolerance import FP32, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
+from pipeproof.records.by_hand import by_hand, sizes_seen
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import HOOKED, AllowedOf, all_dense, hooked, length_in_pieces
 from pipeproof.records.own_shards import OwnShards
 from pipeproof.records.peers import Peers
+from pipeproof.records.rank_lines import RankLines
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
@@ -50,7 +55,6 @@ from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
-Each = TypeVar("Each")
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
 
 
@@ -90,6 +94,7 @@ class ComposedCheck(CheckedStep):
         self._starts: Sequence[ChainStart] = ()
         self._way = Way(against)
         self._shards = OwnShards(self._own)
+        self._lines = RankLines()
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
@@ -107,25 +112,6 @@ class ComposedCheck(CheckedStep):
         """Those of ``stages`` whose weights are others than those that the step began with, as far as that is known."""
         known = [stage for stage in stages if stage in self._weights]
         return frozenset(one for one in known if self._weights[one] != contents(self._own.modules[one]))
-
-    @property
-    def _divisor(self) -> float:
-        """What losses are divided by, of all replicas."""
-        every = len(self._run.microbatches) if self._run.count > 1 else self.microbatches
-        return float(self._by.loss_divisor or every or 1)
-
-    def _divisor_of(self, microbatches: int) -> float:
-        """What they are divided by in a replica of so many, where gradients are averaged over replicas."""
-        given = self._by.loss_divisor
-        return float(microbatches or 1) if given is None else given / self._run.count
-
-    @property
-    def _replica(self) -> int:
-        return self._run.replicas[self._exchange.rank]
-
-    def _of_replica(self, every: Sequence[Each]) -> list[Each]:
-        """Of what ranks gave those of this one's replica."""
-        return [one for one, replica in zip(every, self._run.replicas, strict=True) if replica == self._replica]
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         with self.noting():
@@ -162,24 +148,25 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             self._take_given()
             self._by.check()
-            if obstacle := OwnShards(self._own).obstacle:
+            self._shards = OwnShards(self._own)
+            if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
-            self._start = ChainStart.of(self._given, self._own, self._by)
+            self._start = ChainStart.of(self._given, self._own, self._by, in_parts=self._shards.inside)
             self._one_name = None if self._by.build is None else names_in(self._by.build)
         with saying_how_often(self._by, self._exchange.rank):
             arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
-        problems = problems or wrong or ({0: _UNSPLIT} if run.count > 1 and not run.apart else {})
-        if problems:
+        if problems := problems or wrong:
             return told(problems)
         every = self._gather(self._start.with_data(self._given), "the microbatches of the checked step")
-        if problems := problems_of(every, run.replicas):
+        lines = RankLines.of(run, self._exchange.rank, arrivals, in_parts=any(one.in_parts for one in every))
+        if problems := problems_of(every, run.replicas) or ({} if lines.split else {0: _UNSPLIT}):
             return told(problems)
-        self._run, self._places, self._starts = run, places_of(arrivals), every
+        self._run, self._lines, self._places, self._starts = run, lines, places_of(arrivals), every
         self._shards = OwnShards(self._own, [arrival.shards for arrival in arrivals])
         self._peers = Peers(self._exchange.rank, [one.stages for one in every], self._bound_s)
-        self._data = next(one.data for one in self._of_replica(every) if one.data is not None)
+        self._data = next(one.data for one in self._lines.of_line(every) if one.data is not None)
         shared = {name: first for one in every for name, first in one.first.items()}
         self._first = shared if self._one_name is None else self._one_name
         if isinstance(self._by.loss_fn, LossOfAll):
@@ -198,7 +185,7 @@ class ComposedCheck(CheckedStep):
     def _take_loss(self, loss_fn: LossOfAll) -> None:
         """Make the loss of the targets of all replicas."""
         targets = None if self._given is None else [(None, target) for _, target in self._given]
-        every = self._run.together(self._gather(targets, "the targets of all microbatches"))
+        every = self._lines.all_pairs(self._gather(targets, "the targets of all microbatches"))
         with self.noting():
             self._by = replace(self._by, loss_fn=loss_fn.of(every))
 
@@ -209,6 +196,8 @@ class ComposedCheck(CheckedStep):
             for stage, module in self._own.modules.items()
         }
         with self.noting():
+            if obstacle := self._shards.obstacle:
+                raise RecordError(obstacle)
             self._begun.check_called(self._own, calls, self.microbatches)
         seen = {
             stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
@@ -217,26 +206,33 @@ class ComposedCheck(CheckedStep):
         every = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
-        own_chain = {s: one for part in self._of_replica(every) for s, one in part.items()}
+        own_chain = {s: one for part in self._lines.of_line(every) for s, one in part.items()}
         chain = Chain(without_trials(own_chain, self._data), self._data)
         for stage in on_several_inputs(chain):
             self.refuse(several_calls(stage, "on several inputs of each microbatch"))
         calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
         modules = self._shards.modules(self._peers)
-        chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=self._of_replica)
+        chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=self._lines.of_line)
         seen = {stage: chain.stages[stage] for stage in seen}
-        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only)
+        in_parts = any(one.in_parts for one in self._starts)
+        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, in_parts)
         with self.noting():
-            divisors = self._divisor, self._divisor_of(self.microbatches)
-            again.way = Way(self._by, self._by.scale, *divisors, self._run.count, sums=self._shards.sums(modules))
+            given, lines = (self._by.loss_divisor, self.microbatches), self._lines
+            divisors = lines.divisor(*given), lines.own_divisor(*given)
+            again.way = Way(self._by, self._by.scale, *divisors, lines.replicas, sums=self._shards.sums(modules))
             again.run(partial(self._begun.note_unreached, self._own))
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
-        again.agree(every, self._of_replica(every))
+        again.agree(every, self._lines.of_line(every))
+        here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
+        if again.times is not None:
+            sizes = sizes_seen(again.stages, lambda stage, name: here.get(self._own.rename(stage, name)))
+            again.take_times([one for own in self._gather(sizes, "how large gradients are") for one in own])
+        if again.times is not None:
+            self._ledger.remark("boundaries", by_hand(again.times))
         with self.noting():
             again.as_agreed()
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
         seen = {stage: chain.stages[stage] for stage in seen}
-        here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, seen)
@@ -246,6 +242,7 @@ class ComposedCheck(CheckedStep):
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         self._foresee(lengths)
+        narrow = self._shards.reduced_in.values()
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
@@ -253,15 +250,16 @@ class ComposedCheck(CheckedStep):
         foreseen = self._update is not None
         part = replace(part, links=links, lengths=lengths, moved=moved)
         forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
-        return replace(part, foreseen=foreseen, forms=forms, precision=precision_among(held))
+        part = replace(part, foreseen=foreseen, forms=forms, precision=precision_among(held))
+        return replace(part, summed=max([part.precision, *map(precision_of, narrow)], key=lambda one: one.unit))
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards)
+        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together)
         sums |= self._replicas.summed(sums)
         both = self._exchange, self._first
-        self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._replica)
+        self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
 
     def _compared(
@@ -308,13 +306,14 @@ class ComposedCheck(CheckedStep):
         part = replace(part, copies=(*part.copies, *copies))
         if wrong <= shared:
             return part
-        if self._run.count > 1:
-            whole = self._way.undivided(due)
-            mine = [name for name in names if name in wrong - shared]
+        whole, mine = self._way.undivided(due), [name for name in names if name in wrong - shared]
+        if self._lines.together > 1:
+            part = replace(part, wrong={**part.wrong, **sketched(own.stage, mine, seen, whole)})
+        if self._lines.replicas > 1:
             pairs = {n: (self._shards.part(n, whole[n]), self._shards.part(n, seen[n])) for n in mine}
             return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
         begun = {name: self._begun.get(name) for name in alone}
-        placement = placement_of(self._of_replica([(rank, one.stages) for rank, one in enumerate(self._starts)]))
+        placement = placement_of(self._lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, placement=placement)
         unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
         return replace(
@@ -366,15 +365,17 @@ class ComposedCheck(CheckedStep):
         no_norm = next((part.no_norm for part in parts if part.no_norm), "")
         owned, counted = [part.own for part in parts], self._one_name is not None
         wholes = []
-        for replica in range(self._run.count):
-            mine = [of == replica for of in self._run.replicas]
+        for line in range(self._lines.count):
+            mine = [of == line for of in self._run.replicas]
             own = [one if here else OwnPart(Ledger(LAWS)) for one, here in zip(owned, mine, strict=True)]
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
             data = next(one for one in brought if one is not None)
             of_all = self._places, self._first, counted, no_norm
-            wholes.append(Whole(own, data, self._divisor_of(len(data)), *of_all, only=self._only, by=self._by))
+            divisor = self._lines.own_divisor(self._by.loss_divisor, len(data))
+            wholes.append(Whole(own, data, divisor, *of_all, only=self._only, by=self._by))
         which = "" if self._only is None else f"stage {self._only} of "
-        return verdict_of(wholes, f"{which}a step of this job, link by link", rerun=rerun, seconds=seconds)
+        title, replicas = f"{which}a step of this job, link by link", self._lines.replica_of_rank
+        return verdict_of(owned, wholes, replicas=replicas, title=title, rerun=rerun, seconds=seconds)
 
     def _close(self) -> None:
         for watcher in self._watchers.values():

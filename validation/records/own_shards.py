@@ -1,4 +1,4 @@
-"""Parameters that ``fully_shard`` cut among ranks: whole again while a stage is run again, and compared in parts."""
+"""Parameters of which ranks have parts: whole again while a stage is run again, and compared in parts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,19 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import FlatShard, Gradient
-from pipeproof.observers.shards import InShards, Shard, flat_shard, gathered, held_here
+from pipeproof.observers.shards import InShards, Shard, added_up, flat_shard, gathered, held_here
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
-from pipeproof.reference.unsharded import is_flat, is_gathered, is_reduced_narrowly, is_wrapped, unsharded
-
-_IN_PARTS = "of stages in parts those alone are checked so that fully_shard cut: check others against a SingleDevice"
+from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduced_in, unsharded
 
 _GATHERED = (
     "weights that train are whole under fully_shard, as after an evaluation, or ignored by it: call reshard() on its "
-    "modules before the step"
+    "modules before the step, and before gradients()"
 )
-_NARROW = "fully_shard reduces gradients in a narrower type than that of the weights, which is not checked so"
 _FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"
 
 
@@ -36,26 +33,28 @@ class OwnShards:
 
     @property
     def obstacle(self) -> str:
-        """Why stages cannot be put together, or nothing: a part is not of what ``fully_shard`` cut, or cut twice."""
+        """Why stages cannot be put together, or nothing."""
         if any(is_flat(part) for module in self.own.modules.values() for part in module.modules()):
             return _FLAT
-        if any(map(is_gathered, self.own.modules.values())):
-            return _GATHERED
-        if any(map(is_reduced_narrowly, self.own.modules.values())):
-            return _NARROW
+        return _GATHERED if any(map(is_gathered, self.own.modules.values())) else ""
+
+    @property
+    def inside(self) -> bool:
+        """Whether stages are cut inside, as tensor parallelism does, and not among replicas as ``fully_shard`` does."""
         cut = [name for name in self.own.shards if name not in self._wrapped]
-        return _IN_PARTS if cut or any(_cuts(one) > 1 for one in self.parameters.values()) else ""
+        return bool(cut) or any(_cuts(one) > 1 for one in self.parameters.values())
 
     def modules(self, peers: Peers) -> dict[int, nn.Module]:
-        """This rank's stages, to be run again: those that ``fully_shard`` was called in are made whole.
+        """This rank's stages, to be run again: those of which it has parts are made whole.
 
         Every rank calls this. It takes the memory of the stages' whole weights.
         """
         peers.group()  # by all ranks at once, for to make it is for all
-        whole = {name: self._whole(name, peers) for name in sorted(self._wrapped)}
+        cut = {name for name, one in self.parameters.items() if isinstance(one, InShards)}
+        whole = {name: self._whole(name, peers) for name in sorted(cut)}
         found = dict(self.own.modules)
         for stage, module in self.own.modules.items():
-            if any(map(is_wrapped, module.modules())):
+            if any(map(is_wrapped, module.modules())) or any(isinstance(p, InShards) for p in module.parameters()):
                 names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
                 there = {name: self.own.rename(stage, name) for name in names}
                 found[stage] = unsharded(module, {n: whole[full] for n, full in there.items() if full in whole})
@@ -69,6 +68,12 @@ class OwnShards:
                 if own.dtype != cast.dtype:
                     found[stage] = own.dtype
         return found
+
+    @property
+    def reduced_in(self) -> dict[str, torch.dtype]:
+        """The types in which gradients are reduced, of those parameters that have a wider one."""
+        every = [(s, pair) for s, module in self.own.modules.items() for pair in reduced_in(module).items()]
+        return {self.own.rename(stage, name): dtype for stage, (name, dtype) in every}
 
     def named(self, begun: Mapping[int, Mapping[str, bytes]]) -> dict[Site, tuple[str, bytes]]:
         """By stage and the model's name, which part this rank has, and its digest, of what is ``begun`` by stage."""
@@ -85,7 +90,7 @@ class OwnShards:
                 self.gradients[name] = flat_shard(one.start if one.part is not None else 0, one.part)
                 found[name] = one.part
             else:
-                found[name] = None if one is None else dense(held_here(one))
+                found[name] = None if one is None else dense(held_here(added_up(one, self.parameters.get(name))))
         return found
 
     def part(self, name: str, whole: Tensor | None) -> Tensor | None:
@@ -126,7 +131,8 @@ class OwnShards:
         for stage, module in self.own.modules.items():
             for prefix, part in module.named_modules(remove_duplicate=False):
                 if is_wrapped(part):
-                    inside = (f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters())
+                    every = part.named_parameters(remove_duplicate=False)
+                    inside = (f"{prefix}.{name}" if prefix else name for name, _ in every)
                     around |= {self.own.rename(stage, name) for name in inside}
         return {name for name, one in self.parameters.items() if name in around and isinstance(one, InShards)}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeproof.foreign.crossings import near
 from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import Floor
+from pipeproof.judging.tolerance import Floor, precision_of
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch, sketch
@@ -36,13 +36,15 @@ class _Lengths:
 class ReplicaSums:
     """The sums of this rank's stages over all replicas, which its ``peers`` have.
 
-    ``own``: this rank's parameters. ``alone``: what this replica alone adds up of what this rank has of each, in a few
-    numbers. ``untiled``: the gradients that ranks have parts of which are not all of it, with the reason.
+    ``own``: this rank's parameters; ``together``: how many peers have the same sum, as parts of one replica.
+    ``alone``: what this replica alone adds up of what this rank has of each, in a few numbers. ``untiled``: the
+    gradients that ranks have parts of which are not all of it, with the reason.
     """
 
     exchange: Exchange
     peers: Peers
     own: OwnShards
+    together: int = 1
     alone: dict[str, Sketch] = field(default_factory=dict)
     untiled: dict[str, str] = field(default_factory=dict)
     _lengths: dict[str, _Lengths] = field(default_factory=dict)
@@ -67,10 +69,17 @@ class ReplicaSums:
         there: list[dict[str, float]] = [one for one, _ in every_told]
         self._find_untiled([every_told[rank][1] for rank in self.peers.ranks])
         given = sorted({name for rank in self.peers.ranks for name in there[rank]})
-        found = {name: self._reduced(group, sums.get(name), name) for name in given}
+        found = dict[str, Tensor]()
+        first = dict[int, str]()  # by parameter, the first of its names
+        for name in given:
+            known = first.setdefault(id(self.own.parameters[name]), name)
+            found[name] = found[known] if known in found else self._reduced(group, sums.get(name), name)
         for name, one in found.items():
             every = [there[rank].get(name, 0.0) for rank in self.peers.ranks]
-            self._lengths[name] = _Lengths(lengths.get(name, 0.0), sum(every), length_in_pieces(one), len(every))
+            replicas = len(every) // self.together
+            self._lengths[name] = _Lengths(
+                lengths.get(name, 0.0), sum(every) / self.together, length_in_pieces(one), replicas
+            )
         return {**dict.fromkeys(sums), **found}
 
     def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
@@ -84,6 +93,9 @@ class ReplicaSums:
     def floor(self, name: str, own: Floor) -> Floor:
         """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""
         lengths = self._lengths.get(name)
+        if (narrow := self.own.reduced_in.get(name)) is not None:
+            precision = precision_of(narrow)
+            own = replace(own, precision=precision, rounding=max(own.rounding, precision.unit))
         if lengths is None or not lengths.whole:
             return own
         size = own.size * lengths.replicas
@@ -136,4 +148,4 @@ class ReplicaSums:
             own = held.new_zeros(self.own.own.shapes[name])
         wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
         dist.all_reduce(wide, group=group)
-        return wide.to(own.dtype)
+        return (wide if self.together == 1 else wide / self.together).to(own.dtype)

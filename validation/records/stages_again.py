@@ -8,9 +8,18 @@ from torch import nn
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.own_links import OwnStage
+from pipeproof.foreign.sources import TARGETS
+from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
+from pipeproof.records.by_hand import agreed_times, are_divided
+from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way, targets_of, wanting
+
+_ALIKE = (
+    "microbatches {} have the same inputs and other targets, and what flowed back is not theirs in the order in which "
+    "they were given: whose is whose is not known; pass them in the order in which they run, or give them other inputs"
+)
 
 
 @dataclass(frozen=True)
@@ -18,13 +27,15 @@ class Told:
     """What a rank tells others of its stages: those of which it is not known what they give, and how losses go.
 
     ``fitting``, ``scaled``: as in ``Way``, the latter of the last stage's rank alone. ``crossed``: the targets are
-    those of microbatches that messages were meant for, and not of those that they are of.
+    those of microbatches that messages were meant for, and not of those that they are of. ``times``: what flowed to
+    the last stage's outputs, in multiples of what it is when run again, if that is not once.
     """
 
     lost: Sequence[int]
     fitting: frozenset[str]
     scaled: Sequence[float]
     crossed: bool
+    times: float | None
 
 
 @dataclass
@@ -32,6 +43,7 @@ class StagesAgain:
     """The stages of ``modules``, by number, as their ``calls`` used them.
 
     ``given``: the microbatches, where they are known. ``only``: the one stage that is run again, if not all are.
+    ``in_parts``: stages are cut inside, among ranks; so may be what passes between them.
     ``chain`` is of this rank's replica, and is read as messages were meant once ranks have agreed on that.
     """
 
@@ -41,16 +53,24 @@ class StagesAgain:
     given: Pairs | None
     chain: Chain
     only: int | None = None
+    in_parts: bool = False
     stages: list[OwnStage] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
+    times: float | None = None  # what losses are multiplied by of which nobody told
     _crossed: bool = False
 
     def run(self, note: Callable[[OwnStage], None]) -> None:
-        """Run them, the last one first, and ``note`` each. Raises ``RecordError`` if its targets are not here."""
+        """Run them, the last one first, and ``note`` each.
+
+        Raises ``RecordError`` if its targets are not here, if nothing tells which of its calls has which, or if ranks
+        pass on parts of what a stage gives.
+        """
         for stage, made in sorted(self.calls.items(), reverse=True):
             targets = targets_of(self.given, self.chain, stage)
             if self.only in (None, stage):
                 own = self.way.run_again(stage, self.modules[stage], self._wanting(stage), targets)
+                if self.in_parts and own.other_form:
+                    raise RecordError(own.other_form)
                 self.stages.append(self._as_meant(own))
                 note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
@@ -62,7 +82,9 @@ class StagesAgain:
     def told(self) -> Told:
         """What other ranks must know."""
         lost = [own.stage for own in self.stages if not own.closed]
-        return Told(lost, self.way.fitting, [self.way.scaled] * (self.chain.last in self.calls), self._crossed)
+        scaled = [self.way.scaled] * (self.chain.last in self.calls)
+        times = [own.factor for own in self.stages if own.stage == self.chain.last and own.fitting < own.flowing]
+        return Told(lost, self.way.fitting, scaled, self._crossed, next(iter(times), None))
 
     def agree(self, every: Sequence[Told], of_replica: Sequence[Told]) -> None:
         """Take what ranks told of themselves: ``every`` one, and those of this replica."""
@@ -70,12 +92,28 @@ class StagesAgain:
         self.way.agree([one.fitting for one in every], [scaled for one in every for scaled in one.scaled])
         if any(one.crossed for one in of_replica):
             self.chain = crossed(self.chain) or self.chain
+        self.times = agreed_times([one.times for one in every])
+
+    def take_times(self, sizes: Sequence[float]) -> None:
+        """Take it that gradients are divided by what losses are multiplied by, if the ``sizes`` of most look so."""
+        if self.times is not None and are_divided(sizes, self.times):
+            self.way.scaled *= self.times
+        else:
+            self.times = None
 
     def as_agreed(self) -> None:
         """Run again what was run in another way than ranks agreed upon."""
         for k, own in enumerate(self.stages):
             targets = targets_of(self.given, self.chain, own.stage)
             self.stages[k] = self.way.as_agreed(own, self.modules[own.stage], self._wanting(own.stage), targets)
+
+    @property
+    def _alike(self) -> list[int]:
+        """The microbatches that have another one's inputs, and not its target."""
+        contents = [{number: one.digest for number, one in brought.items()} for brought in self.chain.data]
+        inputs = [{n: one for n, one in own.items() if n < TARGETS} for own in contents]
+        pairs = list(zip(inputs, contents, strict=True))
+        return [m for m, (own, whole) in enumerate(pairs) if any(own == it and whole != all_ for it, all_ in pairs)]
 
     def _wanting(self, stage: int) -> list[Call]:
         return wanting(self.calls[stage], self.chain.lost(stage))
@@ -84,6 +122,8 @@ class StagesAgain:
         """``own``; the last stage with the targets of what messages were meant for, if those explain all flows."""
         if own.stage != self.chain.last or own.fitting == own.flowing:
             return own
+        if alike := self._alike:
+            raise RecordError(_ALIKE.format(names_of([f"{m}" for m in alike])))
         if (meant := crossed(self.chain)) is None:
             return own
         other = replace(self.way, name="", fitting=frozenset(), _divisor=None)

@@ -1,6 +1,6 @@
 """Replicas that begin a step with other weights are told, whatever else agrees."""
 
-from pipeproof.foreign.composed_parts import OF_REPLICAS
+from pipeproof.foreign.composed_verdict import OF_REPLICAS
 from pipeproof.foreign.replica_weights import enter_weights
 from pipeproof.judging.ledger import Ledger
 

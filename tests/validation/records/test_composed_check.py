@@ -138,6 +138,9 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "the target comes in": lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=target_at),
     "one tensor is two outputs": lambda: Job(layers(both, torch.mul, torch.tanh)),
     "one output is for two stages": lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS),
+    "each of two stages has a backward of its own": lambda: Job(
+        layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True
+    ),
     "one weight has two names": lambda: Job([Twice(), Twice()]),
     "one weight is in two stages": lambda: Job(shared()),
     "complex": lambda: Job([nn.Linear(8, 8, dtype=torch.complex64) for _ in range(2)], COMPLEX, loss_fn=absolute),
@@ -162,6 +165,19 @@ def test_what_is_right_passes(case: str) -> None:
     assert verdict.verdict == "pass", str(verdict)
 
 
+def test_what_a_rank_makes_alike_in_every_call_is_no_wrong_data_of_that_form() -> None:
+    given = [((x, torch.randint(9, (3, 4))), target) for x, target in TOKENS]  # the second is used nowhere
+    verdict = checked(Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at), given=given)
+    assert (verdict.verdict, verdict.law("boundaries").left_out) == ("unknown", ("input 1 of the microbatches",))
+    assert "input 1 of stage 0 is no stage's and no data" in verdict.law("boundaries").note
+
+
+def test_other_data_than_was_given_is_wrong() -> None:
+    given = [(x.flip(1), target) for x, target in TOKENS]
+    verdict = checked(Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at), given=given)
+    assert verdict.law("boundaries").outcome == "fail", str(verdict)
+
+
 def detached(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
     return [one.detach() for one in given] if (stage, microbatch) == (1, 2) else given
 
@@ -176,6 +192,14 @@ WRONG: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "a gradient from afar is 1e-3 too large": (
         lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS, keep=1.001), "boundaries"
+    ),
+    "one of two backwards brings nothing": (
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=0.0),
+        "boundaries",
+    ),
+    "one of two backwards brings 1e-3 too much": (
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=1.001),
+        "boundaries",
     ),
     "another's target comes in": (
         lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=partial(target_at, wrong=True)), "boundaries"

@@ -39,3 +39,14 @@ def test_a_hook_on_a_gradient_is_not_called_again_and_what_it_makes_is_not_known
     law = check.verdict.law("gradient")
     assert (law.outcome, law.left_out) == ("unknown", ("1.layer.weight",)), str(check.verdict)
     assert "hooks on its gradient may have made another of it" in law.note
+
+
+def test_microbatches_with_the_same_inputs_in_another_order_are_refused_and_pass_in_theirs() -> None:
+    data = [(torch.ones(4, 8), torch.full((4, 8), m / 4)) for m in range(3)]
+    for given, outcome in ((data, "pass"), (data[::-1], "unknown")):
+        stages = layers(torch.tanh, torch.sin)
+        with check_step(dict(enumerate(stages)), given, against=Composed(MSE), rename=named) as check:
+            Job(stages, data).step()
+            check.gradients()
+        assert check.verdict.verdict == outcome, str(check.verdict)
+    assert "microbatches 0, 1, 2 have the same inputs and other targets" in str(check.verdict)

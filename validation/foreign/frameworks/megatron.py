@@ -8,7 +8,7 @@ Megatron is imported before one of these is called.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.frameworks.megatron_chunk import fed
 from pipeproof.foreign.frameworks.megatron_whole import (
     CHILD,
     MEGATRON,
@@ -99,14 +100,25 @@ def _divided(gradient: Gradient, scale: float) -> Gradient:
 
 def _in_step(gradient: Tensor | None, optimizer: Any) -> Gradient:
     """``gradient`` as the optimizer will take it."""
-    return gradient if gradient is None else _divided(gradient, _scale(optimizer))
+    return gradient if gradient is None else _divided(gradient, scale_of(optimizer))
 
 
-def _scale(optimizer: Any) -> float:
+def scale_of(optimizer: Any) -> float:
     """What Megatron's optimizer divides gradients by, which is to be the scale of the loss; 1 where it does not."""
     told = getattr(optimizer, "get_loss_scale", None)
     nothing = not getattr(optimizer, "chained_optimizers", True)  # to step: such a one asks for a GPU
     return 1.0 if told is None or nothing else float(told())
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What Megatron's ``optimizer`` divides gradients by, as a scaler tells it."""
+
+    optimizer: Any
+
+    def get_scale(self) -> float:
+        """The scale now."""
+        return scale_of(self.optimizer)
 
 
 def cut_up(chunk: Any) -> list[Any]:
@@ -135,33 +147,6 @@ def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
         yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
 
 
-@contextmanager
-def _routed(model: Any) -> Iterator[None]:
-    """While this is open, what the stage before sent comes into ``model`` as an argument too, where it is watched."""
-    given: list[Any] = [None]
-    take, forward = model.set_input_tensor, model.forward
-
-    @wraps(take)
-    def set_input_tensor(tensor: Any) -> None:
-        given[0] = tensor
-        take(tensor)
-
-    @wraps(forward)
-    def without(*arguments: Any, stage_input: Any = None, **named: Any) -> Any:
-        return forward(*arguments, **named)
-
-    def beside(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return arguments, {**named, "stage_input": given[0]}
-
-    model.set_input_tensor, model.forward = set_input_tensor, without
-    hook = model.register_forward_pre_hook(beside, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-        del model.set_input_tensor, model.forward
-
-
 def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
     """The step of these chunks, which ``optimizer`` takes, if there is one.
 
@@ -177,7 +162,7 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
     return FrameworkStep(
         stages,
         lambda stage, name: f"{CHILD}.{names[stage].get(name, name)}",
-        lambda: unscaled({one: g for chunk in chunks for one, g in gradients_of(chunk).items()}, _scale(optimizer)),
+        lambda: unscaled({one: g for chunk in chunks for one, g in gradients_of(chunk).items()}, scale_of(optimizer)),
         lambda: losses,
         partial(_watching, optimizer, losses, drawn),
         unfinished=None if optimizer is None else MegatronError(_NO_STEP),
@@ -290,7 +275,7 @@ def observed(
     seen = Observed(step, iterators if len(chunks) > 1 else iterators[0], forward_step)
     with ExitStack() as stack:
         for model in step.stages.values():
-            stack.enter_context(_routed(model))  # before it is watched
+            stack.enter_context(fed(model))
         stack.enter_context(observing(seen, step))
         yield seen
 

@@ -15,6 +15,7 @@ from pipeproof.worlds.simulated.collectives import Call, Collectives
 from pipeproof.worlds.simulated.communicator import Communicators
 from pipeproof.worlds.simulated.meanings import AnotherRanks, NotSimulated
 from pipeproof.worlds.simulated.network import Network
+from pipeproof.worlds.simulated.torch_inside import arrived
 from pipeproof.worlds.simulated.work import SimulatedWork
 
 
@@ -229,10 +230,10 @@ def messages() -> dict[str, Any]:
 
 
 def _instead(name: str, original: Any) -> Any:
-    def posted(group: dist.ProcessGroup, *arguments: Any) -> Any:
+    def posted(group: dist.ProcessGroup, tensors: list[Tensor], *arguments: Any) -> Any:
         if isinstance(group, SimulatedGroup):
-            return getattr(group.bare, name)(*arguments)
-        return original(group, *arguments)
+            return getattr(group.bare, name)(list(map(arrived, tensors)), *arguments)
+        return original(group, tensors, *arguments)
 
     return posted
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import c10d_logger, device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -191,6 +192,13 @@ def unwatched(function: Callable[P, T]) -> Callable[P, T]:
             return function(*arguments, **named)
 
     return alone
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """``tensor``; of one that a functional collective still brings, what it brings, which is waited for."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]  # in torch
+    return tensor
 
 
 def has_memory(tensor: Tensor) -> bool:

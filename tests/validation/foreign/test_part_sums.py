@@ -1,0 +1,30 @@
+"""Sums of which the ranks of one replica have parts are told by their parts, and other faults are not."""
+
+import torch
+
+from pipeproof.foreign.part_sums import Wrong, not_summed, sketched
+
+WHOLE = torch.randn(16, generator=torch.Generator().manual_seed(0))
+PART = torch.randn(16, generator=torch.Generator().manual_seed(1))
+
+
+def wrong(seen: torch.Tensor, *names: str) -> Wrong:
+    return sketched(1, names, dict.fromkeys(names, seen), dict.fromkeys(names, WHOLE))
+
+
+def test_parts_that_add_up_to_what_is_due_are_not_reduced() -> None:
+    (cause,) = not_summed([wrong(PART, "a", "b"), wrong(WHOLE - PART, "a", "b")], [0, 0])
+    assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("not-reduced", 0, 1, None)
+    assert cause.detail == "2 of its gradients are parts of one sum on ranks 0, 1, and nobody added them up"
+    (cause,) = not_summed([wrong(PART, "a"), wrong(WHOLE - PART, "a"), {}, {}], [0, 0, 2, 2])
+    assert cause.parameter == "a"
+
+
+def test_what_adds_up_to_something_else_is_none_and_neither_are_replicas() -> None:
+    assert not list(not_summed([wrong(PART, "a"), wrong(WHOLE - 1.01 * PART, "a")], [0, 0]))
+    assert not list(not_summed([wrong(PART, "a"), wrong(WHOLE - PART, "a")], [0, 1]))
+    assert not list(not_summed([wrong(PART, "a"), {}], [0, 0]))
+
+
+def test_what_is_missing_is_not_looked_at() -> None:
+    assert not sketched(1, ["a", "b"], {"a": None, "b": PART}, {"a": WHOLE, "b": None})
