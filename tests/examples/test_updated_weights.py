@@ -161,6 +161,17 @@ def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
     assert bool(verdict.cause) is not told
 
 
+def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        return replace(clipping(model, microbatches, kind=torch.optim.SGD), gradients=None)
+
+    verdict = judged(whitebox, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+    assert verdict.verdict == "fail"
+    assert not verdict.cause, verdict
+    told = "the weights after the step are right: hand back those of before, as gradients="
+    assert f"gradients were handed back after they were clipped, and {told}" in str(verdict)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_right_update_of_clipped_gradients_passes(whitebox: WhiteBox, kind: Any) -> None:
     verdict = judged(whitebox, partial(clipping, kind=kind), optimizer=lambda model: kind(model.parameters(), lr=RATE))
