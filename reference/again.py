@@ -85,6 +85,12 @@ class State:
         """Whether any types are cast in the call."""
         return any(enabled for enabled, _ in self.autocast.values())
 
+    @property
+    def drew(self) -> bool:
+        """Whether anything was drawn since, where a device draws."""
+        now = _drawn(self.drawn)
+        return any(not torch.equal(now[device], state) for device, state in self.drawn.items())
+
     def in_training(self) -> "State":
         """The same with everything in training mode."""
         return replace(self, training=(True,) * len(self.training))
@@ -233,6 +239,7 @@ class Again(nn.Module):
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.__dict__["stage"] = stage
+        self.__dict__["drew"] = False  # whether any call drew random numbers
         for members in ("_parameters", "_buffers", "_modules"):
             self.__dict__[members] = stage.__dict__[members]
 
@@ -246,7 +253,9 @@ class Again(nn.Module):
         stage: nn.Module = self.__dict__["stage"]
         arguments, named = called.given(tensors)
         with called.state.resumed(stage):
-            return stage(*arguments, **named)
+            made = stage(*arguments, **named)
+            self.__dict__["drew"] = self.__dict__["drew"] or called.state.drew
+            return made
 
 
 class _Flow(torch.autograd.Function):

@@ -59,6 +59,45 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
 
 
 @pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "replicas-per-token"])
+def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
+    layout, _ = RIGHT[name]
+    for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "pass", str(verdict)
+        assert passed(verdict) >= {"boundaries", "gradient", "loss", "grad-norm"}
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_step_whose_gradients_are_divided_by_tokens_is_not_held_against_itself(world: World) -> None:
+    layout, _ = RIGHT["replicas-per-token"]
+    for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):
+        assert (verdict.verdict, harmed) == ("unknown", [])
+        assert "calculate_per_token_loss is True, and nobody knows the tokens of all" in str(verdict)
+
+
+BY_ITSELF = {
+    "not-divided": ("scale", "rank 0, stage 0"),
+    "tied-not-reduced": ("tied-not-summed", "parameter model.embedding.word_embeddings.weight"),
+    "not-finalized": ("not-reduced", "rank 0, stage 0"),
+    "norm-counts-copies": ("norm", "everywhere"),
+    "norm-of-one-stage": ("norm", "rank 0"),
+    "summed-over-replicas": ("scale", "rank 0, stage 0"),
+    "last-in-first-out": ("mispaired", "rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B0"),
+    "other-stream": ("mispaired", "rank 1, stage 1, microbatches 0, 1, 2, 3, action 1F0"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_a_fault_in_a_step_that_is_held_against_itself_is_named(name: str, world: World) -> None:
+    layout = FAULTS[name].layout
+    for verdict in world.run(gpt_job.checked, layout, name, True, ranks=layout.pp * layout.dp):
+        outcome, causes = named(verdict)
+        assert (outcome, causes[:1]) == ("fail", [BY_ITSELF[name]]), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
 def test_gradients_of_the_step_before_are_known_where_megatron_adds_to_them(world: World) -> None:
     for verdict in world.run(gpt_job.not_cleared, Layout(optimizer=True), ranks=2):
         assert named(verdict) == ("fail", [("stale-gradient", "everywhere")]), str(verdict)

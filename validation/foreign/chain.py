@@ -12,8 +12,8 @@ from functools import cached_property
 
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
+from pipeproof.foreign.links import Link
 from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
-from pipeproof.foreign.own_links import Link
 from pipeproof.foreign.sources import TARGETS, Data, Source, Sources, is_target
 from pipeproof.foreign.survey import TOGETHER, Places
 from pipeproof.judging.tolerance import precision_of

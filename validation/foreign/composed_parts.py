@@ -13,8 +13,8 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.links import Link
 from pipeproof.foreign.own_calls import StageSeen
-from pipeproof.foreign.own_links import Link
 from pipeproof.foreign.part_sums import Wrong
 from pipeproof.foreign.replica_weights import Weights
 from pipeproof.foreign.sources import Data
@@ -25,7 +25,7 @@ from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.measuring import ran_of
-from pipeproof.judging.tolerance import FP32, Precision
+from pipeproof.judging.tolerance import FP32, Precision, coarsest
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.observers.recording import HANDED_ON, MADE
@@ -50,6 +50,7 @@ def not_known(stages: Iterable[int]) -> str:
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
+_OF_PARTS = "put together on one rank it gives something else: is a reduction over its ranks missing?"
 _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
 
@@ -72,7 +73,7 @@ class OwnPart:
     its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
     are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
     added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
-    other ranks may have parts of them.
+    other ranks may have parts of them: ``in_parts``, as where stages are cut inside.
     """
 
     ledger: Ledger
@@ -90,6 +91,7 @@ class OwnPart:
     summed: Precision = FP32
     weights: Weights = field(default_factory=dict)
     wrong: Wrong = field(default_factory=dict)
+    in_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,7 @@ class Whole:
 
     @property
     def _of_norm(self) -> Unmeasured:
-        every = [part.summed for part in self.parts if part.links]
-        return Unmeasured(max(every, key=lambda one: one.unit, default=FP32))
+        return Unmeasured(coarsest([part.summed for part in self.parts if part.links]))
 
     @property
     def reported(self) -> list[Told]:
@@ -307,6 +308,8 @@ class Whole:
         ]
         if cause.kind != "computation" or not made or (cause.action or "").partition("B")[1]:
             return cause
+        if any(part.in_parts for part in self.parts):
+            return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
         moved = any(cause.stage in part.moved for part in self.parts)
         return replace(cause, kind="weights-changed" if moved else "not-repeatable")
 

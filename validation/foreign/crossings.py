@@ -11,8 +11,9 @@ from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_s
 from pipeproof.foreign.boundary_places import Cuts, structured
 from pipeproof.foreign.call_matching import Column, Order, Which, at_once, columns, every_call, orders, without_trial
 from pipeproof.foreign.survey import Both, is_part
+from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
-from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.likeness import ROUNDED_TO, Label, Likeness
 from pipeproof.observers.observed import OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed
 from pipeproof.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from pipeproof.observers.sketch import Sketch
@@ -252,7 +253,7 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
     error, limit, exact = seen.distance(expected), context.limit(column, k, expected), seen.digest == expected.digest
     little = error <= limit and (limit > 0 or context.limits is None)
-    same = exact or (little and (limit == math.inf or not is_rounded_sketch(seen, expected)))
+    same = exact or (little and (_is_coarse(limit, seen) or not is_rounded_sketch(seen, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = same or near(seen.factor(expected), context.late)
     really = (
@@ -260,6 +261,12 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
     )
     faint = not same and error <= _FAINT * limit
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
+
+
+def _is_coarse(limit: float, seen: Sketch) -> bool:
+    """Whether rounding alone may do as much as the narrower type that could hold ``seen``."""
+    narrow = ROUNDED_TO.get(seen.narrow)
+    return limit == math.inf or (narrow is not None and limit >= precision_of(narrow).unit)
 
 
 def _passes_on(call: Call, where: str, seen: Sketch) -> bool:

@@ -1,9 +1,9 @@
 """A rank's own links of the chain: its stages run once more, each call as it was, and what that gives."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.crossings import near
+from pipeproof.foreign.links import Ending, Link, Made, Point
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
-from pipeproof.observers.sketch import Sketch, all_finite, sketch
+from pipeproof.observers.sketch import Sketch, all_finite, is_rounded, sketch
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, flowed
@@ -28,71 +29,12 @@ from pipeproof.reference.otherwise import widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 from pipeproof.worlds.drawing import draw_some
 
-Point = tuple[str, int]  # where at a call, and the tensor's number there
-
-
-@dataclass(frozen=True)
-class Link:
-    """What a call gives when it is run again, by where and number: tensors, and what flows.
-
-    ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
-    ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another each
-    time that it is run. ``loss``: in the last stage, undivided. ``obstacle``: why it cannot be run.
-    ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
-    """
-
-    gives: Mapping[Point, Sketch]
-    received: Mapping[int, Sketch] = field(default_factory=dict)
-    limits: Mapping[Point, float] = field(default_factory=dict)
-    strange: frozenset[Point] = frozenset()
-    loss: float | None = None
-    obstacle: str = ""
-    mode_matters: bool = False
-
-    @property
-    def allowed(self) -> Mapping[Point, float]:
-        """``limits``; of a call that gives something else each time, nothing is known."""
-        return dict.fromkeys(self.gives, math.inf) if self.strange else self.limits
-
-    @property
-    def closed(self) -> bool:
-        """Whether what the call gives is known."""
-        return not self.strange and not self.obstacle
-
-    @property
-    def endless(self) -> bool:
-        """Whether it gives what is not finite, and not the same: where numbers overflow depends on their order."""
-        return not self.strange and math.inf in self.limits.values()
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What comes after the last stage: the loss of each call's output with its target, and what it is divided by."""
-
-    loss_fn: Callable[[Any, Any], Tensor] | None
-    divisor: float
-    targets: Sequence[Any]
-
-    def loss(self, output: Any, target: Any) -> Tensor:
-        """The loss, undivided."""
-        found = output if self.loss_fn is None else self.loss_fn(output, target)
-        assert isinstance(found, Tensor), "Reference says so of a loss that is none"
-        return found
-
-
-@dataclass(frozen=True)
-class _Made:
-    """One run of a call: its tensors, what flowed, and what it contributes."""
-
-    tensors: Mapping[Point, Tensor]
-    more: Mapping[int, Tensor]
-    contribution: Contribution | None
-
 
 class OwnStage:
     """A stage of this rank, as its ``calls`` used it: a model of its own, with the weights that it has now.
 
     ``ending``: what comes after it, if it is the last one; else what flowed back to it is where its backwards begin.
+    ``in_parts``: it is cut inside among ranks, so that it rounds otherwise where it is put together.
     """
 
     def __init__(
@@ -103,7 +45,9 @@ class OwnStage:
         *,
         ending: Ending | None,
         accumulation: Accumulation,
+        in_parts: bool = False,
     ) -> None:
+        self.in_parts = in_parts
         self.stage, self._calls, self._ending = stage, list(calls), ending
         self._model = Again(twin(module))
         loss: LossFn = self._flow if ending is None else self._ending_loss
@@ -163,6 +107,30 @@ class OwnStage:
     def closed(self) -> bool:
         """Whether what its calls give is known."""
         return all(link.closed for link in self.links)
+
+    @cached_property
+    def inside(self) -> torch.dtype | None:
+        """The narrowest type in which a stage in parts computes, so that sums over ranks are rounded there."""
+        casts = [kind for k in range(len(self._calls)) for on, kind in self._kept(k).state.autocast.values() if on]
+        types = [*casts, *(one.dtype for one in self._model.parameters() if is_rounded(one.dtype))]
+        return max(types, key=lambda one: precision_of(one).unit, default=None) if self.in_parts else None
+
+    @property
+    def drew(self) -> bool:
+        """Whether a call drew random numbers when it was run again."""
+        return bool(self._model.__dict__["drew"])
+
+    def doubt(self, why: str) -> None:
+        """It is not known what its calls give."""
+        self.links = [Link({}, obstacle=why) for _ in self.links]
+
+    def wrong(self) -> Iterator[tuple[int, Point, Call]]:
+        """Where calls give something else again than they gave, by more than rounding."""
+        for k, link in enumerate(self.links):
+            for at, due in link.gives.items():
+                seen = _seen(self._calls[k], at)
+                if at not in link.strange and seen is not None and seen.distance(due) > link.allowed.get(at, 0.0):
+                    yield k, at, self._calls[k]
 
     @property
     def flowing(self) -> int:
@@ -278,7 +246,7 @@ class OwnStage:
 
     def _again(
         self, reference: Reference, batch: Batch, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
-    ) -> _Made:
+    ) -> Made:
         loss, self._noted, self._more = self.loss, {}, {}
         try:
             contribution = reference.contribution(batch, loss.function, loss.divisor, onto=onto)
@@ -288,9 +256,9 @@ class OwnStage:
         for n, one in (contribution.inputs if contribution is not None else {}).items():
             if one is not None:
                 tensors[HANDED_ON, n - 1] = one  # the first input is the call itself
-        return _Made(tensors, self._more, contribution)
+        return Made(tensors, self._more, contribution)
 
-    def _link(self, k: int, made: _Made) -> Link:
+    def _link(self, k: int, made: Made) -> Link:
         gives = {at: sketch(one) for at, one in made.tensors.items()}
         contribution = made.contribution
         loss = None if self._ending is None or contribution is None else contribution.loss
@@ -343,7 +311,7 @@ class OwnStage:
             limits[RECEIVED, n] = precision_of(one.dtype).least * max(1.0, size)
         return replace(link, received=received, limits=limits) if received else link
 
-    def _measured(self, k: int, link: Link, made: _Made, other: Sequence[Point]) -> Link:
+    def _measured(self, k: int, link: Link, made: Made, other: Sequence[Point]) -> Link:
         """``link``, where some points are not as they were: whether they are ever the same, and how rounded."""
         self._draws_others = True  # nobody knows when a loss drew its own
         twice = self._again(self._reference, self._batches[k]).tensors
@@ -353,7 +321,8 @@ class OwnStage:
         except Exception:  # no one type: it is the user's code, which may know of one type only
             wide = {}
         limits = {
-            at: _limit(made.tensors[at], wide.get(at)) if all_finite(made.tensors[at]) else math.inf for at in other
+            at: _limit(made.tensors[at], wide.get(at), self.inside) if all_finite(made.tensors[at]) else math.inf
+            for at in other
         }
         strange = frozenset(at for at in other if not _near(made.tensors[at], twice.get(at), limits[at]))
         return replace(link, limits={**link.limits, **limits}, strange=strange)
@@ -378,7 +347,8 @@ def _near(made: Tensor, again: Tensor | None, limit: float) -> bool:
     return again is not None and again.shape == made.shape and error(again, made) <= limit
 
 
-def _limit(made: Tensor, wide: Tensor | None) -> float:
-    precision = precision_of(made.dtype)
+def _limit(made: Tensor, wide: Tensor | None, inside: torch.dtype | None) -> float:
+    own = [precision_of(one) for one in (made.dtype, inside) if one is not None]
+    precision = max(own, key=lambda one: one.unit)
     floor = 0.0 if wide is None or wide.shape != made.shape else error(made, wide.to(made.device))
     return min(precision.most, max(precision.least, precision.factor * floor))

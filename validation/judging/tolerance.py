@@ -62,6 +62,11 @@ def precision_of(dtype: torch.dtype) -> Precision:
     return PRECISIONS.get(dtype, FP32)
 
 
+def coarsest(precisions: Sequence[Precision]) -> Precision:
+    """That of them with the least digits; fp32 of none."""
+    return max(precisions, key=lambda one: one.unit, default=FP32)
+
+
 def precision_among(tensors: Iterable[Tensor]) -> Precision:
     """How the first of ``tensors`` rounds that rounds at all."""
     return precision_of(next((one.dtype for one in tensors if is_rounded(one.dtype)), torch.float32))
@@ -91,6 +96,13 @@ class Floor:
     stride: bool = False
     sums: "Floor | None" = None
     alike: Callable[[Tensor, Tensor], bool] | None = field(default=None, compare=False, repr=False)
+
+    def through(self, dtype: torch.dtype) -> "Floor":
+        """That of a tensor which goes through ``dtype`` as well, if that is the narrower type."""
+        narrow = precision_of(dtype)
+        if narrow.unit <= self.precision.unit:
+            return self
+        return replace(self, precision=narrow, rounding=max(self.rounding, narrow.unit))
 
     @property
     def largest(self) -> float:

@@ -115,11 +115,11 @@ def held_here(tensor: Tensor) -> Tensor:
 
 
 def added_up(gradient: Any, parameter: Any) -> Tensor:
-    """``gradient``; of a DTensor that is a sum not formed yet, what there is where its ``parameter`` lies.
+    """``gradient``; of a DTensor that lies elsewhere than its ``parameter``, or is a sum not formed yet, what there is.
 
     That asks all ranks of its mesh, as the optimizer does.
     """
-    if any(one.is_partial() for one in getattr(gradient, "placements", ())):
+    if isinstance(gradient, InShards) and gradient.placements != getattr(parameter, "placements", gradient.placements):
         gradient = gradient.redistribute(placements=parameter.placements)
     made: Tensor = gradient
     return made

@@ -17,17 +17,18 @@ from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of
 from pipeproof.foreign.composed_verdict import verdict_of
 from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
+from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_calls import StageSeen, counting
 from pipeproof.foreign.own_causes import own_causes
-from pipeproof.foreign.own_links import Link, OwnStage
+from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.part_sums import sketched
 from pipeproof.foreign.sources import Data
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import FP32, precision_among, precision_of
+from pipeproof.judging.tolerance import FP32, coarsest, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
@@ -37,7 +38,7 @@ from pipeproof.records.by_hand import by_hand, sizes_seen
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.held_gradients import HOOKED, AllowedOf, all_dense, hooked, length_in_pieces
-from pipeproof.records.own_shards import OwnShards
+from pipeproof.records.own_shards import OwnShards, Part, lengths_of
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_lines import RankLines
 from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
@@ -50,7 +51,6 @@ from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way
 from pipeproof.records.weights_after import enter_weights_after
 from pipeproof.reference.again import drawing_on, undisturbed
-from pipeproof.reference.step import Site
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
@@ -216,10 +216,12 @@ class ComposedCheck(CheckedStep):
         seen = {stage: chain.stages[stage] for stage in seen}
         in_parts = any(one.in_parts for one in self._starts)
         again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, in_parts)
+        again.others = {stage: self._lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
         with self.noting():
             given, lines = (self._by.loss_divisor, self.microbatches), self._lines
             divisors = lines.divisor(*given), lines.own_divisor(*given)
             again.way = Way(self._by, self._by.scale, *divisors, lines.replicas, sums=self._shards.sums(modules))
+            again.way.in_parts = in_parts
             again.run(partial(self._begun.note_unreached, self._own))
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
         again.agree(every, self._lines.of_line(every))
@@ -235,13 +237,13 @@ class ComposedCheck(CheckedStep):
         seen = {stage: chain.stages[stage] for stage in seen}
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
-        part = OwnPart(self._ledger, seen)
+        part = OwnPart(self._ledger, seen, in_parts=in_parts)
         for own in stages:
             part = self._compared(part, own, chain.orders[own.stage].numbers, due, found)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
-        self._foresee(lengths)
+        self._foresee({part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()})
         narrow = self._shards.reduced_in.values()
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
@@ -250,8 +252,10 @@ class ComposedCheck(CheckedStep):
         foreseen = self._update is not None
         part = replace(part, links=links, lengths=lengths, moved=moved)
         forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
-        part = replace(part, foreseen=foreseen, forms=forms, precision=precision_among(held))
-        return replace(part, summed=max([part.precision, *map(precision_of, narrow)], key=lambda one: one.unit))
+        inside = [precision_of(own.inside) for own in stages if own.inside is not None]
+        precision = coarsest([precision_among(held), *inside])
+        summed = coarsest([precision, *map(precision_of, narrow)])
+        return replace(part, foreseen=foreseen, forms=forms, precision=precision, summed=summed)
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
@@ -320,7 +324,7 @@ class ComposedCheck(CheckedStep):
             part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided, *unsought)
         )
 
-    def _foresee(self, lengths: Mapping[Site, float]) -> None:
+    def _foresee(self, sizes: Mapping[Part, float]) -> None:
         """Note what the optimizer is going to make of the gradients."""
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
         if self._only is not None:
@@ -330,8 +334,9 @@ class ComposedCheck(CheckedStep):
             self._update = OwnUpdate.unknown(not_known(self._lost)) if optimizers else None
             return
         if self._by.needs_norm:
-            every = self._gather(lengths, "the norms of gradients, by which they are clipped, or a step is skipped")
-            factor = self._by.factor(norm_of({site: one for each in every for site, one in each.items()}, self._first))
+            every = self._gather(sizes, "the norms of gradients, by which they are clipped, or a step is skipped")
+            parts = {part: one for each in every for part, one in each.items()}
+            factor = self._by.factor(norm_of(lengths_of(parts), self._first))
         if optimizers:
             self._update = OwnUpdate.by(optimizers, self._shards.parameters, factor=factor)
             if self._update.why:

@@ -59,4 +59,5 @@ class AllowedOf(Unmeasured):
     over: Callable[[str, Floor], Floor]
 
     def gradient(self, name: str) -> Floor:
-        return self.over(name, self.own.floors.gradient_by_microbatch((self.own.stage, self.names[name])))
+        floor = self.own.floors.gradient_by_microbatch((self.own.stage, self.names[name]))
+        return self.over(name, floor if self.own.inside is None else floor.through(self.own.inside))

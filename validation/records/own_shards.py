@@ -1,5 +1,6 @@
 """Parameters of which ranks have parts: whole again while a stage is run again, and compared in parts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.observers.shards import InShards, Shard, added_up, flat_shard, gathered, held_here
+from pipeproof.records.held_gradients import length_in_pieces
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
@@ -18,6 +20,17 @@ _GATHERED = (
     "modules before the step, and before gradients()"
 )
 _FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"
+
+
+Part = tuple[int, str, str]  # a stage, a parameter, and which part of it
+
+
+def lengths_of(parts: Mapping[Part, float]) -> dict[Site, float]:
+    """The norms of gradients, of those of all their ``parts``."""
+    every: dict[Site, list[float]] = {}
+    for (stage, name, _), one in parts.items():
+        every.setdefault((stage, name), []).append(one)
+    return {site: math.hypot(*those) for site, those in every.items()}
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,11 @@ class OwnShards:
         found = whole.clone()
         (found.view(-1) if shard.flat else found)[shard.index] = part.to(found.dtype)
         return found
+
+    def sizes(self, stage: int, seen: Mapping[str, Tensor | None]) -> dict[Part, float]:
+        """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""
+        own = {name: one for name, one in seen.items() if self.own.places.get(name) == stage and one is not None}
+        return {(stage, name, str(self._shard(name) or "")): length_in_pieces(one) for name, one in own.items()}
 
     def is_empty(self, name: str) -> bool:
         """Whether this rank has nothing of a gradient."""

@@ -1,9 +1,11 @@
 """Which ranks run a pipeline together: the lines of a step, replicas of each other or parts of one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+from pipeproof.foreign.own_calls import StageSeen
+from pipeproof.observers.calls import Call
 from pipeproof.records.rank_part import Arrival, Run
 
 Each = TypeVar("Each")
@@ -63,6 +65,13 @@ class RankLines:
     def replica_of_rank(self) -> list[int]:
         """The replica that each rank works on, by the number of its first line."""
         return [self.data[line] for line in self.run.replicas]
+
+    def of_parts(self, every: Sequence[Mapping[int, StageSeen]], stage: int, count: int) -> list[tuple[Call, ...]]:
+        """The last ``count`` calls of ``stage`` on each other rank of this one's replica, of what ranks gave."""
+        pairs = enumerate(zip(every, self.replica_of_rank, strict=True))
+        own = self.replica_of_rank[self.rank]
+        seen = [those[stage].calls for rank, (those, of) in pairs if rank != self.rank and of == own and stage in those]
+        return [calls[len(calls) - count :] for calls in seen if len(calls) >= count]
 
     def of_line(self, every: Sequence[Each]) -> list[Each]:
         """Of what ranks gave those of this one's line."""

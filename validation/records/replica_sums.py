@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeproof.foreign.crossings import near
 from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import Floor, precision_of
+from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch, sketch
@@ -94,8 +94,7 @@ class ReplicaSums:
         """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""
         lengths = self._lengths.get(name)
         if (narrow := self.own.reduced_in.get(name)) is not None:
-            precision = precision_of(narrow)
-            own = replace(own, precision=precision, rounding=max(own.rounding, precision.unit))
+            own = own.through(narrow)
         if lengths is None or not lengths.whole:
             return own
         size = own.size * lengths.replicas

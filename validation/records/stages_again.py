@@ -12,6 +12,7 @@ from pipeproof.foreign.sources import TARGETS
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
 from pipeproof.records.by_hand import agreed_times, are_divided
+from pipeproof.records.cut_inside import in_doubt
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way, targets_of, wanting
@@ -43,7 +44,8 @@ class StagesAgain:
     """The stages of ``modules``, by number, as their ``calls`` used them.
 
     ``given``: the microbatches, where they are known. ``only``: the one stage that is run again, if not all are.
-    ``in_parts``: stages are cut inside, among ranks; so may be what passes between them.
+    ``in_parts``: stages are cut inside, among ranks; so may be what passes between them. ``others``: by stage, its
+    calls on each other rank of the replica.
     ``chain`` is of this rank's replica, and is read as messages were meant once ranks have agreed on that.
     """
 
@@ -54,6 +56,7 @@ class StagesAgain:
     chain: Chain
     only: int | None = None
     in_parts: bool = False
+    others: Mapping[int, Sequence[Sequence[Call]]] = field(default_factory=dict)
     stages: list[OwnStage] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
     times: float | None = None  # what losses are multiplied by of which nobody told
@@ -72,6 +75,8 @@ class StagesAgain:
                 if self.in_parts and own.other_form:
                     raise RecordError(own.other_form)
                 self.stages.append(self._as_meant(own))
+                if self.in_parts and (doubt := in_doubt(own, self.others.get(stage, ()))):
+                    own.doubt(doubt)
                 note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
                 flowed = (k for k, call in enumerate(made) if any(one.norm for one in call.output_gradients.values()))

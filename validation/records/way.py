@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.links import Ending
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.own_links import Ending, OwnStage
+from pipeproof.foreign.own_links import OwnStage
 from pipeproof.observers.calls import Call
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
@@ -24,7 +25,7 @@ class Way:
     ``scaled``: what losses were multiplied by, and gradients divided by before they are looked at. ``whole`` is what
     the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``fitting``: the names of ways that fit what
     flows here, which ranks tell each other. ``name``: the one that they agreed upon. ``sums``: the type in which the
-    gradients of a stage are added up, where its weights are narrower.
+    gradients of a stage are added up, where its weights are narrower. ``in_parts``: stages are cut inside.
     """
 
     by: Composed
@@ -35,6 +36,7 @@ class Way:
     name: str = ""
     fitting: frozenset[str] = frozenset()
     sums: Mapping[int, torch.dtype] = field(default_factory=dict)
+    in_parts: bool = False
     _divisor: float | None = None  # by which the last stage was run, where anything flows
 
     def run_again(
@@ -107,7 +109,7 @@ class Way:
         accumulation = replace(self.by.accumulation, bundles={})  # those go by microbatches, and not by calls
         if accumulation.dtype is None and stage in self.sums:
             accumulation = replace(accumulation, dtype=self.sums[stage])
-        own = OwnStage(stage, module, calls, ending=ending, accumulation=accumulation)
+        own = OwnStage(stage, module, calls, ending=ending, accumulation=accumulation, in_parts=self.in_parts)
         own.run()
         return own
 
