@@ -58,6 +58,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
         ),
         Name("pipeproof.foreign", "Window", "validation/foreign/layerwise.py", methods=("loss_fn",)),
         Name("pipeproof.foreign", "watch", "validation/observers/watching.py"),
+        Name("pipeproof.foreign", "Operation", "validation/foreign/operations.py"),
         Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign", "FlatShard", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign.torch_pipelining", "step", "validation/foreign/torch_pipelining.py"),

@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from torch import Tensor
+
 from pipeproof.reference.accumulation import Gradient, added
 
 Of = TypeVar("Of")
@@ -16,13 +18,15 @@ class Contribution:
     """What one microbatch gives: its undivided loss, and its gradient in every site.
 
     uses: of a parameter that is used several times, by its first name, what each use gives, where that is known apart.
-    inputs: by number, what flows to those inputs that want a gradient, as a stage hands it on.
+    inputs: by number, what flows to those inputs that want a gradient, as a stage hands it on. outputs: what the recipe
+    names of the model's output.
     """
 
     loss: float
     gradients: Mapping[Site, Gradient]
     uses: Mapping[str, tuple[Gradient, ...]] = field(default_factory=dict)
     inputs: Mapping[int, Gradient] = field(default_factory=dict)
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def under(self, owner: Mapping[str, Stage]) -> "Contribution":
         """The same, with every parameter name's site at that name's ``owner``."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ class Recipe:
     summed loss by the global number of counting targets; both are the model's own, others are a ``Loss``. Gradients are
     clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step. ``late``: this part of
     the divisor is left out before the backward, and gradients are divided by it once they are summed. accumulation: how
-    they are summed.
+    they are summed. outputs: of the model's output and the target, what is kept of them by name; None: nothing.
     """
 
     loss: str | Loss = "mean"
@@ -63,6 +64,7 @@ class Recipe:
     late: float = 1.0
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
     accumulation: Accumulation = PLAIN
+    outputs: Callable[[Any, Tensor], Mapping[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,21 @@ class Reference:
         return self._update(expected, max_norm or self.recipe.max_norm) if operation == "train" else expected
 
     def before_update(
-        self, batches: Sequence[Batch], contributions: Sequence[Contribution], *, orders: Mapping[Stage, Sequence[int]]
+        self,
+        batches: Sequence[Batch],
+        contributions: Sequence[Contribution],
+        *,
+        orders: Mapping[Stage, Sequence[int]],
+        onto: Mapping[Site, Gradient] = MappingProxyType({}),
     ) -> Expected:
         """What "train" must give up to its update, where these are the contributions of ``batches``.
 
-        The model stays as it is, and lends its parameters to what is returned.
+        ``onto``: what was accumulated before. The model stays as it is, and lends its parameters to what is returned.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         losses = tuple(one.loss for one in contributions)
         before = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        gradients = self.total(self.accumulate(contributions, orders=orders))
+        gradients = self.total(self.accumulate(contributions, orders=orders, onto=onto))
         loss, norm = _total(losses) / divisor, self.norm(gradients)
         return Expected("train", losses, loss, tuple(contributions), before, gradients=gradients, norm=norm)
 
@@ -209,7 +216,7 @@ class Reference:
         ``onto``: what its gradients are added to in place; then they are the sums.
         """
         batch = batch.of_leaves()
-        loss, leaves, uses = self._forward(batch, loss_fn)
+        loss, leaves, uses, outputs = self._forward(batch, loss_fn)
         each, parameters = [leaf for leaf, _ in leaves.values()], [own for _, own in leaves.values()]
         apart = ByUse(loss, each if self._by_use else ())
         wanting = batch.wanting
@@ -224,15 +231,18 @@ class Reference:
         gradients = dict.fromkeys(self._sites.values()) | gradients
         whole = {site: None if g is None else dense(g) for site, g in gradients.items()}
         told = {name: apart.of(leaf, found[id(leaf)]) for name, leaf in uses.items()}
-        return Contribution(loss.item(), whole, {name: given for name, given in told.items() if given}, flowing)
+        told = {name: given for name, given in told.items() if given}
+        return Contribution(loss.item(), whole, told, flowing, outputs)
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
         """Each microbatch's loss with its graph, and what it is divided by, one after another."""
         loss_fn, divisor = objective(self.model, batches, self.recipe)
         return ((self._forward(batch, loss_fn)[0], divisor / self.late) for batch in batches)
 
-    def _forward(self, batch: Batch, loss_fn: LossFn) -> tuple[Tensor, _Leaves, Mapping[str, Tensor]]:
-        """A loss, the leaves that it was made of, each with its parameter, and which name uses which of them."""
+    def _forward(
+        self, batch: Batch, loss_fn: LossFn
+    ) -> tuple[Tensor, _Leaves, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """A loss, the leaves that it was made of, each with its parameter, which name uses which, and named outputs."""
         leaves: _Leaves = {}
         uses = {}
         for name in dict.fromkeys(self._first.values()):
@@ -242,7 +252,9 @@ class Reference:
                 leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad), parameter
             uses[name] = leaves[key][0]
         output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
-        return differentiable(loss_fn(output, batch.target)), leaves, uses
+        named = {} if self.recipe.outputs is None else self.recipe.outputs(output, batch.target)
+        kept = {name: one.detach().clone() for name, one in named.items()}
+        return differentiable(loss_fn(output, batch.target)), leaves, uses, kept
 
     def _leaf_names(self) -> dict[str, str]:
         """For every name the first of those with which it has a leaf in common: of one parameter, in one stage."""

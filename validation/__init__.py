@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
     from pipeproof.foreign.composed import Composed as Composed
-    from pipeproof.foreign.reference_run import WhiteBoxError as WhiteBoxError
+    from pipeproof.foreign.task import WhiteBoxError as WhiteBoxError
     from pipeproof.judging.verdict import NoVerdict as NoVerdict
     from pipeproof.judging.verdict import PipelineMismatch as PipelineMismatch
     from pipeproof.judging.verdict import ValidationFailed as ValidationFailed
@@ -51,7 +51,7 @@ _HOMES = {
     "SingleDevice": "records.single_device",
     "ValidationFailed": "judging.verdict",
     "Verdict": "judging.verdict",
-    "WhiteBoxError": "foreign.reference_run",
+    "WhiteBoxError": "foreign.task",
     "World": "worlds.world",
     "check_step": "records.step_check",
     "page": "reports.page.page",

@@ -13,7 +13,7 @@ from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.deepspeed import check_count, check_loss, observed, pair_of, step_of, validate
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import contents
-from pipeproof.foreign.reference_run import name_of
+from pipeproof.foreign.task import name_of
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording

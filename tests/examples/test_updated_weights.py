@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.initial_weights import step_begins
 from tests.support.steps import WIDTH, pairs
@@ -159,6 +159,17 @@ def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
     assert verdict.verdict == "fail"
     assert ("the weights after the step are right: leave gradients as the update had them" in str(verdict)) is told
     assert bool(verdict.cause) is not told
+
+
+def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        return replace(clipping(model, microbatches, kind=torch.optim.SGD), gradients=None)
+
+    verdict = judged(whitebox, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+    assert verdict.verdict == "fail"
+    assert not verdict.cause, verdict
+    told = "the weights after the step are right: hand back those of before, as gradients="
+    assert f"gradients were handed back after they were clipped, and {told}" in str(verdict)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

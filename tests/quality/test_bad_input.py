@@ -20,7 +20,7 @@ from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import explained
 from pipeproof.commands.cli import main
 from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.judge import Judge
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.world import World
@@ -263,7 +263,7 @@ def crash(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "where", ["foreign.validator.explained", "diagnosis.evidence.attribute", "foreign.evidence.Traced"]
+    "where", ["foreign.step_verdict.explained", "diagnosis.evidence.attribute", "foreign.evidence.Traced"]
 )
 def test_a_verdict_never_depends_on_its_explanation(
     whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
@@ -283,7 +283,7 @@ def test_an_interrupt_is_no_crash(whitebox: WhiteBox, monkeypatch: pytest.Monkey
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeproof.foreign.validator.explained", interrupt)
+    monkeypatch.setattr("pipeproof.foreign.step_verdict.explained", interrupt)
     with pytest.raises(KeyboardInterrupt):
         judged(whitebox, wrong)
 

@@ -30,7 +30,7 @@ class Update:
     observed: Mapping[Site, Gradient]
     expected: Mapping[Site, Gradient]
     now: Pairings
-    earlier: tuple[Pairing, ...] = ()
+    earlier: tuple[Pairings, ...] = ()
     before: Pairing | None = None
     old: Mapping[Site, Gradient] = field(default_factory=dict)
     tied: Sequence[Mapping[Stage, str]] = ()

@@ -17,11 +17,13 @@ from pipeproof.diagnosis.rule import Rule, clears, followed
 from pipeproof.diagnosis.rules.attributed import attributed, in_part, unexplained
 from pipeproof.diagnosis.rules.besides import besides, besides_backwards
 from pipeproof.diagnosis.rules.boundaries import boundaries
-from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
+from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, no_update, other_weights, partition, weights
 from pipeproof.diagnosis.rules.norms import norm, of_no_known_norm
+from pipeproof.diagnosis.rules.outputs import outputs, untold
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
 from pipeproof.diagnosis.rules.report import order_told, report, unreported
 from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
+from pipeproof.diagnosis.rules.stale import stale
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.together import together
 from pipeproof.diagnosis.rules.update import clip, update
@@ -188,6 +190,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(order_told, needs=lambda evidence: bool(evidence.told)),
     Rule(calls, _ran, _watched, otherwise=otherwise, besides=besides_backwards),
     Rule(boundaries, _crossed, _recorded, besides=besides),
+    Rule(stale),
     Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),
     Rule(sums, _added, _recorded),
     Rule(
@@ -196,6 +199,7 @@ RULES: tuple[Rule[Evidence], ...] = (
         _recorded,
     ),
     Rule(shared, _agree, _held_together, apart),
+    Rule(no_update),
     _attributed(_unrecorded),
     Rule(
         norm,
@@ -207,5 +211,6 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(update, clears("updated-parameters", ("update",), "the optimizer did what it should")),
     Rule(buffers, clears("buffers", ("buffers",), "what forwards leave behind is right")),
     Rule(report, clears("loss", ("report",), "every reported loss is right"), left=unreported),
+    Rule(outputs, clears("outputs", (), "every named output is right"), left=untold),
     _attributed(_recorded),
 )

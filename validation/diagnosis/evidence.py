@@ -15,6 +15,7 @@ from pipeproof.diagnosis.interference import Broken, Sources, broken_between
 from pipeproof.diagnosis.members import Members
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
+from pipeproof.diagnosis.stale_call import StaleCall
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.oracle import copies_apart
@@ -97,6 +98,8 @@ class Evidence:
     The parts: ``playable`` is what it takes to play the run again on one device, and ``due`` what is known of the right
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
     the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
+    ``earlier_weights``: those that operations before it began with,
+    ``stale`` the calls that were given what these had.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
     ``clipped_to`` is what a foreign step says of its clipping. ``skips``: losses are scaled, and gradients overflow.
 
@@ -120,6 +123,8 @@ class Evidence:
     seen: Observed | None = None
     passed: Mapping[int, Passed] = field(default_factory=dict)
     others: tuple[Line, ...] = ()
+    earlier_weights: Sequence[Mapping[str, Tensor]] = ()
+    stale: tuple[StaleCall, ...] = ()
     members: Members | None = None
     sums: RecordSums | None = None
     clipped_to: float | None = None

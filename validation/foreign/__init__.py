@@ -9,6 +9,7 @@ from pipeproof.foreign.mutate import under_test as under_test
 from pipeproof.foreign.on_a_world import layerwise as layerwise
 from pipeproof.foreign.on_a_world import mutate as mutate
 from pipeproof.foreign.on_a_world import validate as validate
+from pipeproof.foreign.operations import Operation as Operation
 from pipeproof.foreign.validator import WhiteBox as WhiteBox
 from pipeproof.observers.watching import watch as watch
 
@@ -17,6 +18,7 @@ __all__ = [
     "HandedBack",
     "LetPass",
     "Mutated",
+    "Operation",
     "WhiteBox",
     "Window",
     "layerwise",

@@ -8,11 +8,14 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
+from pipeproof.foreign.buffers import in_turn, named_buffers
 from pipeproof.foreign.call_matching import Which, every_call
 from pipeproof.foreign.crossings import passed
+from pipeproof.foreign.kept import kept
 from pipeproof.foreign.matching import match, with_copies
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims
+from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.foreign.survey import Both
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
@@ -28,59 +31,11 @@ _PLAIN = 1e-3  # a relative error that no rounding makes; no verdict hangs on it
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A part that was handed back, at its place in the model; ``names`` and ``unmatched`` by the parameter's number."""
-
-    index: int
-    rank: int
-    part: Part
-    names: Mapping[int, str]
-    unmatched: Mapping[int, str]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A stage that has no place in the model yet; ``chunk`` is its number on its rank."""
-
-    chunk: int
-    stage: Stage
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """Where it comes if chunks are dealt to the ranks in turn."""
-        return self.chunk, self.stage.rank
-
-    @property
-    def held(self) -> frozenset[str]:
-        return frozenset(self.stage.names.values())
-
-
-def _in_order(rows: Sequence[_Row], names: Sequence[str], several: Callable[[], Collection[str]]) -> list[Stage]:
-    """As the model has them, by what only they hold; one all of which others hold too comes by its turn.
-
-    A parameter that is used in ``several`` places is one that others hold too, even where they hold the same.
-    """
-    order = {name: number for number, name in enumerate(names)}
-    holders: dict[str, list[frozenset[str]]] = {}
-    for row in rows:
-        for name in row.held:
-            holders.setdefault(name, []).append(row.held)
-    shared = {name for name, held in holders.items() if len(set(held)) > 1}
-    again = {name for name, held in holders.items() if len(held) > 1} - shared
-    shared |= again.intersection(several()) if again else set()
-    first = {id(row): min((order[name] for name in row.held - shared), default=None) for row in rows}
-    told = sorted((row for row in rows if first[id(row)] is not None), key=lambda row: (first[id(row)], row.stage.rank))
-    for row in sorted((row for row in rows if first[id(row)] is None), key=lambda row: row.turn):
-        at = max((k for k, other in enumerate(told, start=1) if row.held and other.turn < row.turn), default=0)
-        told.insert(at if row.held else len(told), row)
-    return [row.stage for row in told]
-
-
-@dataclass(frozen=True)
 class Assembled:
     """All ranks' parts as stages of ``model``, whose parameters have these ``contents`` by name.
 
-    ``repeated`` tells which of them the model uses in several places.
+    ``repeated`` tells which of them the model uses in several places. Of a later operation, ``first`` is the first one,
+    whose stages and names it has; ``name`` is its own.
     """
 
     model: nn.Module
@@ -88,22 +43,30 @@ class Assembled:
     made: Sequence[RankMade]
     replicas: Replicas
     repeated: Callable[[], Collection[str]] = frozenset
+    first: "Assembled | None" = None
+    name: str = "train"
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """In the order in which the reference has their first parameters."""
+        return self._matched if self.first is None else tuple(map(self._like, self.first.stages))
+
+    def _like(self, stage: Stage) -> Stage:
+        """The stage that the first operation has as ``stage``."""
+        assert self.first is not None, "asked for of later operations"
+        return replace(stage, part=self._whole(self.made[stage.rank].parts[stage.chunk], stage.names))
+
+    @property
+    def _matched(self) -> tuple[Stage, ...]:
         parts = [(rank, chunk, part) for rank, made in enumerate(self.made) for chunk, part in enumerate(made.parts)]
         found = match([part.locals for *_, part in parts], self.contents)
         found = with_copies(found, [part.gradients for *_, part in parts], lambda: self._several)
-        rows = []
+        stages = []
         for number, (rank, chunk, part) in enumerate(parts):
             names = {k: name for (at, k), name in found.names.items() if at == number}
             unmatched = {k: why for (at, k), why in found.unmatched.items() if at == number}
-            rows.append(_Row(chunk, Stage(number, rank, self._whole(part, names), names, unmatched)))
-        return tuple(
-            replace(one, index=index)
-            for index, one in enumerate(_in_order(rows, [*self._parameters], lambda: self._several))
-        )
+            stages.append(Stage(number, rank, self._whole(part, names), names, unmatched, chunk))
+        return in_order(stages, [*self._parameters], lambda: self._several)
 
     def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
         """``part``, with shards put together as the whole parameters that the model has under ``names``."""
@@ -258,6 +221,18 @@ class Assembled:
         }
 
     @property
+    def left(self) -> dict[str, Tensor]:
+        """The weights after the operation, by name, as far as they were handed back."""
+        every = [(name, stage.part.after.get(k)) for stage in self.stages for k, name in stage.names.items()]
+        held = {id(self._parameters[name]): one[1] for name, one in reversed(every) if one and one[0] is None}
+        return {name: held[id(one)] for name, one in self._parameters.items() if id(one) in held}
+
+    @property
+    def left_in_buffers(self) -> dict[str, Tensor]:
+        """The buffers after the operation, by name, as far as they were handed back and have seen all microbatches."""
+        return {name: buffer for (_, name), buffer in self._buffers(self.stages).items()}
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         every = [one for stage in self.stages for one in stage.part.locals]
@@ -320,7 +295,7 @@ class Assembled:
         seen = [flow for stage in ran if (flow := known[made.line].get(stage.index)) is not None]
         actions = _as_done(seen) if made.actions is None else made.actions
         return RankOperation(
-            "train",
+            self.name,
             made.losses,
             tuple(self._known(actions)),
             called=tuple(call for flow in seen for call in flow.called),
@@ -332,15 +307,29 @@ class Assembled:
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in seen),
             share=made.share,
+            buffers=self._buffers([s for s in own if s.index in in_turn(self._known(actions))]),
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
             line=made.line,
+            outputs=made.outputs,
         )
 
     def _known(self, actions: Sequence[Action]) -> Iterator[Action]:
         """A trace may speak of stages that have no parameters, and so are none here."""
         return (action for action in actions if 0 <= action.stage < len(self.stages))
 
+    def _buffers(self, stages: Sequence[Stage]) -> dict[Site, Tensor]:
+        return dict(named_buffers(stages, self.model)) if self.alone else {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether every stage ran all microbatches in one place, so that its buffers have seen all of them."""
+        one_place = bool(self.replicas.together) or all(len(stage.part.members) < 2 for stage in self.stages)
+        return self.replicas.count == 1 and one_place
+
     def _claims(self, stage: Stage) -> Iterator[Claim]:
+        if self.name != "train":  # what ranks have in common may be put together in the update alone
+            yield from kept(stage, self.name)
+            return
         for k, name in stage.names.items():
             every = claims((stage.index, name), k, stage.part.members, self.replicas)
             yield from (one for one in every if not (self.unlike and one.law == "updated-parameters"))
@@ -352,10 +341,11 @@ class Assembled:
 
     def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
         for k, name in stage.names.items():
-            content = stage.part.locals[k].content
-            if content is not None:
-                value = stage.part.values.get(k)
-                yield (stage.index, name), self._by_content[content] if value is None else value
+            content, value = stage.part.locals[k].content, stage.part.values.get(k)
+            if value is not None:
+                yield (stage.index, name), value
+            elif content is not None and not stage.part.later:
+                yield (stage.index, name), self._by_content[content]
 
 
 def _differs(seen: Tensor | None, due: Tensor, at: Shard) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.reference_run import WhiteBoxError, check_builds, check_divisor, check_loss_fn
+from pipeproof.foreign.task import WhiteBoxError, check_builds, check_divisor, check_loss_fn
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.step import clip_factor
 

@@ -1,8 +1,9 @@
 """What a diagnosis of a foreign step rests on: what its ranks handed back, and the reference beside it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,9 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.evidence import Evidence, Line
 from pipeproof.diagnosis.members import Members
+from pipeproof.diagnosis.stale_call import StaleCall
 from pipeproof.foreign.assemble import Assembled
+from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.survey import Computed
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.verdict import Verdict
@@ -30,6 +33,7 @@ class Beside:
     """The reference, once it was run.
 
     ``model`` has the weights that the step began with; ``made`` is what the reference has of every microbatch.
+    ``before``: the operations before ``now``, the latest first.
     """
 
     reference: Reference
@@ -37,6 +41,21 @@ class Beside:
     batches: Sequence[Batch]
     loss: Loss
     made: Sequence[Contribution]
+    before: tuple[OperationRun, ...] = ()
+    now: OperationRun | None = None
+
+    @staticmethod
+    def of(one: OperationRun, model: nn.Module, before: Sequence[OperationRun] = ()) -> "Beside":
+        """The reference of one operation; ``model`` is another of its own. Each loss is divided before its backward."""
+        run, found = one.run, one.found
+        reference = run.reference(found.owner, found.copies, accumulation=one.accumulation)
+        return Beside(reference, model, run.batches, one.task.loss, run.made(found.owner), tuple(before), one)
+
+    @property
+    def pending(self) -> list[OperationRun]:
+        """The operations before that added to the gradients that the next update uses."""
+        since = takewhile(lambda one: one.found.name != "train", self.before)
+        return [one for one in since if one.found.name == "accumulate"]
 
 
 def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, beside: Beside) -> Evidence:
@@ -49,6 +68,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         observed.schedule.placement,
         len(beside.batches),
         len(found.made),
+        operation=found.name,
         gradients=observed.gradients(0),
         norms=norms,
         due=due,
@@ -56,6 +76,8 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         seen=observed,
         passed=passed,
         others=tuple(lines[1:]),
+        stale=tuple(_stale(found, beside)),
+        earlier_weights=[one.run.weights for one in beside.before],
         clipped_to=found.max_norm,
         members=Members(found.stages, found.replicas, beside.made, norms),
         told=found.traced,
@@ -64,6 +86,21 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         strange=bool(found.unmatched),
         renamed_by="names=",
     )
+
+
+def _stale(found: Assembled, beside: Beside) -> Iterator[StaleCall]:
+    """The calls of watched stages that were given what an operation before had, and this one has nowhere."""
+    earlier = [*enumerate(reversed(beside.before), start=1)]
+    for stage in found.stages if earlier else ():
+        for number, call in enumerate(stage.part.calls or (), start=1):
+            for seen in (one for one in call.inputs if not _places(beside.now, one)):
+                every = ((operation, _places(one, seen)) for operation, one in earlier)
+                yield from (StaleCall(stage.index, number, k, places[0][1]) for k, places in every if places)
+
+
+def _places(one: OperationRun | None, seen: Sketch) -> Sequence[tuple[str, int]]:
+    """Where in the reference's ``one`` the very tensor ``seen`` passes."""
+    return () if one is None or one.run.places is None else one.run.places[0].holding(seen)
 
 
 @dataclass(frozen=True)
@@ -81,17 +118,22 @@ class _Due:
         batches, made = self.beside.batches, self.beside.made
         stages = {stage for stage, _ in (*made[0].gradients, *self.found.copies)}
         orders = dict.fromkeys(stages, range(len(batches)))
-        return self.beside.reference.before_update(batches, made, orders=orders)
+        sums: Mapping[Site, Gradient] = {}
+        for one in reversed(self.beside.pending):
+            sums = self.beside.reference.accumulate(one.run.made(one.found.owner), orders=orders, onto=sums)
+        return self.beside.reference.before_update(batches, made, orders=orders, onto=sums)
 
     @cached_property
     def update(self) -> Update:
         """The step as attribution sees it."""
         apart = [{s: name for s, name in copies.items() if s != NOWHERE} for copies in self.found.tied]
+        earlier = self.beside.pending
         return Update(
             self.observed.gradients(0),
             self._held,
             self._traced,
-            old=self.found.begun,
+            tuple(map(self._traced_of, earlier)),
+            old={} if earlier else self.found.begun,
             tied=[copies for copies in apart if len(copies) > 1],
             placement=self.observed.schedule.placement,
             ranks=len(self.found.made) // self.found.replicas.count,
@@ -186,6 +228,12 @@ class _Due:
             losses=[one.loss for one in self.beside.made],
             ends={stage: flow.ends.values() for stage, flow in self.passed.items()},
         )
+
+    def _traced_of(self, one: OperationRun) -> Traced:
+        """An operation before, from the same weights, in the same stages."""
+        losses = [made.loss for made in one.run.made(one.found.owner)]
+        held, batches, loss = self._held.keys(), one.run.batches, one.task.loss
+        return Traced(self.beside.model, held=held, batches=batches, loss=loss, losses=losses, ends={})
 
     @cached_property
     def _held(self) -> Mapping[Site, Gradient]:

@@ -1,11 +1,12 @@
 """What a foreign step hands back on a rank, in the forms that are understood, and sentences for all others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeproof.pipeline.action import Action, ActionError
@@ -53,7 +54,8 @@ class HandedBack:
     parameters are called in the reference, where the runtime knows; as ``names=``, which comes first. max_norm: to what
     norm gradients were clipped before the update, for ``optimizer=``. masters: the update is of copies in a wider type,
     so that weights after it are not compared. accumulation: how the runtime adds gradients up, but for the shares of
-    replicas, if it says so.
+    replicas, if it says so. outputs: by the names that ``outputs=`` gives, what this rank put out for each of its
+    microbatches, in their order.
     """
 
     modules: Any = ()
@@ -65,6 +67,13 @@ class HandedBack:
     max_norm: float | None = None
     masters: bool = False
     accumulation: Accumulation | None = None
+    outputs: Any = None
+
+    @property
+    def named(self) -> Mapping[str, tuple[Tensor, ...]]:
+        """The outputs as they are now; numbers are tensors, too."""
+        given = {} if self.outputs is None else self.outputs
+        return {name: tuple(_tensor(one) for one in every) for name, every in given.items() if every is not None}
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:
@@ -113,6 +122,8 @@ def understood(result: object, step: str) -> HandedBack:
     """What the function called ``step`` returned. Raises ``HandBackError`` where that is no such thing."""
     if result is None:
         raise HandBackError(f"{step} returned None: expected {_EXPECTED}")
+    if isinstance(result, Generator):
+        raise HandBackError(f"{step} yields, and there is one step: pass steps=, the operations that it goes through")
     handed = _in_place(result if isinstance(result, HandedBack) else _from_tuple(result, step), step)
     losses = handed.losses
     if losses is not None and not _is_number(losses) and not _is_numbers(losses):
@@ -124,6 +135,7 @@ def understood(result: object, step: str) -> HandedBack:
     if handed.max_norm is not None and not _is_number(handed.max_norm):
         raise HandBackError(f"{step} returned {_named(handed.max_norm)} as max_norm: expected a number, or None")
     _check_trace(handed, step)
+    _check_outputs(handed.outputs, step)
     return handed
 
 
@@ -132,6 +144,24 @@ def _check_trace(handed: HandedBack, step: str) -> None:
         handed.actions(0)
     except (ActionError, TypeError) as error:
         raise HandBackError(f"{step} returned a trace that cannot be read: {error}") from None
+
+
+def _check_outputs(given: object, step: str) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise HandBackError(f"{step} returned {_named(given)} as outputs: expected a mapping of names to them")
+    for name, every in (given or {}).items():
+        listed = isinstance(every, Sequence) and not isinstance(every, str)
+        if every is not None and not (listed and all(isinstance(one, Tensor | Real) for one in every)):
+            raise HandBackError(
+                f"{step} returned {_named(every)} as the output {name!r}: expected a list with a tensor, or a number, "
+                "for each microbatch"
+            )
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
 def _from_tuple(result: object, step: str) -> HandedBack:

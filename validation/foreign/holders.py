@@ -23,7 +23,7 @@ def at_holders(verdict: Verdict, found: Assembled, made: Sequence[Contribution])
 def _at_holder(one: Mismatch, found: Assembled, made: Sequence[Contribution]) -> Mismatch:
     if one.stage is None:
         return one
-    if one.law in ("gradient", "presence") and one.parameter is not None:
+    if one.law in ("gradient", "presence") and one.parameter is not None and one.what != "text":
         return replace(one, rank=found.holder((one.stage, one.parameter), _due((one.stage, one.parameter), made)))
     if one.law == "initial-weights" and one.parameter is not None and one.beside is None:
         wrong = found.beginner((one.stage, one.parameter))

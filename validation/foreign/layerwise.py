@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.reference_run import WhiteBoxError, name_of
+from pipeproof.foreign.task import WhiteBoxError, name_of
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.verdict import raised
 from pipeproof.reference.data import Batch

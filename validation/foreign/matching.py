@@ -142,7 +142,7 @@ def _match_part(part: Sequence[Local], known: Mapping[str, bytes | None]) -> _Fo
     sure |= dict(_by_content(left, known))
     guesses = dict(_by_neighbours(part, sure, known))
     told = {part[k].name: name for k, name in (sure | guesses).items()}
-    rest = {k: _as_mates(one.name, told) for k, one in left.items() if k not in sure | guesses}
+    rest = {k: as_mates(one.name, told) for k, one in left.items() if k not in sure | guesses}
     taken = {*sure.values(), *guesses.values()}
     named = {k: name for k, name in rest.items() if name in known and name not in taken and _nowhere(part[k], known)}
     return _Found(sure | guesses | named, frozenset(guesses))
@@ -151,11 +151,11 @@ def _match_part(part: Sequence[Local], known: Mapping[str, bytes | None]) -> _Fo
 def _is_named(one: Local, known: Mapping[str, bytes | None], told: Mapping[str, str]) -> bool:
     """Whether its name is the reference's, and its weights say so, too; or what lies beside it, where none are seen."""
     if one.content is None:
-        return one.name in known and _as_mates(one.name, told) == one.name
+        return one.name in known and as_mates(one.name, told) == one.name
     return one.name in known and one.content == known[one.name]
 
 
-def _as_mates(name: str, told: Mapping[str, str]) -> str:
+def as_mates(name: str, told: Mapping[str, str]) -> str:
     """``name`` with what those nearest to it in the module have in place of a prefix; as it is where they differ.
 
     A layer that counts from 0 again does so with all that it holds.

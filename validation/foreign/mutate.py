@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pipeproof.foreign.mutants import MUTANTS
 from pipeproof.foreign.reductions import Given, Key, noted, same_ranks
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.cause import few
 from pipeproof.pipeline.schedules import nearest
 from pipeproof.worlds.rank_report import RankFailed

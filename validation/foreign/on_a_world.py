@@ -10,6 +10,7 @@ from pipeproof.foreign.layerwise import Build
 from pipeproof.foreign.matching import Names
 from pipeproof.foreign.mutate import Mutated
 from pipeproof.foreign.rank import Step
+from pipeproof.foreign.task import Outputs
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.kinds import REAL
@@ -26,6 +27,8 @@ def validate(
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
     loss_divisor: float | None = None,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    steps: Sequence[str] | None = None,
+    outputs: Outputs | None = None,
     names: Names | None = None,
     timeout_s: float | None = None,
     world: str = REAL,
@@ -44,6 +47,8 @@ def validate(
             loss_fn=loss_fn,
             loss_divisor=loss_divisor,
             optimizer=optimizer,
+            steps=steps,
+            outputs=outputs,
             names=names,
             timeout_s=timeout_s,
         )

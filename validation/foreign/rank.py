@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import Local, Names, renamed
+from pipeproof.foreign.operations import Operation, Operations
 from pipeproof.observers.calls import Call
-from pipeproof.observers.initial_weights import FirstUse
+from pipeproof.observers.initial_weights import FirstUse, step_begins
 from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, flat_shard, placed_as, shard_at, shard_of
 from pipeproof.observers.sketch import contents, digest
 from pipeproof.observers.watching import Watcher, watching
@@ -24,14 +25,16 @@ from pipeproof.worlds.worker import RankContext
 
 _MASTERS = "updates are not compared where the optimizer has copies of the weights in a wider type"
 _GOES_ON = "updates are not compared where the optimizer had stepped before the step that is judged"
-Step = Callable[[Any, list[Any]], Any]  # of the model, of whatever class, and the microbatches
+# Of the model, of whatever class, and the microbatches; or of a run of several operations, and what it goes through.
+Step = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Order:
     """What every rank is to do: call ``step(build(), microbatches)``.
 
-    ``known`` are the contents of the reference's parameters by name.
+    ``known`` are the contents of the reference's parameters by name. ``steps``: the operations, each with its part of
+    the microbatches, that the step is to go through; empty: it is one, and does not.
     """
 
     step: Step
@@ -42,6 +45,15 @@ class Order:
     known: Mapping[str, bytes]
     replicas: Replicas
     updates: bool = False  # whether weights after the step are wanted
+    steps: tuple[str, ...] = ()
+
+    def operations(self, rank: int, device: str) -> list[Operation]:
+        """What ``rank`` is to do, with its microbatches, which nobody else has."""
+        plan, share = self.steps or ("train",), self.replicas.share(rank)
+        each = len(self.microbatches) // len(plan)
+        own = [[self.microbatches[number * each + m] for m in share] for number in range(len(plan))]
+        there = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), own)
+        return [Operation(name, microbatches) for name, microbatches in zip(plan, there, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,8 @@ class Part:
     they are put together; ``calls`` are then those of the first line, ``copies`` those of further ones, by the line's
     number. ``lacks``: the parameters that others of them have and this rank has not. ``after``: weights
     after the step, each with where it lies in the whole (None: it is the whole), if they are wanted. ``begun``: what
-    gradients were added to, where that was not zero.
+    gradients were added to, where that was not zero. ``buffers``: those of the module, as the step left them. Of
+    a ``later`` operation, ``locals`` have the contents of the first, and ``values`` all weights that it used.
     """
 
     locals: tuple[Local, ...]
@@ -70,6 +83,8 @@ class Part:
     weights: Mapping[int, tuple[Shard, Tensor]] = field(default_factory=dict)
     after: Mapping[int, tuple[Shard | None, Tensor]] = field(default_factory=dict)
     begun: Mapping[int, Tensor] = field(default_factory=dict)
+    buffers: tuple[tuple[Local, Tensor], ...] = ()
+    later: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ class RankMade:
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
     ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
-    ``accumulation``: as it was handed back.
+    ``accumulation`` and ``outputs``: as they were handed back.
     """
 
     parts: tuple[Part, ...]
@@ -96,31 +111,25 @@ class RankMade:
     max_norm: float | None = None
     unlike: str = ""
     accumulation: Accumulation | None = None
+    outputs: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
-def run_step(context: RankContext, order: Order) -> RankMade:
-    """One rank's part of a validation; a job for ``World.run``. Raises whatever the user's step raises."""
+def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
+    """One rank's part of a validation, by operation; a job for ``World.run``. Raises what the user's step raises."""
     __tracebackhide__ = True  # what is told of a failure begins in the user's own code
     deterministic(context.device)
     model = order.build().to(context.device).train()
-    origin = _Origin(model)
-    share = [order.microbatches[number] for number in order.replicas.share(context.rank)]
-    microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), share)
+    origin, due = _Origin(model), order.operations(context.rank, context.device)
     with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use:
-        result = order.step(model, microbatches)
-        sent = sent_messages()
-    handed = understood(result, order.name)
-    given = digests(order.microbatches)
-    names = handed.names if order.names is None else order.names
-    collect = _Collector(context.rank, names, origin, first_use, watcher, order.updates)
-    parts, actions = collect.parts(handed), handed.actions(context.rank)
-    doubt = any(part.values for part in parts)
-    weights = contents(order.build()) if doubt else order.known
-    told = handed.by_microbatch, handed.whole_loss, handed.norm
-    unlike = _MASTERS if handed.masters else _GOES_ON if first_use.goes_on else ""
-    most = None if handed.max_norm is None else float(handed.max_norm)
-    by = handed.accumulation
-    return RankMade(parts, *told, actions, weights, given, sent=sent, max_norm=most, unlike=unlike, accumulation=by)
+        collect = _Collector(context.rank, order, origin, first_use, watcher)
+        if not order.steps:
+            result = order.step(model, due[0].microbatches)
+            return (collect.made(result, sent_messages()),)
+        operations = Operations(due, collect.begins, step=order.name)
+        made = []
+        for result in operations.handed_back(order.step(model, operations)):
+            made.append(collect.made(result, sent_messages()))
+        return tuple(made)
 
 
 def join_messages(made: Sequence[RankMade]) -> None:
@@ -143,30 +152,56 @@ class _Origin:
         self._kept = [*model.modules(), *model.parameters()]
         self._by_holder: dict[tuple[int, str], str] = {}
         self._by_parameter: dict[int, str] = {}
-        for prefix, module in model.named_modules():
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = f"{prefix}.{leaf}" if prefix else leaf
-                    self._by_holder.setdefault((id(module), leaf), name)
-                    self._by_parameter.setdefault(id(parameter), name)
+        for name, module, leaf, parameter in _parameters(model):
+            self._by_holder.setdefault((id(module), leaf), name)
+            self._by_parameter.setdefault(id(parameter), name)
+        for name, module, leaf, _ in _held(model, "_buffers"):
+            self._by_holder.setdefault((id(module), leaf), name)
 
-    def name(self, holder: nn.Module, leaf: str, parameter: nn.Parameter) -> str | None:
-        """The reference's name, by the module that holds the parameter if that is known: a tied one has several."""
-        return self._by_holder.get((id(holder), leaf), self._by_parameter.get(id(parameter)))
+    def name(self, holder: nn.Module, leaf: str, held: Tensor) -> str | None:
+        """The reference's name, by the module that holds it if that is known: a tied parameter has several."""
+        return self._by_holder.get((id(holder), leaf), self._by_parameter.get(id(held)))
 
 
-@dataclass(frozen=True)
 class _Collector:
-    rank: int
-    names: Names | None
-    origin: _Origin
-    first_use: FirstUse
-    watcher: Watcher
-    updates: bool
+    """Takes what is handed back of one operation after another, before anything can change it."""
 
-    def parts(self, handed: HandedBack) -> tuple[Part, ...]:
+    def __init__(self, rank: int, order: Order, origin: _Origin, first_use: FirstUse, watcher: Watcher) -> None:
+        self._rank, self._order, self._origin = rank, order, origin
+        self._first_use, self._watcher = first_use, watcher
+        self._names = order.names
+        self._first: tuple[HandedBack, RankMade] | None = None
+
+    def begins(self, number: int) -> None:
+        """Operation ``number`` begins: what was seen before is of others, or of none."""
+        self._watcher.anew()
+        if number:
+            self._first_use.next_operation()
+        else:
+            step_begins()
+
+    def made(self, result: object, sent: Mapping[Message, Sent]) -> RankMade:
+        """What a step made that returned ``result``."""
+        order, handed = self._order, understood(result, self._order.name)
+        if self._first is not None and not handed.modules and handed.gradients is None:
+            handed = replace(handed, modules=self._first[0].modules)  # it is enough to hand them back once
+        self._names = handed.names if order.names is None else order.names
+        parts, actions = self._parts(handed), handed.actions(self._rank)
+        told = handed.by_microbatch, handed.whole_loss, handed.norm
+        unlike = _MASTERS if handed.masters else _GOES_ON if self._first_use.goes_on else ""
+        most = None if handed.max_norm is None else float(handed.max_norm)
+        made = RankMade(parts, *told, actions, order.known, sent=sent, max_norm=most, unlike=unlike)
+        made = replace(made, accumulation=handed.accumulation, outputs=handed.named)
+        if self._first is not None:
+            return replace(made, parts=_as_first(parts, self._first[1].parts, order.name))
+        weights = contents(order.build()) if any(part.values for part in parts) else order.known
+        made = replace(made, weights=weights, given=digests(order.microbatches))
+        self._first = handed, made
+        return made
+
+    def _parts(self, handed: HandedBack) -> tuple[Part, ...]:
         if handed.gradients is not None and not handed.modules:
-            locals_ = tuple(Local(name, said=renamed(self.names, name, rank=self.rank)) for name in handed.gradients)
+            locals_ = tuple(Local(name, said=renamed(self._names, name, rank=self._rank)) for name in handed.gradients)
             gradients, shards = in_parts(handed.gradients.items())
             return (Part(locals_, gradients, shards=shards),) if locals_ else ()
         given = handed.by_parameter
@@ -177,20 +212,21 @@ class _Collector:
         held: list[tuple[str, Any]] = []
         values: dict[int, Tensor] = {}
         for name, holder, leaf, parameter in _parameters(module):
-            seen = self.first_use.of(parameter, holder, leaf)
-            identical = self.origin.name(holder, leaf, parameter)
+            seen = self._first_use.of(parameter, holder, leaf)
+            identical = self._origin.name(holder, leaf, parameter)
             content = None if seen is None else seen.digest
             if seen is not None and seen.value is not None:
                 values[len(locals_)] = seen.value
-            locals_.append(Local(name, renamed(self.names, name, rank=self.rank, chunk=chunk), identical, content))
+            locals_.append(Local(name, renamed(self._names, name, rank=self._rank, chunk=chunk), identical, content))
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
-        calls = self.watcher.calls(module)
+        calls = self._watcher.calls(module)
         parameters = [parameter for *_, parameter in _parameters(module)]
         gradients, shards = in_parts(held)
         shards = {k: shard.in_all(parameters[k].shape) for k, shard in shards.items()}
         weights = dict(self._of_dtensors(parameters))
         cut = list(_weights_in_parts(parameters, shards))
-        after = {k: _as_it_is(one, shards[k] if k in cut else None) for k, one in enumerate(parameters) if self.updates}
+        left = enumerate(parameters if self._order.updates else ())
+        after = {k: _as_it_is(one, shards[k] if k in cut else None) for k, one in left}
         for k in cut:
             part = values.pop(k, None)
             if part is None and digest(parameters[k]) == locals_[k].content:
@@ -199,39 +235,66 @@ class _Collector:
             locals_[k] = replace(locals_[k], content=None)
         weights = {k: one for k, one in weights.items() if locals_[k].content is None}
         missed = "" if calls is None or calls else self._missed(module)
-        left = {k: self.first_use.begun(one) for k, one in enumerate(parameters)}
-        begun = {k: one for k, one in left.items() if one is not None}
+        there = {k: self._first_use.begun(one) for k, one in enumerate(parameters)}
+        begun = {k: one for k, one in there.items() if one is not None}
         if calls and given is not None:  # copies: what is cleared in ``.grad`` is not lost to them
             calls = [replace(call, cleared=()) for call in calls]
         seen_calls = tuple(calls) if calls else None
         made = Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
-        return replace(made, after=after, begun=begun)
+        return replace(made, after=after, begun=begun, buffers=tuple(self._buffers(module, chunk)))
+
+    def _buffers(self, module: nn.Module, chunk: int) -> Iterator[tuple[Local, Tensor]]:
+        """The buffers of a module that this rank has whole, where several operations are compared."""
+        for name, holder, leaf, buffer in _held(module, "_buffers") if self._order.steps else ():
+            if not isinstance(buffer, InShards) and not buffer.is_meta:
+                said = renamed(self._names, name, rank=self._rank, chunk=chunk)
+                local = Local(name, said, self._origin.name(holder, leaf, buffer))
+                yield local, buffer.detach().to("cpu", copy=True)
 
     def _of_dtensors(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, tuple[Shard, Tensor]]]:
         """The parts of weights in shards, where the whole was never seen."""
         for k, parameter in enumerate(parameters):
-            part = self.first_use.part_of(parameter)
+            part = self._first_use.part_of(parameter)
             where = None if part is None else placed_as(parameter)
             if part is not None and where is not None:
                 yield k, (where, part)
 
     def _missed(self, module: nn.Module) -> str:
         """Why no call of ``module`` may have been seen, although it is watched."""
-        if self.watcher.compiled:
+        if self._watcher.compiled:
             return "it ran inside torch.compile, where nothing can watch: watch what torch.compile gives back"
-        if self.first_use.inside(module):
+        if self._first_use.inside(module):
             return "its parts were called and it was not, as by stage.forward(x): call stage(x), or watch the parts"
         return "stage.forward(x) was called in its place, or a copy of it: call stage(x), and watch what is called"
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
     """Every parameter under each of its names, with the module that holds it and its name there."""
+    return _held(module, "_parameters")
+
+
+def _held(module: nn.Module, what: str) -> list[tuple[str, nn.Module, str, Any]]:
     return [
-        (f"{prefix}.{leaf}" if prefix else leaf, holder, leaf, parameter)
+        (f"{prefix}.{leaf}" if prefix else leaf, holder, leaf, one)
         for prefix, holder in module.named_modules()
-        for leaf, parameter in holder._parameters.items()
-        if parameter is not None
+        for leaf, one in getattr(holder, what).items()
+        if one is not None
     ]
+
+
+def _as_first(parts: Sequence[Part], first: Sequence[Part], step: str) -> tuple[Part, ...]:
+    """``parts`` of a later operation, whose parameters go by what they were in the ``first``.
+
+    Where gradients are handed back by name, an operation that gives none may hand back none. Raises ``HandBackError``.
+    """
+    if not parts:
+        return tuple(Part(one.locals, (None,) * len(one.locals), later=True) for one in first)
+    if [[one.name for one in part.locals] for part in parts] != [[one.name for one in part.locals] for part in first]:
+        raise HandBackError(
+            f"{step} handed back other modules than for its first operation: expected the same, in the same order"
+        )
+    pairs = zip(parts, first, strict=True)
+    return tuple(replace(part, locals=one.locals, later=True) for part, one in pairs)
 
 
 def _weights_in_parts(parameters: Sequence[nn.Parameter], shards: Mapping[int, Shard]) -> Iterator[int]:

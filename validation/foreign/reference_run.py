@@ -1,186 +1,23 @@
-"""What is to be validated, as the user gave it, and the reference's own run over its microbatches."""
+"""The reference's own run over the microbatches of a task."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
-from pipeproof.foreign.rank import Step
 from pipeproof.foreign.survey import Both, Survey
+from pipeproof.foreign.task import ReferenceRaised, Task
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.tolerance import FP32, scalar_error
 from pipeproof.judging.verdict import Crash, raised
 from pipeproof.observers.sketch import contents
-from pipeproof.pipeline.sizes import some
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.graph import ends_of, uses
-from pipeproof.reference.step import Contribution, Gradient, Loss, LossError, Recipe, Reference, Site
-from pipeproof.worlds.accelerator import first_of
-
-
-class WhiteBoxError(ValueError):
-    """A validation that cannot be: what was asked for makes no sense."""
-
-
-class ReferenceRaised(Exception):
-    """The reference, which is the user's own code, cannot be run. Its cause is what it raised."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be validated, as the user gave it."""
-
-    step: Step
-    reference: Callable[[], nn.Module]
-    microbatches: tuple[Any, ...]
-    loss_fn: Callable[[Any, Tensor], Tensor] | None = None
-    loss_divisor: float | None = None
-    optimizer: Callable[[nn.Module], Optimizer] | None = None
-
-    def check(self) -> None:
-        """Raise ``WhiteBoxError`` for what cannot be."""
-        if not callable(self.step):
-            raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
-        check_builds("reference", self.reference)
-        if self.loss_fn is not None:
-            check_loss_fn(self.loss_fn)
-        if not self.microbatches:
-            raise WhiteBoxError("microbatches is empty: expected at least one")
-        check_divisor(self.loss_divisor)
-        if self.optimizer is not None and not callable(self.optimizer):
-            raise WhiteBoxError(
-                f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
-            )
-        for number in range(len(self.microbatches)):
-            self._batch(number)
-
-    def updated(
-        self, reference: Reference, gradients: Mapping[Site, Gradient], *, max_norm: float | None
-    ) -> dict[Site, Tensor]:
-        """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
-
-        Raises ``ReferenceRaised``.
-        """
-        if self.optimizer is None:
-            return {}
-        try:
-            return reference.updated(gradients, self.optimizer, max_norm=max_norm)
-        except Exception as error:  # no one type: it is the user's code
-            raise ReferenceRaised(f"optimizer={name_of(self.optimizer)} raised {raised(error)}") from error
-
-    @property
-    def name(self) -> str:
-        return name_of(self.reference)
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of a microbatch, and what it is divided by."""
-        function = self.loss_fn or (lambda output, target: output)
-        return Loss(function, float(self.loss_divisor or len(self.microbatches)))
-
-    @property
-    def hint(self) -> str:
-        """What a reference that cannot be run may lack."""
-        called = "it was called with all of a microbatch, inputs and target, and has to give the loss"
-        return "" if self.loss_fn else f"; no loss_fn was given, so {called}: give loss_fn=, if it gives the output"
-
-    def title(self, ranks: int) -> str:
-        """The subject in words."""
-        count = some(len(self.microbatches), "microbatch")
-        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, reference {self.name}"
-
-    def built(self, device: str) -> nn.Module:
-        """The reference, as every rank builds it."""
-        try:
-            model = self.reference()
-        except Exception as error:  # no one type: it is the user's code
-            raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
-        check_module(f"reference {self.name} returned", model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
-        return model.to(first_of(device)).train()
-
-    def batches(self, model: nn.Module) -> list[Batch]:
-        """The microbatches for the reference, where ``model`` is."""
-        device = str(next(model.parameters()).device)
-        return [self._batch(number).to(device) for number in range(len(self.microbatches))]
-
-    def repeated(self, device: str) -> frozenset[str]:
-        """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
-
-        Such a one may have a copy in every stage that uses it. What cannot be told is in none.
-        """
-        model = self.built(device)
-        return repeated(model, self.batches(model)[0], self.loss.function)
-
-    def _batch(self, number: int) -> Batch:
-        given = self.microbatches[number]
-        batch = Batch.of(given, torch.empty(0)) if self.loss_fn is None else Batch.of(*pair_of(number, given))
-        for tensor in (*batch.inputs, batch.target):
-            if not isinstance(tensor, Tensor):
-                raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
-        return batch
-
-
-def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
-    """Raise ``error`` where what is ``given`` as ``what`` is no function that builds a model."""
-    if isinstance(given, nn.Module) or not callable(given):
-        raise error(f"{what} is a {type(given).__name__}: expected a function that builds it")
-
-
-def check_module(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
-    """Raise ``error`` where what is ``given``, ``what`` says by whom, is no model."""
-    if not isinstance(given, nn.Module):
-        raise error(f"{what} a {type(given).__name__}: expected a torch.nn.Module")
-
-
-def check_loss_fn(given: Any) -> None:
-    """Raise ``WhiteBoxError`` where it is no function."""
-    if not callable(given):
-        raise WhiteBoxError(f"loss_fn is {given!r}: expected a function of output and target")
-
-
-def check_divisor(given: Any) -> None:
-    """Raise ``WhiteBoxError`` where losses cannot be divided by it; None: by their number."""
-    if given is not None and (not isinstance(given, int | float) or not given > 0):
-        raise WhiteBoxError(f"loss_divisor is {given!r}: expected a number above 0")
-
-
-def pair_of(number: int, given: Any) -> tuple[Any, Any]:
-    """Inputs and target of the microbatch of this number. Raises ``WhiteBoxError``."""
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
-        raise WhiteBoxError(
-            f"microbatch {number} is a {type(given).__name__}{many}: expected a pair of inputs and target"
-        )
-    inputs, target = given
-    return inputs, target
-
-
-def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
-    """The parameters that ``model``, which is used up by it, uses in several places for ``batch``, by all names."""
-    model.requires_grad_()
-    inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
-    try:
-        loss = loss_fn(model(*inputs), batch.target)
-    except RuntimeError:  # of the user's own code, which may not like that its data has a gradient
-        return frozenset()
-    count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, one in parameters if count[id(one)] > 1)
-
-
-def name_of(function: object) -> str:
-    """What to call ``function``."""
-    function = getattr(function, "func", function)  # of a functools.partial
-    return str(getattr(function, "__name__", None) or type(function).__name__)
+from pipeproof.reference.step import Contribution, LossError, Recipe, Reference, Site
 
 
 class SecondModel:
@@ -197,6 +34,10 @@ class SecondModel:
         """It, with the weights that a step begins with."""
         return self._task.built(self._device)
 
+    def like(self, task: Task) -> nn.Module:
+        """One of ``task``, with the weights that it begins with."""
+        return self.model if task is self._task else task.built(self._device)
+
     @cached_property
     def other_weights(self) -> str:
         """The first parameter in which the two differ, in words; empty if none does."""
@@ -206,16 +47,16 @@ class SecondModel:
         return name and f"called twice it gave other weights, first {name}: {seed}"
 
     def mode_matters(self, known: Sequence[float], batches: Sequence[Batch]) -> bool:
-        """Whether any loss would be another in evaluation mode, or may be."""
+        """Whether any loss would be another in the other mode, or may be."""
         loss = self._task.loss
         try:
             with one_thread(), torch.no_grad():
-                self.model.eval()
+                self.model.train(self._task.evaluates)
                 return list(known) != [loss.function(self.model(*b.inputs), b.target).item() for b in batches]
         except Exception:  # no one type: it is the user's code that runs
             return True
         finally:
-            self.model.train()
+            self.model.train(not self._task.evaluates)
 
     def other_loss(self, known: float, batch: Batch) -> str:
         """How the loss of microbatch 0 differs between the two, in words; empty if it does not."""
@@ -248,7 +89,7 @@ class ReferenceRun:
         late: bool = False,
     ) -> None:
         self.batches = task.batches(model)
-        self._task, self._model, self._replicas = task, model, replicas
+        self._task, self.model, self._replicas = task, model, replicas
         self._late = task.loss.divisor if late else 1.0
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._survey = Survey(model, replicas=replicas.count) if surveyed else None
@@ -256,6 +97,7 @@ class ReferenceRun:
         self._coming = self.reference(each if owner is None else owner).contributing(self.batches)
         self._made: list[Contribution] = []
         self._failure: Exception | None = None
+        self._left: dict[str, Tensor] = {}
         self.crash: Crash | None = None  # of ours, where places were noted for a diagnosis
 
     def __iter__(self) -> "ReferenceRun":
@@ -280,7 +122,7 @@ class ReferenceRun:
         uses = {(id(parameter), owner[name]) for name, parameter in self._parameters.items()}
         if begun and len(uses) == len(self._parameters):
             return self
-        model = self._built() if begun else self._model
+        model = self._built() if begun else self.model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
 
     def divided_late(self, owner: Mapping[str, int], *, watched: bool) -> "ReferenceRun":
@@ -288,14 +130,14 @@ class ReferenceRun:
         return ReferenceRun(self._task, self._built(), self._replicas, owner=owner, surveyed=watched, late=True)
 
     def _built(self) -> nn.Module:
-        return self._task.built(next(self._model.parameters()).device.type)
+        return self._task.built(next(self.model.parameters()).device.type)
 
     def reference(
         self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
     ) -> Reference:
         """The reference in these stages, which adds gradients up in this way."""
-        recipe = Recipe(loss=self._task.loss, late=self._late, accumulation=accumulation)
-        return Reference(self._model, owner=owner, recipe=recipe, copies=copies, by_use=True)
+        recipe = Recipe(loss=self._task.loss, late=self._late, accumulation=accumulation, outputs=self._task.named)
+        return Reference(self.model, owner=owner, recipe=recipe, copies=copies, by_use=True)
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
         """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""
@@ -306,7 +148,18 @@ class ReferenceRun:
             why = f"cannot be differentiated: {failure}" if known else f"raised {raised(failure)}"
             where = f"on microbatch {len(self._made)} the reference {self._task.name}"
             raise ReferenceRaised(f"{where} {why}{self._task.hint}") from failure
+        self._left = self._left or {name: one.detach().cpu().clone() for name, one in self.model.named_buffers()}
         return tuple(one.under(owner) for one in self._made)
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Those of the model, as the microbatches left them once all were made."""
+        return self._left
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the model, by all names."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @property
     def places(self) -> Both | None:

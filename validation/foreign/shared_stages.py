@@ -110,11 +110,18 @@ def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) ->
         leader, other = same.setdefault(part.shards.get(k), (rank, part))
         if leader != rank:
             yield _equal_gradients(site, (rank, part.gradients[k]), (leader, other.gradients[k]))
-        content, others = part.locals[k].content, members[0][1].locals[k].content
+        content, others = began(part, k), began(members[0][1], k)
         if rank != first and content is not None and others is not None:
             seen = f"other weights than rank {first}'s"
             yield Claim("initial-weights", rank, site, content == others, seen, f"rank {first}'s weights", first)
     yield from _equal_weights(site, k, members)
+
+
+def began(part: Part, k: int) -> bytes | None:
+    """The digest of weights before the operation; None where nobody knows it."""
+    if k in part.values:
+        return digest(part.values[k])
+    return None if part.later else part.locals[k].content
 
 
 def _equal_weights(site: Site, k: int, members: Sequence[Member]) -> Iterator[Claim]:
@@ -125,7 +132,7 @@ def _equal_weights(site: Site, k: int, members: Sequence[Member]) -> Iterator[Cl
             where, weight = part.after[k]
             leader, other = leaders.setdefault(where, (rank, weight))
             if leader != rank:
-                kept = digest(weight) == part.locals[k].content
+                kept = digest(weight) == began(part, k)
                 seen = "the weights of before the step" if kept else f"other weights than rank {leader}'s"
                 same, expected = same_bits(weight, other), f"rank {leader}'s weights, bit for bit"
                 yield Claim("updated-parameters", rank, site, same, seen, expected, leader)

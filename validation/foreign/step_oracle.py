@@ -1,18 +1,24 @@
-"""What must hold of a step that is not ours, and its right answers."""
+"""What must hold of a run that is not ours, and its right answers."""
 
+import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
-from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.reference_run import ReferenceRun, SecondModel, Task
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeproof.foreign.operation_run import OperationRun
+from pipeproof.foreign.reference_run import SecondModel
+from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
+from pipeproof.judging.judge import scenarios
 from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
 from pipeproof.judging.tolerance import Precision
 from pipeproof.observers.observed import Observed
-from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Contribution, Reference
+from pipeproof.reference.step import Expected, Gradient, Site
 
 LAWS = (
     "parameters-once",  # every parameter of the reference is held once, and nothing else is
@@ -26,65 +32,113 @@ LAWS = (
     "replicas",  # every replica holds every stage, and has the same gradients
     "tied-copies",  # gradients of all copies are equal
     "grad-norm",  # on every rank that reports it
-    "updated-parameters",  # what the optimizer made of them, where there is one
+)
+NAMED = ("outputs",)  # those that are handed back by name, for every microbatch
+UPDATED = ("updated-parameters",)  # what the optimizer made of them
+OF_SEVERAL = (
+    "buffers",  # what forwards leave behind, such as running statistics
+    "second-step",  # all of these in a later step: no stale state
+    "accumulation",  # all of these when gradients come from two operations
+    "eval",  # an evaluation: its losses, what it leaves as it was, and all of these in the step after it
 )
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Begun:
+    """The optimizer that ``func`` makes, as it was in ``state``; what its last step made of that is ``left``."""
+
+    func: Callable[[nn.Module], Optimizer]
+    state: dict[str, Any] | None = None
+    left: dict[str, Any] | None = field(default=None, init=False)
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        optimizer = self.func(model)
+        if self.state is not None:
+            optimizer.load_state_dict(copy.deepcopy(self.state))
+        optimizer.register_step_post_hook(self._stepped)
+        return optimizer
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        self.left = optimizer.state_dict()
+
+
 class StepOracle:
     """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
 
-    task: Task
-    reference: Reference
-    batches: Sequence[Batch]
-    made: Sequence[Contribution]
-    max_norm: float | None = None  # what gradients are clipped to before the update
+    def __init__(self, task: Task, runs: Sequence[OperationRun]) -> None:
+        self._task, self._runs = task, runs
+        self._optimizer = None if task.optimizer is None else _Begun(task.optimizer)
+        self._pending: list[Pending] = []  # operations whose gradients the next update uses
+        self._sums: Mapping[Site, Gradient] = {}
 
     @property
     def precision(self) -> Precision:
         """That of the reference's parameters."""
-        return precision_of_reference(self.reference)
+        return precision_of_reference(self._runs[0].reference)
 
     def answer(self, number: int, orders: Orders) -> Answer:
-        """The one operation there is."""
-        assert number == 0, "a foreign step is one operation"
-        expected = self.reference.before_update(self.batches, self.made, orders=orders)
-        updated = partial(self.task.updated, self.reference, max_norm=self.max_norm)
+        """What operation ``number`` must give."""
+        one = self._runs[number]
+        name, batches, reference = self._task.plan[number], one.run.batches, one.reference
+        expected = reference.before_update(batches, one.made, orders=orders, onto=self._sums)
+        expected = replace(expected, operation=name, buffers=one.like.buffers)
+        if name == "eval":
+            expected = replace(expected, gradients={}, norm=None)
+            return Answer(expected, Floors(reference, [Pending(expected, batches, orders)]), math.inf)
+        self._pending.append(Pending(expected, batches, orders))
+        if name == "accumulate":
+            self._sums = reference.accumulate(one.made, orders=orders, onto=self._sums)
+            return Answer(replace(expected, gradients={}, norm=None), Floors(reference, self._pending), math.inf)
+        return self._updated(one, expected)
+
+    def _updated(self, one: OperationRun, expected: Expected) -> Answer:
+        own = replace(self._task, optimizer=self._optimizer)
+        updated = partial(own.updated, one.reference, max_norm=one.found.max_norm)
         expected = replace(expected, parameters=updated(expected.gradients))
-        pending = (Pending(expected, self.batches, orders),)
-        return Answer(expected, Floors(self.reference, pending, updated=updated), math.inf)
+        pending = [*self._pending[:-1], replace(self._pending[-1], expected=expected)]
+        self._pending, self._sums = [], {}
+        if self._optimizer is not None:  # what floors ask for later begins where this one began
+            self._optimizer = _Begun(self._optimizer.func, copy.deepcopy(self._optimizer.left))
+        return Answer(expected, Floors(one.reference, pending, updated=updated), math.inf)
+
+
+def laws_of(task: Task) -> tuple[str, ...]:
+    """What must hold of a run of ``task``."""
+    updates = UPDATED if task.optimizer is not None or task.steps else ()
+    named = NAMED if task.outputs is not None else ()
+    return (*LAWS, *named, *updates, *(OF_SEVERAL if task.steps else ()))
 
 
 def required_of(
-    title: str,
-    task: Task,
-    found: Assembled,
-    second: SecondModel,
-    *,
-    run: ReferenceRun,
-    reference: Reference,
-    observed: Observed,
+    title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, observed: Observed, *, halted: str
 ) -> Requirements:
-    """What must hold of what is ``observed``, by the ``reference`` that ``run`` made."""
-    made = run.made(found.owner)
-    of_weights = replace(task, optimizer=None) if found.unlike else task
+    """What must hold of what is ``observed`` in ``runs``; ``halted``: why later operations are not compared."""
+    first, found = runs[0], runs[0].found
+    unlike = next((one.found.unlike for one in runs if one.found.unlike), "")
+    judged = replace(task, optimizer=None) if unlike else task
+    if task.steps and task.optimizer is None:
+        unlike = unlike or "optimizer= makes the reference's, and was not given"
+    every, plan = scenarios(task.plan), task.plan[: len(runs)]
+    later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
     return Requirements(
         title,
-        LAWS if task.optimizer is not None else LAWS[:-1],
-        ("train",),
-        len(made),
+        laws_of(task),
+        plan,
+        len(first.made),
         found.due,
-        StepOracle(of_weights, reference, run.batches, made, found.max_norm),
+        StepOracle(judged, runs),
         found.tied,
-        skipped=dict(skipped(found, observed)),
-        missed=dict(missed(found, observed)),
-        remarks=found.remarks | unreported(observed),
+        skipped=dict(skipped(observed)),
+        missed=dict(missed(found, observed, unlike)) | dict.fromkeys(later, halted),
+        remarks=found.remarks
+        | unreported(observed, first.made[0].outputs)
+        | ({"updated-parameters": unlike} if unlike else {}),
         unmatched=found.unmatched,
-        unseen=found.unseen,
+        unseen=frozenset[int]().union(*(one.found.unseen for one in runs)),
         uncalled=found.uncalled,
         frozen=found.frozen,
-        traced=found.traced,
+        traced=frozenset[int]().union(*(one.found.traced for one in runs)),
         every_rank=False,
         by_numbers=True,
-        mode_matters=lambda: second.mode_matters([one.loss for one in made], run.batches),
+        mode_matters=lambda: second.mode_matters([one.loss for one in first.made], first.run.batches),
     )

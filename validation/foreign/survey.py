@@ -39,6 +39,10 @@ class Places:
         self.by_place.setdefault(place, {})[microbatch] = seen
         self._by_content.setdefault(seen.digest, []).append((place, microbatch))
 
+    def holding(self, seen: Sketch) -> Sequence[tuple[str, int]]:
+        """Every (place, microbatch) whose tensor ``seen`` is bit for bit, where it is more than zeros."""
+        return self._by_content.get(seen.digest, ()) if seen.norm else ()
+
     def find(self, seen: Sketch) -> Iterator[tuple[str, int]]:
         """Every (place, microbatch) whose tensor ``seen`` is: bit for bit, or if none is, up to rounding."""
         if seen.digest in self._by_content:

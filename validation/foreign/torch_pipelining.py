@@ -107,20 +107,23 @@ def step(
     schedule: Any,
     microbatches: Pairs,
     *,
+    operation: str = "train",
     kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
     loss_kwargs: Mapping[str, Any] | None = None,
 ) -> HandedBack:
     """One ``schedule.step`` on ``microbatches``, and what ``whitebox.validate`` wants to have back of it.
 
-    kwarg_mbs: keyword arguments of the stages, for each microbatch. loss_kwargs: those of the loss function, from torch
-    2.13 on. The losses are those that the schedule's loss function returned: undivided, unless that function divides.
+    operation: with ``eval`` it is ``schedule.eval``; the modules' mode is the caller's. kwarg_mbs: keyword arguments of
+    the stages, for each microbatch. loss_kwargs: those of the loss function, from torch 2.13 on. The losses are those
+    that the schedule's loss function returned: undivided, unless that function divides.
     """
     stages, recorder = stages_of(schedule), Recorder(schedule)
     for stage in stages:
         watch(stage.submod, when=lambda: recorder.forward is not None)
     losses: list[Tensor] = []
     options = {} if loss_kwargs is None else {"loss_kwargs": dict(loss_kwargs)}
-    run(schedule.step, schedule, microbatches, losses, kwarg_mbs=kwarg_mbs, **options)
+    call = schedule.eval if operation == "eval" else schedule.step
+    run(call, schedule, microbatches, losses, kwarg_mbs=kwarg_mbs, **options)
     return HandedBack([stage.submod for stage in stages], losses or None, None, recorder.executed)
 
 

@@ -1,22 +1,26 @@
 """What a foreign step does not show: the laws that do not apply to it, and those of whose matter nothing was seen."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipeproof.foreign.assemble import Assembled
+from pipeproof.judging.verdict import names_of
 from pipeproof.observers.observed import Observed
 
+_BUFFERS = "no stage that has any was seen to run all microbatches in their order"
 
-def skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
+
+def skipped(observed: Observed) -> Sequence[tuple[str, str]]:
     """The laws that do not apply to what was handed back."""
-    claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
+    claimed = _claimed(observed)
     laws = (("shards", "no parameter is in shards"), ("replicas", "no stage is held by several ranks"))
     return [(law, reason) for law, reason in laws if law not in claimed]
 
 
-def missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
-    """The laws of whose matter nothing was handed back or watched."""
+def missed(found: Assembled, observed: Observed, unlike: str) -> Sequence[tuple[str, str]]:
+    """The laws of whose matter nothing was handed back or watched; ``unlike``: why updates are not compared."""
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
-    norm = any(row[0].norm is not None for row in observed.ranks)
+    every, claimed = [one for row in observed.ranks for one in row], _claimed(observed)
+    norm, buffers = any(one.norm is not None for one in every), any(one.buffers for one in every)
     ordered = len(found.unseen) < len(found.stages) or not found.stages
     named = "gradients were handed back, not watched modules" if found.nameless else ""
     unwatched = found.missed or named or "no stage was watched: watch(module) does"
@@ -30,13 +34,23 @@ def missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
             ("microbatches", ordered, unwatched),
             ("boundaries", found.watched, unwatched),
             ("grad-norm", norm, "no rank reports a norm"),
-            ("updated-parameters", not found.unlike, found.unlike),
+            ("outputs", any(one.outputs for one in every), "no rank hands any back"),
+            ("updated-parameters", not unlike or "updated-parameters" in claimed, unlike),
+            ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
         )
         if not seen
     ]
 
 
-def unreported(observed: Observed) -> dict[str, str]:
-    """What the step does not report, by the law that needs it."""
-    told = any(row[0].losses or row[0].loss is not None for row in observed.ranks)
-    return {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
+def _claimed(observed: Observed) -> set[str]:
+    return {claim.law for row in observed.ranks for one in row for claim in one.claims}
+
+
+def unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
+    """What the step does not report, by the law that needs it; ``outputs``: the names of those that it could."""
+    told = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
+    found = {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
+    named = {name for row in observed.ranks for one in row for name in one.outputs}
+    if named and (left := [name for name in outputs if name not in named]):
+        found["outputs"] = f"no rank hands back {names_of(left)}"
+    return found

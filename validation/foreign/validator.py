@@ -13,26 +13,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeproof.diagnosis.diagnose import explained, sought
-from pipeproof.diagnosis.evidence import Line
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.call_matching import every_call, last_called, last_trained
-from pipeproof.foreign.evidence import Beside, evidence_of
+from pipeproof.foreign.course import Course
 from pipeproof.foreign.handed_back import HandBackError
-from pipeproof.foreign.holders import at_holders
 from pipeproof.foreign.layerwise import Build, Layered
-from pipeproof.foreign.lines import from_the_first_wrong
 from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.mutate import Mutated, mutated
+from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
-from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
+from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
-from pipeproof.foreign.step_oracle import required_of
+from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
+from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_steps, name_of
 from pipeproof.judging.elsewhere import told_of_transports
-from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.verdict import Crash, Verdict
-from pipeproof.observers.sketch import UNSOUGHT, contents
+from pipeproof.observers.sketch import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds
@@ -40,9 +36,6 @@ from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
-_OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
-_WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
-_LATEST = "each microbatch's last call counts: with those before it, more calls are unlike the reference's"
 
 
 @dataclass(frozen=True)
@@ -62,6 +55,8 @@ class WhiteBox:
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
         loss_divisor: float | None = None,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        steps: Sequence[str] | None = None,
+        outputs: Outputs | None = None,
         names: Names | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
@@ -78,16 +73,22 @@ class WhiteBox:
         loss. Without it the model is called with all of a microbatch, and gives the loss. loss_divisor: the loss is
         divided by this before its backward. The default is the number of microbatches. optimizer: makes the reference's
         of the model. With it the step is to update its parameters once, and to leave their gradients; the weights after
-        it are compared. names: what the step's parameters are called in the reference: prefixes and what replaces them,
-        or a function. timeout_s: how long the step may take, in seconds; a hang ends there.
+        it are compared. steps: several operations, such as ``["train", "accumulate", "train", "eval"]``. ``step`` is
+        then called once, with the model and an iterator of ``(operation, microbatches)``: it goes through these, and
+        yields for each what a step hands back, before it clears gradients. The microbatches are dealt to the operations
+        in order, as many to each. outputs: of output and target, a mapping of names to what else is compared for each
+        microbatch, such as ``{"logits": output}``; whole numbers exactly. A step hands back what it has of that as
+        ``HandedBack.outputs``. names: what the step's parameters are called in the reference: prefixes and what
+        replaces them, or a function. timeout_s: how long the step may take, in seconds; a hang ends there.
 
         Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.
         """
         began = perf_counter()
-        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer)
-        replicas = Replicas.along(ranks, len(task.microbatches))
+        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer, outputs=outputs)
+        task = task if steps is None else replace(task, steps=as_steps(steps))
         task.check()
+        replicas = Replicas.along(ranks, task.each)
         replicas.check()
         check_names(names)
         seconds(self.world.timeout_s if timeout_s is None else timeout_s)
@@ -144,7 +145,7 @@ class WhiteBox:
         judge = partial(self.validate, step, ranks=ranks, loss_divisor=loss_divisor, names=names, timeout_s=timeout_s)
         for piece in model.windows():
             verdict = judge(reference=piece.window, microbatches=piece.microbatches, loss_fn=piece.window.loss_fn)
-            yield _with_notes(verdict, {"gradient": piece.unseen})
+            yield with_notes(verdict, {"gradient": piece.unseen})
 
     def mutate(
         self,
@@ -168,117 +169,41 @@ class WhiteBox:
         return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
 
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
-        title = _title(task, replicas)
-        model = task.built(self.world.device)
+        title, first = _title(task, replicas), task.operation(0)
+        model = first.built(self.world.device)
         known = contents(model)
-        second, ahead = SecondModel(task, self.world.device, known), ReferenceRun(task, model, replicas)
-        updates, name = task.optimizer is not None, name_of(task.step)
-        order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates)
+        second, ahead = SecondModel(first, self.world.device, known), ReferenceRun(first, model, replicas)
+        updates, name = task.optimizer is not None or bool(task.steps), name_of(task.step)
+        order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates, task.steps)
         made, failure = self._made(order, chain(second, ahead))
         if second.other_weights:
-            return _random(title, task, second.other_weights)
+            return random_reference(title, task, second.other_weights)
         if failure is not None:
             return _failed(title, failure)
-        repeated = partial(task.repeated, self.world.device)
-        found = Assembled(model, known, joined_parts(made, replicas, known), replicas, repeated)
+        joined, repeated = joined_parts(made[0], replicas, known), partial(first.repeated, self.world.device)
+        found = Assembled(model, known, joined, replicas, repeated, name=task.plan[0])
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
-            return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
-        if other := other_data(made, digests(task.microbatches)):
-            return _undecided(title, other)
+            return undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
+        if other := other_data(made[0], digests(task.microbatches)):
+            return undecided(title, other)
         run = ahead.settled(found.owner, watched=found.watched)
-        return _judged(title, task, found, second, run, accumulation_of(made, replicas))
+        begun = OperationRun(first, found, run, accumulation_of(made[0], replicas))
+        course = Course(task, self.world.device, made, [begun])
+        course.run()
+        return course.concluded(judged_runs(title, task, course.runs, second, halted=course.halted))
 
-    def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[Sequence[RankMade], RankFailed | None]:
-        """What the ranks made of ``order``, or how they failed."""
+    def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[list[list[RankMade]], RankFailed | None]:
+        """What the ranks made of each operation of ``order``, or how they failed."""
         ranks = len(order.replicas.of)
         try:
-            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
+            rows = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
         except RankFailed as failure:
-            return (), failure
-        join_messages(made)
+            return [], failure
+        made = [list(operation) for operation in zip(*rows, strict=True)]
+        for operation in made:
+            join_messages(operation)
         return made, None
-
-
-def _judged(
-    title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun, accumulation: Accumulation
-) -> Verdict:
-    batches, made = run.batches, run.made(found.owner)
-    if other_loss := second.other_loss(made[0].loss, batches[0]):
-        return _random(title, task, other_loss)
-    if all(gradient is None for one in made for gradient in one.gradients.values()):
-        return _undecided(
-            title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
-        )
-    like = run.divided_late(found.owner, watched=found.watched) if accumulation.late else run
-    like.made(found.owner)  # its places are known when it is done
-    reference = like.reference(found.owner, found.copies, accumulation=accumulation)
-    known = found.passages(like.places, like.note_handed_on)
-    observed = found.observed(known)
-    required = required_of(title, task, found, second, run=like, reference=reference, observed=observed)
-    verdict = judged(required, observed)
-    counted = every_call
-    for which in (last_trained, last_called) if verdict.mismatches and found.watched else ():
-        other = judged(required, found.observed(found.passages(like.places, like.note_handed_on, which=which)))
-        if other.verdict == "pass" or _unlike(other) < _unlike(verdict):
-            note = _WARMED_UP if other.verdict == "pass" else _LATEST
-            verdict, counted = _with_notes(other, {"microbatches": note}), which
-    verdict = at_holders(_of_first_ranks(verdict), found, made)
-    if found.watched and found.missed:
-        verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
-    if not verdict.mismatches:
-        return verdict
-    if like is not run:  # a cause is sought beside one that divides what each microbatch gives
-        reference = run.reference(found.owner, found.copies, accumulation=accumulation)
-    if like is not run or counted is not every_call:
-        known = found.passages(run.places, run.note_handed_on, which=counted)
-        observed = found.observed(known)
-    if run.crash is not None:
-        return verdict.without_cause(run.crash)
-    beside = Beside(reference, second.model, batches, task.loss, made)
-    lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
-    evidence = evidence_of(verdict, from_the_first_wrong(lines), found, beside)
-    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
-
-    def told() -> Verdict:
-        explanation = explained(evidence)
-        if UNSOUGHT in explanation.undecided or evidence.members is None:
-            return explanation
-        notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
-        return _with_notes(explanation, notes)
-
-    with one_thread():
-        return sought(verdict, told)
-
-
-def _unlike(verdict: Verdict) -> int:
-    """How many tensors of forwards are unlike the reference's, as where other data warmed stages up.
-
-    Those of backwards say nothing: what is wrong with them may have gone into the gradients.
-    """
-    return sum(one.law == "boundaries" and "F" in (one.action or "") for one in verdict.mismatches)
-
-
-def _of_first_ranks(verdict: Verdict) -> Verdict:
-    """``verdict``; where replicas differ, gradients that are right on the first ranks do not pass."""
-    if all(one.law != "replicas" for one in verdict.mismatches):
-        return verdict
-    laws = [
-        replace(law, outcome="unknown", note="compared on the first rank of each stage alone, and replicas differ")
-        if (law.name, law.outcome) == ("gradient", "pass")
-        else law
-        for law in verdict.laws
-    ]
-    return replace(verdict, laws=tuple(laws))
-
-
-def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
-    """``verdict``, with ``notes`` said at their laws."""
-    laws = [
-        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]]))) if law.name in notes else law
-        for law in verdict.laws
-    ]
-    return replace(verdict, laws=tuple(laws))
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
@@ -302,7 +227,7 @@ def accumulation_of(made: Sequence[RankMade], replicas: Replicas) -> Accumulatio
 def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
     if isinstance(failure.cause, HandBackError | NamesError):
-        return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
+        return undecided(title, f"rank {failure.culprit}: {failure.cause}")
     return Verdict(title, "unknown", "none", ()).of_failure(failure)
 
 
@@ -316,14 +241,6 @@ def _stopped(title: str, error: Exception) -> Verdict:
     cause = error.__cause__ if told and isinstance(error.__cause__, Exception) else error
     verdict = blank.before_its_end(Crash.of(cause))
     return replace(verdict, stopped="", headline=str(error)) if told else verdict
-
-
-def _random(title: str, task: Task, how: str) -> Verdict:
-    return _undecided(title, f"the reference {task.name} is random: {how}")
-
-
-def _undecided(title: str, sentence: str) -> Verdict:
-    return Verdict(title, "unknown", "none", (), headline=sentence)
 
 
 def _rerun(world: World) -> str:

@@ -4,7 +4,7 @@ It asks for one tensor at a time, so a job that holds one stage can be judged wh
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -209,6 +209,25 @@ class Comparison:
             self._ledger.hold(place, False, seen is not None, wanted is not None, what="buffer")
         else:
             self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(_exact, wanted))
+
+    def outputs(
+        self,
+        name: str,
+        seen: Sequence[Tensor],
+        due: Sequence[Tensor],
+        floor: Callable[[int], Floor],
+        *,
+        share: Sequence[int],
+        rank: int,
+    ) -> None:
+        """What a rank put out under ``name`` for each microbatch of its ``share``; ``due`` and ``floor``: of all."""
+        if len(seen) != len(share):
+            place = self._at("outputs", rank=rank, output=name)
+            self._ledger.hold(place, False, len(seen), len(share), what="outputs")
+            return
+        for microbatch, one in zip(share, seen, strict=True):
+            place = self._at("outputs", microbatch=microbatch, rank=rank, output=name)
+            self._ledger.tensors(place, _here(one), due[microbatch].cpu(), partial(floor, microbatch))
 
     def close(self) -> None:
         """Say what follows from all of it together: where nothing could be seen, or zeros stand for nothing."""

@@ -110,16 +110,17 @@ class Execution:
         if counted and not holds:
             self._counted.append(self._ledger.mismatches[-1])
 
-    def by_numbers(self, right: Collection[int]) -> None:
-        """Let pass how often and in which mode the stages ran whose gradients are ``right``."""
+    def by_numbers(self, right: Collection[int], laws: frozenset[str], *, what: str = "its gradients") -> None:
+        """Let pass how often and in which mode the stages ran of which ``what`` is ``right``."""
         found = [mismatch for mismatch in self._counted if mismatch.stage in right]
-        self._ledger.strike(found)
+        self._counted = []
+        self._ledger.strike(found, laws)
         for one in found:
-            self._ledger.remark("microbatches", f"stage {one.stage}: {one.seen}, and its gradients are right")
+            self._ledger.remark("microbatches", f"stage {one.stage}: {one.seen}, and {what} are right")
 
     def parameters_once(self) -> None:
         """Every parameter that is due is held once, and nothing else is."""
-        due, last = self._required.due, len(self._required.plan) - 1
+        due, last = self._required.due, max(k for k, name in enumerate(self._required.plan) if name == "train")
         for site, why in sorted(self._required.unmatched.items()):
             place = self._place.site("parameters-once", last, frozenset(), site)
             self._ledger.hold(place, False, why, "a parameter of the reference")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TypedDict
 
@@ -17,7 +18,7 @@ from pipeproof.judging.measured import Measured
 from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.oracle import Answer, Floors, Requirements
 from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits
-from pipeproof.judging.verdict import Crash, Tier, Verdict, overall
+from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import any_nonzero
 from pipeproof.reference.step import Expected, Site
@@ -172,7 +173,8 @@ class Judge:
         wide = self._wide(number, answer)
         allowed = _Measured(answer.floors, self._required.oracle.precision, sites, wide)
         due = due_of(expected)
-        due = replace(due, gradients={**due.gradients, **wide})
+        told = due.loss if self._required.every_rank else expected.loss
+        due = replace(due, gradients={**due.gradients, **wide}, loss=told)
         at = Comparison(due, allowed, self.ledger, number=number, scenarios=laws)
         self._execution.claims(number, laws)
         if not self._same_start(at, number, expected):
@@ -181,17 +183,21 @@ class Judge:
             return
         self._execution.crossings(number, laws)
         self._losses(at, number, expected)
+        self._outputs(at, number, answer)
         self._buffers(at, number, expected)
         if name == "train":
             self._gradients(at, number, laws, expected)
             if self._required.by_numbers:
-                self._execution.by_numbers(self._right(number, expected))
+                self._execution.by_numbers(self._right(number, expected), laws)
                 self._execution.uncompared(number)
             self._norms(at, number)
             self._updates(at, number, laws, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
                 self.ledger.remark("gradient", answer.floors.obstacle)
+        elif self._required.by_numbers and self.ledger.entered("loss", number) and not self._others_wrong():
+            stages = range(self._observed.schedule.n_stages)
+            self._execution.by_numbers(stages, laws, what="the losses")
         at.close()
         leave_out(self.ledger, due, number=number, names=())
 
@@ -230,12 +236,23 @@ class Judge:
         for rank, operations in enumerate(self._observed.ranks):
             own = operations[number]
             # accumulate() reports losses where they are known, and no whole one.
-            if (own.losses or self._required.every_rank) and (not adds or rank % n_ranks == placement[-1]):
+            knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
+            if (own.losses or self._required.every_rank) and knows:
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
                 continue  # a sum of what is no number is none either: where that comes from is told
             if own.loss is not None or (self._required.every_rank and not adds):
                 at.loss(math.nan if own.loss is None else own.loss, rank=rank)
+
+    def _outputs(self, at: Comparison, number: int, answer: Answer) -> None:
+        made, floors = [one.outputs for one in answer.expected.contributions], answer.floors
+        for rank, operations in enumerate(self._observed.ranks):
+            own = operations[number]
+            for name, seen in own.outputs.items():
+                assert floors is not None, "who hands outputs back is judged by floors"
+                floor = partial(floors.output, name=name)
+                share = range(len(made)) if own.share is None else own.share
+                at.outputs(name, seen, [one[name] for one in made], floor, share=share, rank=rank)
 
     def _buffers(self, at: Comparison, number: int, expected: Expected) -> None:
         if "buffers" not in self._required.laws:
@@ -243,8 +260,11 @@ class Judge:
         if not expected.buffers:
             self.ledger.skip("buffers", "the model has none")
         observed = self._observed.buffers(number)
-        for name in expected.buffers.keys() - {name for _, name in observed}:
+        missing = expected.buffers.keys() - {name for _, name in observed}
+        for name in missing if self._required.every_rank else ():
             at.buffer(name, None)
+        if not self._required.every_rank and observed:
+            self.ledger.leave_out("buffers", sorted(missing), "not compared", hides=False)
         for site, seen in sorted(observed.items(), key=lambda item: item[0]):
             at.buffer(site[1], seen, **self._where(site))
 
@@ -312,9 +332,15 @@ def judged(required: Requirements, observed: Observed, *, measure: bool = False)
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision, seconds=perf_counter() - began)
     trained = [k for k, name in enumerate(required.plan) if name == "train"]
+    verdict = replace(verdict, mismatches=tuple(_named(one, required.plan) for one in verdict.mismatches))
     number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
     measured = replace(verdict.measured, ran=ran_of(observed, number))
     return replace(verdict, bindings=required.bindings, floor=floor, measured=measured).before_its_end(crash)
+
+
+def _named(one: Mismatch, plan: Sequence[str]) -> Mismatch:
+    """``one``, with what its operation does, where there are several."""
+    return replace(one, doing=plan[one.operation - 1]) if len(plan) > 1 else one
 
 
 def concluded(

@@ -196,14 +196,14 @@ class Ledger:
         self.empty(place.law, _STRIDE if stride else _NOISE)
         return 0.0
 
-    def strike(self, struck: Sequence[Mismatch]) -> None:
-        """Take mismatches of laws without scenarios out again: what they say turned out to be no fault."""
+    def strike(self, struck: Sequence[Mismatch], scenarios: frozenset[str] = frozenset()) -> None:
+        """Take mismatches, entered in these scenarios, out again: what they say turned out to be no fault."""
         for one in struck:
             self.mismatches.remove(one)
-            entry = self._entries[one.law]
-            entry.checked, entry.wrong = entry.checked - 1, entry.wrong - 1
-            if not entry.wrong:
-                entry.outcomes.discard("fail")
+            for entry in (self._entries[law] for law in {one.law, *scenarios}):
+                entry.checked, entry.wrong = entry.checked - 1, entry.wrong - 1
+                if not entry.wrong:
+                    entry.outcomes.discard("fail")
 
     def join(self, other: "Ledger") -> None:
         """Add all that another rank's ledger has."""
@@ -246,7 +246,7 @@ class Ledger:
     ) -> None:
         if outcome == "pass" and floor is not None:
             self._reach(floor.precision)
-        for law in (place.law, *place.scenarios):
+        for law in {place.law, *place.scenarios}:
             entry = self._entries[law]
             entry.checked += 1
             entry.exact += exact

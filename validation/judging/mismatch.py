@@ -37,8 +37,8 @@ class Size:
 
 # What was compared, which says how its values read. "text": of what has no value but words.
 What = Literal[
-    "text", "number", "tensor", "gradient", "buffer", "held", "losses", "mode", "forward", "backward", "calls",
-    "not-finite",
+    "text", "number", "tensor", "gradient", "buffer", "held", "losses", "outputs", "mode", "forward", "backward",
+    "calls", "not-finite",
 ]  # fmt: skip
 Value = str | float | bool | Size | tuple[int | None, ...]
 
@@ -48,6 +48,7 @@ _READS: Mapping[What, Callable[[Any], str]] = {
     "buffer": lambda there: "a buffer" if there else "no such buffer",
     "held": lambda count: f"held {count} times",
     "losses": lambda count: f"{count} losses",
+    "outputs": lambda count: f"handed back for {count} microbatches",
     "mode": lambda training: f"{'training' if training else 'evaluation'} mode",
     "forward": lambda order: f"forward of {_order(order)}",
     "backward": lambda order: f"backward of {_order(order)}",
@@ -68,7 +69,8 @@ class Mismatch:
     ``operation`` counts from 1 over the plan. ``what`` was compared says what ``found`` and ``due`` are: numbers, sizes
     of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
     is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
-    which may itself be wrong; None where that was the model. Fields that do not apply are None.
+    which may itself be wrong; None where that was the model. ``doing``: what the operation does, where the plan has
+    several. ``output`` is the name of one that a step handed back. Fields that do not apply are None.
     """
 
     law: str
@@ -85,6 +87,8 @@ class Mismatch:
     limit: float | None = None
     told: str = ""
     beside: int | None = None
+    doing: str = ""
+    output: str | None = None
 
     @property
     def seen(self) -> str:
@@ -119,8 +123,10 @@ class Mismatch:
 
     @property
     def later(self) -> str:
-        """Which operation of the plan it is in; the first goes without saying."""
-        return f"; operation {self.operation} of the plan" if self.operation > 1 else ""
+        """Which operation of the plan it is in; a first step goes without saying."""
+        if self.operation == 1 and self.doing in ("", "train"):
+            return ""
+        return f"; operation {self.operation}{f', {self.doing}' if self.doing else ' of the plan'}"
 
     @property
     def allowance(self) -> str:
@@ -137,6 +143,7 @@ class Mismatch:
             ("microbatch", self.microbatch),
             ("action", self.action),
             ("parameter", self.parameter),
+            ("output", self.output),
         )
 
     def __str__(self) -> str:

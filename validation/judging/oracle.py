@@ -17,11 +17,13 @@ from pipeproof.judging.tolerance import (
     error,
     floor_of,
     precision_among,
+    precision_of,
     rounding_of,
     scalar_error,
     unmeasured,
 )
 from pipeproof.judging.verdict import raised
+from pipeproof.observers.sketch import is_rounded
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import in_double, one_place_off
@@ -199,6 +201,20 @@ class Floors:
             return rounding_of(_number(own), _number(apart), again=again, precision=self._precision)
         other = again()
         return unmeasured(self._precision, nudged=0.0 if other is None else error(_number(own), other))
+
+    def output(self, microbatch: int, name: str) -> Floor:
+        """The floor of what a microbatch puts out under a name."""
+        own, apart = self._last.contributions[microbatch].outputs[name], self._apart[-1][microbatch].outputs[name]
+
+        def again() -> Tensor | None:
+            return None if self._nudged is None else self._nudged[-1][microbatch].outputs[name].cpu()
+
+        if not is_rounded(own.dtype):
+            return Floor(0.0, 0.0, 0.0, self._precision)
+        if not self.obstacle:
+            return rounding_of(own.cpu(), apart.cpu(), again=again)
+        other = again()
+        return unmeasured(precision_of(own.dtype), nudged=0.0 if other is None else error(own.cpu(), other))
 
     def total(self) -> Floor:
         """The floor of what all losses are together: none was measured, but where they are rounding alone."""

@@ -66,6 +66,14 @@ class FirstUse:
         """The step that is judged begins now: what was used before it was of another one. It adds to ``sum_of``."""
         self._sum_of = sum_of
         self.goes_on = any(any(map(bool, one.state.values())) for one in self._stepped.values())
+        self._forget()
+
+    def next_operation(self) -> None:
+        """Another operation begins, with what those before it left: none of that is known."""
+        self._known = frozenset()
+        self._forget()
+
+    def _forget(self) -> None:
         for seen in (self._seen, self._at, self._parts, self._begun):
             seen.clear()
 

@@ -135,6 +135,7 @@ class RankOperation:
     NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched, ``uncompared``
     how many tensors there have no place in the reference; ``recording`` is there where the run was recorded;
     ``started`` are the parameters before anything ran, in the first operation.
+    ``outputs`` are those that the step handed back by name, for each microbatch.
     ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
     ranks. ``line``: which it is of the ranks that hold the same stages and work on the same data.
     """
@@ -158,6 +159,7 @@ class RankOperation:
     share: tuple[int, ...] | None = None
     claims: tuple[Claim, ...] = ()
     line: int = 0
+    outputs: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     def along(self, line: int) -> "RankOperation":
         """The same, where what was done counts only if it was done on ``line``."""

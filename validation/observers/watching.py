@@ -109,6 +109,11 @@ class Watcher:
             hook.remove()
         self._hooks.clear()
 
+    def anew(self) -> None:
+        """Another operation begins: calls so far were of those before."""
+        for one in self._watched.values():
+            one.calls, one.waiting = [], []
+
     def __deepcopy__(self, memo: object) -> "Watcher":
         return self  # the copy of a module that is watched has its hooks
 

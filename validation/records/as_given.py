@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import shown
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.reference_run import pair_of
+from pipeproof.foreign.task import pair_of
 from pipeproof.judging.cause import few
 from pipeproof.judging.verdict import raised
 from pipeproof.records.rank_part import AdapterNames, Rename

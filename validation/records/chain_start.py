@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.reference_run import check_module, name_of
 from pipeproof.foreign.sources import TARGETS
+from pipeproof.foreign.task import check_module, name_of
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import tensors_in
 from pipeproof.records.rank_part import RankStages

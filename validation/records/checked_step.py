@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import nn
 
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.wrappers import AroundGradients

@@ -13,9 +13,9 @@ from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.record_sums import RecordSums
-from pipeproof.foreign.assemble import Stage as HeldStage
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
+from pipeproof.foreign.stages_in_order import Stage as HeldStage
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.reference_run import (
+from pipeproof.foreign.task import (
     WhiteBoxError,
     check_builds,
     check_divisor,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pipeproof.diagnosis.copies import adding_up, unreduced
 from pipeproof.diagnosis.members import Members, Replicas
-from pipeproof.foreign.assemble import Stage
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
+from pipeproof.foreign.stages_in_order import Stage
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution, Expected
 

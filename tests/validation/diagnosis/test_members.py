@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.members import Members, Replicas, ReplicasError
-from pipeproof.foreign.assemble import Stage
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import joined_parts
+from pipeproof.foreign.stages_in_order import Stage
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution
 

@@ -28,6 +28,9 @@ from pipeproof.pipeline.simulate import simulate
         (([], None, None, ["0X1"]), "step returned a trace that cannot be read: '0X1' is not an action"),
         (([], None, None, 3), "step returned a trace that cannot be read"),
         ((), "step returned a tuple of 0"),
+        ((one for one in ()), "step yields, and there is one step: pass steps=, the operations that it goes through"),
+        (HandedBack([], outputs=[1]), "step returned a list as outputs: expected a mapping"),
+        (HandedBack([], outputs={"a": ["x"]}), "step returned a list as the output 'a': expected a list with a tensor"),
         (([], 1, 2, 3, 4), "step returned a tuple of 5"),
         (
             ({"w": (torch.ones(2), 3)}, None),

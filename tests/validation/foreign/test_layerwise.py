@@ -20,7 +20,7 @@ from pipeproof.cases.primitives.tensor_parallel import cut
 from pipeproof.foreign import HandedBack, WhiteBox, Window, layerwise, watch
 from pipeproof.foreign.layerwise import Layered, off_target
 from pipeproof.foreign.matching import NamesError
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
 

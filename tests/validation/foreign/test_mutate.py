@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import LetPass, WhiteBox, under_test
 from pipeproof.foreign.mutants import MUTANTS
 from pipeproof.foreign.reductions import is_sum
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 

@@ -1,7 +1,7 @@
 """torch.distributed.pipelining under whitebox.validate: right steps pass to the bit, planted faults are seen."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,50 @@ def test_right_steps_pass_with_every_boundary_watched(whitebox: WhiteBox, name: 
     assert verdict.tier == "bitwise"
     assert verdict.law("microbatches").outcome == "pass"
     assert verdict.law("boundaries").exact == STAGES * M * 3
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def training(model: nn.Module, operations: Iterator[tuple[str, list[Any]]], *, clears: bool = True) -> Iterator[Any]:
+    schedule = built("ScheduleInterleaved1F1B", model)
+    own = nn.ModuleList(stage.submod for stage in schedule._stages)
+    optimizer = adam(own)
+    for operation, microbatches in operations:
+        own.train(operation != "eval")
+        made = torch_pipelining.step(schedule, microbatches, operation=operation)
+        if operation == "train":
+            optimizer.step()
+        yield made
+        if operation == "train" and clears:
+            optimizer.zero_grad()
+
+
+def several(whitebox: WhiteBox, steps: list[str], *, clears: bool = True) -> Verdict:
+    given = pairs(len(steps) * M, width=WIDTH, seed=1)
+    return judged(whitebox, partial(training, clears=clears), microbatches=given, steps=steps, optimizer=adam)
+
+
+def test_several_operations_of_one_schedule(whitebox: WhiteBox) -> None:
+    verdict = several(whitebox, ["train", "train", "eval", "train"])
+    assert verdict.verdict == "pass", verdict
+    for law in ("eval", "second-step", "updated-parameters", "microbatches", "boundaries"):
+        assert verdict.law(law).outcome == "pass", verdict
+
+
+def test_gradients_that_are_never_cleared_are_told(whitebox: WhiteBox) -> None:
+    verdict = several(whitebox, ["train", "train"], clears=False)
+    assert verdict.law("second-step").outcome == "fail"
+    assert [one.kind for one in verdict.cause] == ["stale-gradient"]
+
+
+def test_schedules_that_scale_gradients_scale_what_was_accumulated_again(whitebox: WhiteBox) -> None:
+    """As torch does: the second ``step`` divides all that is in ``.grad``."""
+    verdict = several(whitebox, ["accumulate", "train"])
+    assert verdict.law("accumulation").outcome == "fail"
+    assert [one.kind for one in verdict.cause] == ["scale"]
+    assert "in the accumulating call 1 before the step" in verdict.cause[0].detail
 
 
 def test_the_runtime_for_ones_own_csv_is_judged_too(whitebox: WhiteBox) -> None:

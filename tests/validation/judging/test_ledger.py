@@ -146,3 +146,20 @@ def test_a_law_that_compared_rounding_alone_is_unknown() -> None:
     assert outcomes(book)[0] == "unknown"
     book.tensors(place(), one, one, lambda: FLOOR)
     assert outcomes(book)[0] == "pass"
+
+
+def test_what_is_struck_out_counts_in_no_law_and_no_scenario() -> None:
+    book = ledger()
+    at = place(scenario="second-step")
+    book.hold(at, True, "", "")
+    book.hold(at, False, "one", "another")
+    assert outcomes(book) == ["fail", "fail"]
+    book.strike(tuple(book.mismatches), at.scenarios)
+    assert outcomes(book) == ["pass", "pass"]
+    assert [law.checked for law in book.laws()] == [1, 1]
+
+
+def test_a_law_that_is_a_scenario_too_counts_once() -> None:
+    book = ledger()
+    book.hold(place("second-step", scenario="second-step"), True, "", "")
+    assert [law.checked for law in book.laws()] == [0, 1]

@@ -16,32 +16,44 @@ from pipeproof.diagnosis.rules.passages import unexplained_passage
 from pipeproof.diagnosis.rules.repeated import or_wrong_message
 from pipeproof.diagnosis.rules.replayed import replayed
 from pipeproof.diagnosis.rules.several_times import told_apart
-from pipeproof.diagnosis.rules.update import near
+from pipeproof.diagnosis.rules.update import clip_factor, near
 from pipeproof.diagnosis.what_if import Line, Made, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_backward, of_forward, spoiled
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
+from pipeproof.judging.verdict import Size
 from pipeproof.observers.recording import Site
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.step import objective
 
 
-def cleared(evidence: Evidence) -> Sequence[str]:
-    """That gradients were cleared before they were handed back, where all are missing and the update is right."""
+def handed_late(evidence: Evidence) -> Sequence[str]:
+    """That gradients were cleared, or clipped, before they were handed back, where the update is right."""
     laws = {law.name: law for law in evidence.verdict.laws}
     updated = laws.get("updated-parameters")
-    lost = evidence.differs("presence") and laws["gradient"].checked == 0
-    if not lost or updated is None or updated.outcome != "pass" or not updated.checked:
+    if updated is None or updated.outcome != "pass" or not updated.checked:
         return ()
-    return (
-        "no gradient was handed back, and the weights after the step are right: leave gradients as the update had them",
-    )
+    if evidence.differs("presence") and laws["gradient"].checked == 0:
+        told = "no gradient was handed back, and {}: leave gradients as the update had them"
+    elif _are_clipped(evidence):
+        told = "gradients were handed back after they were clipped, and {}: hand back those of before, as gradients="
+    else:
+        return ()
+    return (told.format("the weights after the step are right"),)
+
+
+def _are_clipped(evidence: Evidence) -> bool:
+    """Whether all wrong gradients are what clipping makes of the right ones."""
+    found = [one for one in evidence.verdict.mismatches if one.law == "gradient"]
+    factor = clip_factor(evidence, evidence.expected.norm) if found else 1.0
+    sizes = [one.found for one in found if isinstance(one.found, Size) and one.found.factor is not None]
+    return factor != 1.0 and len(sizes) == len(found) and all(near(one.factor, factor) for one in sizes)
 
 
 def attributed(evidence: Evidence) -> list[Cause]:
     """The causes that attribution names; where it finds none, the what-if that gives such gradients."""
     found = evidence.attribution
-    if cleared(evidence) or found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
+    if handed_late(evidence) or found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
     causes = [told_apart(cause, evidence) for cause in found.causes]
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
@@ -87,7 +99,7 @@ def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
 
 def unexplained(evidence: Evidence) -> Sequence[str]:
     """What is left without an explanation, at the boundaries and in gradients."""
-    if told := cleared(evidence):
+    if told := handed_late(evidence):
         return told
     found = evidence.unexplained
     found = (*first_of_backward(evidence), *found) if found else found

@@ -72,13 +72,17 @@ def _other_weights(evidence: Evidence, due: Due) -> list[Cause]:
     wrong = {(m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law == "initial-weights"}
     seen = {site: value for site, value in sorted(evidence.observed.before(evidence.number).items()) if site in wrong}
     seen = {site: value for site, value in seen.items() if not same_bits(value, due.weights[site[1]])}
+    number = min((m.operation for m in evidence.verdict.mismatches if m.law == "initial-weights"), default=1)
+    what = f"operation {number}" if number > 1 else "the step"
+
+    def told(begun: Mapping[Site, Tensor]) -> list[Cause]:
+        (_, first), *_ = begun
+        return _weights(evidence, what, begun, due.weights, [one[first].cpu() for one in evidence.earlier_weights])
+
     if seen:
-        return _weights(evidence, "the step", seen, due.weights, ())
-    return [
-        replace(cause, rank=rank)
-        for rank, begun in _begun_elsewhere(evidence).items()
-        for cause in _weights(evidence, "the step", begun, due.weights, ())
-    ]
+        return told(seen)
+    elsewhere = _begun_elsewhere(evidence).items()
+    return [replace(cause, rank=rank) for rank, begun in elsewhere for cause in told(begun)]
 
 
 def _begun_elsewhere(evidence: Evidence) -> dict[int, dict[Site, Tensor]]:
@@ -283,6 +287,15 @@ def _ran_otherwise(evidence: Evidence, kind: str, wrong: Sequence[tuple[int, str
         microbatches=alike[first],
         detail=detail + (f", and so at stage{'s' * (len(also) > 1)} {listed(also)}" if also and not whole else ""),
     )
+
+
+def no_update(evidence: Evidence) -> list[Cause]:
+    """What an operation without an update changed: weights, or where it is an evaluation, gradients."""
+    kinds = {"presence": ("unexpected", "an evaluation ran backwards")} if evidence.operation == "eval" else {}
+    if evidence.operation != "train":
+        kinds["updated-parameters"] = "weights-changed", f"by an operation that updates none: {evidence.operation}"
+    found = {law: [m for m in evidence.verdict.mismatches if m.law == law] for law in kinds}
+    return [_at(evidence, found[law], *kinds[law]) for law in kinds if found[law]]
 
 
 def buffers(evidence: Evidence) -> list[Cause]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from pipeproof.foreign.frameworks.framework import Framework
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 
 CHILD = "model"  # what the reference calls the whole model
 Criterion = Callable[[Any, Any], Tensor]  # of what the model gives, and the microbatch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework, form
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 
 
 class DeepSpeedError(WhiteBoxError):

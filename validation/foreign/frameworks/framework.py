@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
 from pipeproof.foreign.on_a_world import validate as validated
-from pipeproof.foreign.reference_run import WhiteBoxError, check_builds, name_of
+from pipeproof.foreign.task import WhiteBoxError, check_builds, name_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
 

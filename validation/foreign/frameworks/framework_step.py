@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.observers.initial_weights import step_begins
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action

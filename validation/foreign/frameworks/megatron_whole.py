@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.worlds.belongings import belongs_to_rank
 
 ForwardStep = Callable[..., tuple[Any, Any]]  # of a data iterator and a chunk: its output, and a function of that

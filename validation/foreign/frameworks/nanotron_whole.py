@@ -10,7 +10,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework, Packed, replaced
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 
 CHILD = "model"  # what the reference calls the whole model
 Microbatch = Mapping[str, Any]  # as a dataloader of nanotron's gives it: tensors by name

@@ -12,7 +12,7 @@ from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
 from pipeproof.worlds.belongings import belongs_to_rank
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework, Packed
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 
 CHILD = "model"  # what the reference calls the whole model
 TitanBatch = tuple[Mapping[str, Tensor], Tensor]  # as a dataloader of torchtitan's gives it: input_dict, labels

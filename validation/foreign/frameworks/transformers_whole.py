@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework, Packed
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.reference.data import IGNORED
 from pipeproof.worlds.drawing import drawing_apart
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import NOT_GIVEN, Content
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.observers.shards import held_whole
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.composed_check import ComposedCheck

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.measured import versions
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import raised

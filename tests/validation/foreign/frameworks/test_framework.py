@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeproof.foreign.frameworks.framework import Framework, Named
 from pipeproof.foreign.on_a_world import validate
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.foreign.validator import WhiteBox
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.single_device import SingleDevice

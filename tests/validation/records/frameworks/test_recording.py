@@ -14,7 +14,7 @@ from pipeproof import World
 from pipeproof.foreign import FlatShard
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.frameworks.recording import recording

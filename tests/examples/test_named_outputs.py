@@ -1,0 +1,199 @@
+"""More than losses: what a step puts out by name, of a model with experts, on two ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
+from tests.support.steps import WIDTH, pairs
+
+EXPERTS, AUX = 3, 0.1
+
+
+class Routed(nn.Module):
+    """Each row goes to one of several experts; gives the auxiliary loss and the counts of rows, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shares = self.router(x).softmax(dim=-1)
+        best = shares.argmax(dim=-1)
+        made = torch.stack([expert(x) for expert in self.experts], dim=1)
+        rows = torch.arange(len(x))
+        counts = torch.bincount(best, minlength=EXPERTS)
+        balance = (shares.mean(dim=0) * counts / len(x)).sum() * EXPERTS
+        return made[rows, best] * shares[rows, best].unsqueeze(-1), balance, counts
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Routed(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made, balance, counts = self.first(x)
+        return self.last(made.tanh()), balance, counts
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    logits, balance, _ = output
+    return nn.functional.mse_loss(logits, target) + AUX * balance
+
+
+def outputs(output: Any, target: Tensor) -> Mapping[str, Tensor]:
+    logits, balance, counts = output
+    return {"logits": logits, "aux_loss": balance, "routing": counts}
+
+
+Fault = Callable[[str, list[Any]], list[Any]]
+
+
+def step(model: Any, microbatches: list[Any], *, fault: Fault = lambda name, made: made) -> HandedBack:
+    """A microbatch at a time: the experts on rank 0, which tells rank 1 their auxiliary loss, the rest on rank 1."""
+    first, count = dist.get_rank() == 0, len(microbatches)
+    stage, losses = watch(model.first if first else model.last), []
+    seen: dict[str, list[Any]] = {"aux_loss": [], "routing": []} if first else {"logits": []}
+    for x, target in microbatches:
+        if first:
+            made, balance, counts = stage(x)
+            y = made.tanh()
+            dist.send(y.detach(), 1)
+            dist.send(balance.detach(), 1)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, 1)
+            torch.autograd.backward([y, AUX * balance / count], [gradient, torch.ones(())])
+            seen["aux_loss"].append(balance.item())
+            seen["routing"].append(counts)
+        else:
+            x, balance = torch.empty_like(x), torch.empty(())
+            dist.recv(x, 0)
+            dist.recv(balance, 0)
+            logits = stage(x.requires_grad_())
+            loss = nn.functional.mse_loss(logits, target)
+            (loss / count).backward()
+            dist.send(x.grad, 0)
+            losses.append((loss + AUX * balance).item())
+            seen["logits"].append(logits)
+    return HandedBack(stage, losses, outputs={name: fault(name, made) for name, made in seen.items()})
+
+
+def judged(whitebox: WhiteBox, of_step: Any = step, **more: Any) -> Verdict:
+    wanted = {"reference": build_model, "ranks": 2, "loss_fn": loss_fn, "outputs": outputs} | more
+    return whitebox.validate(of_step, microbatches=pairs(4, rows=6), **wanted)
+
+
+def test_all_that_is_put_out_is_compared(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox)
+    assert verdict.verdict == "pass", verdict
+    law = verdict.law("outputs")
+    assert (law.outcome, law.checked, law.exact) == ("pass", 12, 8), "the auxiliary losses are numbers of a wider type"
+
+
+def changed(name: str, made: list[Any], *, of: str, change: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    return change(made) if name == of else made
+
+
+def scaled(made: list[Any]) -> list[Any]:
+    return [*made[:2], made[2] * 1.001, *made[3:]]
+
+
+def one_more(made: list[Any]) -> list[Any]:
+    return [*made[:1], made[1] + torch.tensor([1, -1, 0]), *made[2:]]
+
+
+@pytest.mark.parametrize(
+    ("of", "change", "rank", "microbatch", "told"),
+    [
+        ("logits", scaled, 1, 2, "output logits: a multiple of what it should be"),
+        ("aux_loss", scaled, 0, 2, "output aux_loss: a multiple of what it should be"),
+        ("logits", lambda made: [made[1], made[0], *made[2:]], 1, 0, "output logits: microbatches 1, 0's"),
+        ("routing", one_more, 0, 1, ""),
+        ("logits", lambda made: made[:3], 1, None, ""),
+    ],
+)
+def test_what_is_wrong_is_named(
+    whitebox: WhiteBox, of: str, change: Callable[[list[Any]], list[Any]], rank: int, microbatch: int | None, told: str
+) -> None:
+    verdict = judged(whitebox, partial(step, fault=partial(changed, of=of, change=change)))
+    first = verdict.mismatches[0]
+    assert {(one.rank, one.output) for one in verdict.mismatches} == {(rank, of)}
+    assert verdict.verdict == "fail"
+    assert (first.law, first.rank, first.microbatch, first.output) == ("outputs", rank, microbatch, of), verdict
+    assert f"output {of}" in str(verdict)
+    assert [one.kind for one in verdict.cause] == ["report"] * bool(told), verdict
+    assert (told or "outputs are wrong and gradients right") in str(verdict)
+
+
+def test_what_nobody_hands_back_is_said_and_not_required(whitebox: WhiteBox) -> None:
+    def without(*names: str) -> Any:
+        def fewer(model: Any, microbatches: list[Any]) -> HandedBack:
+            made = step(model, microbatches)
+            kept = {name: one for name, one in made.outputs.items() if name not in names}
+            return HandedBack(made.modules, made.losses, outputs=kept)
+
+        return fewer
+
+    verdict = judged(whitebox, without("aux_loss"))
+    assert (verdict.verdict, verdict.law("outputs").note) == ("pass", "no rank hands back aux_loss")
+    verdict = judged(whitebox, without("aux_loss", "logits", "routing"))
+    assert (verdict.verdict, verdict.law("outputs").outcome) == ("pass", "not seen")
+
+
+def test_what_cannot_be_compared_is_said(whitebox: WhiteBox) -> None:
+    other = judged(whitebox, outputs=lambda output, target: {"score": output[0]})
+    assert "rank 0 handed back an output 'aux_loss': expected one of those of outputs=, which gives 'score'" in str(
+        other
+    )
+    assert "which was not given" in str(judged(whitebox, outputs=None))
+    listed = judged(whitebox, outputs=lambda output, target: [output[0]])
+    assert "outputs= gave a list: expected a mapping of names to tensors" in str(listed)
+    number = str(judged(whitebox, partial(step, fault=lambda name, made: 3)))  # type: ignore[arg-type,return-value]
+    assert "step returned 3 as the output " in number
+    assert "expected a list with a tensor, or a number, for each microbatch" in number
+
+
+def evaluating(
+    model: Model, operations: Iterator[tuple[str, list[Any]]], *, late: bool = False
+) -> Iterator[HandedBack]:
+    """On one rank; ``late``: an evaluation hands back what the training before it put out."""
+    optimizer, made = sgd(model), list[Any]()
+    for operation, microbatches in operations:
+        before, made = made, []
+        for x, target in microbatches:
+            with torch.set_grad_enabled(operation == "train"):
+                output = model(x)
+                loss = loss_fn(output, target)
+            if operation == "train":
+                (loss / len(microbatches)).backward()
+            made.append((output, loss.item()))
+        if operation == "train":
+            optimizer.step()
+        seen = before if late and operation == "eval" else made
+        yield HandedBack(model, [loss for _, loss in made], outputs={"logits": [output[0] for output, _ in seen]})
+        optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_outputs_of_an_evaluation_are_compared_too(whitebox: WhiteBox) -> None:
+    several = {"ranks": 1, "steps": ["train", "eval"], "optimizer": sgd}
+    verdict = judged(whitebox, evaluating, **several)
+    assert (verdict.verdict, verdict.law("outputs").checked) == ("pass", 4), verdict
+    first = judged(whitebox, partial(evaluating, late=True), **several).mismatches[0]
+    assert (first.law, first.operation, first.doing, first.output) == ("outputs", 2, "eval", "logits")

@@ -1,0 +1,333 @@
+"""Runs of several operations that are not ours: right ones pass, and what goes wrong between operations is caught."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
+from tests.support.steps import WIDTH, loss_fn, pairs
+
+RATE, BOUND = 0.1, 0.05
+STEPS = ["train", "train", "eval", "accumulate", "train", "eval"]
+MICROBATCHES = 3
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(4)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+
+
+def forward(stage: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What came in, and what goes out, of a microbatch on this rank of two."""
+    if dist.get_rank():
+        x = torch.empty_like(x)
+        dist.recv(x, 0)
+        x.requires_grad_()
+    return x, stage(x)
+
+
+class Run:
+    """Training on two ranks, microbatch by microbatch; what a test overrides is its fault."""
+
+    steps = STEPS
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.rank = dist.get_rank()
+        self.stage = watch(model[2 * self.rank :][:2])
+        self.used: nn.Module = self.stage
+        self.optimizer = sgd(self.stage)
+        self.number = 0
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        losses = []
+        self.stage.train()
+        for x, target in microbatches:
+            x, y = forward(self.used, x)
+            if self.rank == 0:
+                dist.send(y.detach(), 1)
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, 1)
+                y.backward(gradient)
+            else:
+                loss = loss_fn(y, target)
+                (loss / len(microbatches)).backward()
+                dist.send(x.grad, 0)
+                losses.append(loss.item())
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: list[Any]) -> list[float]:
+        losses = []
+        self.stage.eval()
+        for x, target in microbatches:
+            _, y = forward(self.used, x)
+            if self.rank == 0:
+                dist.send(y, 1)
+            else:
+                losses.append(loss_fn(y, target).item())
+        return losses
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+    def made(self, losses: list[float]) -> Any:
+        return self.stage, losses
+
+    def through(self, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[Any]:
+        for operation, microbatches in operations:
+            losses = self.evaluate(microbatches) if operation == "eval" else self.train(microbatches)
+            if operation == "train":
+                self.update()
+            yield self.made(losses)
+            if operation == "train":
+                self.clear()
+            self.number += 1
+
+
+def judged(whitebox: WhiteBox, kind: type[Run], **more: Any) -> Verdict:
+    steps = more.pop("steps", kind.steps)
+
+    def step(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[Any]:
+        return kind(model).through(operations)
+
+    wanted = {"reference": build, "ranks": 2, "loss_fn": loss_fn, "optimizer": sgd, "steps": steps} | more
+    return whitebox.validate(step, microbatches=pairs(MICROBATCHES * len(steps)), **wanted)
+
+
+def test_a_right_run_passes_bit_for_bit(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, Run)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    for law in ("second-step", "accumulation", "eval", "buffers", "updated-parameters", "microbatches", "boundaries"):
+        assert verdict.law(law).outcome == "pass", verdict
+
+
+class EvaluatesUnseen(Run):
+    """Evaluation calls no stage as a module, so that nobody sees it."""
+
+    def evaluate(self, microbatches: list[Any]) -> list[float]:
+        self.used = self.stage.forward  # type: ignore[assignment]
+        losses = super().evaluate(microbatches)
+        self.used = self.stage
+        return losses
+
+
+def test_an_evaluation_that_nobody_saw_passes_by_its_losses(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, EvaluatesUnseen, steps=["train", "eval", "train"])
+    assert verdict.verdict == "pass", verdict
+    assert "the losses are right" in verdict.law("microbatches").note
+
+
+class KeepsOldWeights(Run):
+    """The last rank goes on with the weights that it began with."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__(model)
+        self.old = {name: one.clone() for name, one in self.stage.state_dict().items()}
+
+    def clear(self) -> None:
+        super().clear()
+        if self.rank:
+            self.stage.load_state_dict(self.old)
+
+
+class RunsOnACopy(Run):
+    """The last rank's forwards run on a copy, which no update reaches."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__(model)
+        if self.rank:
+            self.used = watch(copy.deepcopy(self.stage))
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        losses = super().train(microbatches)
+        if self.rank:
+            for own, other in zip(self.stage.parameters(), self.used.parameters(), strict=True):
+                own.grad, other.grad = other.grad, None
+            for own, other in zip(self.stage.buffers(), self.used.buffers(), strict=True):
+                own.copy_(other)
+        return losses
+
+
+class NeverClears(Run):
+    def clear(self) -> None:
+        if not self.rank:
+            super().clear()
+
+
+class ClearsBetween(Run):
+    """Gradients are cleared before every operation, so that an update lacks what was accumulated."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        if self.rank:
+            self.optimizer.zero_grad()
+        return super().train(microbatches)
+
+
+class EvaluatesInTraining(Run):
+    def evaluate(self, microbatches: list[Any]) -> list[float]:
+        self.stage.eval()
+        if self.rank:
+            self.stage.eval = lambda: self.stage  # type: ignore[method-assign]
+            self.stage.train()
+        return super().evaluate(microbatches)
+
+
+class EvaluationTrains(Run):
+    """An evaluation runs backwards, too."""
+
+    def evaluate(self, microbatches: list[Any]) -> list[float]:
+        self.stage.eval()
+        self.stage.train = lambda: self.stage  # type: ignore[method-assign,misc,assignment]
+        losses = self.train(microbatches)
+        del self.stage.train
+        return losses
+
+
+class EvaluationUpdates(Run):
+    def evaluate(self, microbatches: list[Any]) -> list[float]:
+        losses = super().evaluate(microbatches)
+        if self.rank:
+            with torch.no_grad():
+                next(self.stage.parameters()).mul_(1.01)
+        return losses
+
+
+class AccumulationUpdates(Run):
+    """An accumulation updates, too."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        losses = super().train(microbatches)
+        if self.rank and self.number == 3:
+            super().update()
+        return losses
+
+
+class KeepsItsData(Run):
+    """The first rank feeds the microbatches that it was given first."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        self.given = getattr(self, "given", microbatches)
+        return super().train(microbatches if self.rank else self.given)
+
+
+class LosesBuffers(Run):
+    """What forwards leave in buffers of the last rank is left in copies of them."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        kept = {name: one.clone() for name, one in self.stage.named_buffers()}
+        losses = super().train(microbatches)
+        for name, one in self.stage.named_buffers() if self.rank else ():
+            one.copy_(kept[name])
+        return losses
+
+
+class UpdatesOthers(Run):
+    """The optimizer holds the parameters of before the stage was copied."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__(model)
+        if self.rank:
+            self.optimizer = sgd(copy.deepcopy(self.stage))
+
+    def clear(self) -> None:
+        self.stage.zero_grad()
+
+
+class ForgetsMomentum(Run):
+    def update(self) -> None:
+        if self.rank:
+            self.optimizer = sgd(self.stage)
+        super().update()
+
+
+class Clips(Run):
+    """Gradients are clipped to a bound by their norm on all ranks; ``alone``: by that on each rank."""
+
+    alone = False
+
+    def update(self) -> None:
+        self.unclipped = {one: None if one.grad is None else one.grad.clone() for one in self.stage.parameters()}
+        squares = torch.stack([one.grad.square().sum() for one in self.stage.parameters() if one.grad is not None])
+        size = squares.double().sum()
+        if not self.alone:
+            dist.all_reduce(size)
+        nn.utils.clip_grads_with_norm_(self.stage.parameters(), BOUND, size.sqrt())
+        super().update()
+
+    def made(self, losses: list[float]) -> Any:
+        return HandedBack(self.stage, losses, gradients=self.unclipped, max_norm=BOUND)
+
+
+class ClipsAlone(Clips):
+    alone = True
+
+
+def test_clipping_by_the_norm_of_all_ranks_passes(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, Clips, steps=["train", "train"])
+    assert verdict.verdict == "pass", verdict
+
+
+def test_the_mode_of_a_first_evaluation_is_judged_too(whitebox: WhiteBox) -> None:
+    assert judged(whitebox, Run, steps=["eval", "train"]).verdict == "pass"
+    verdict = judged(whitebox, EvaluatesInTraining, steps=["eval", "train"])
+    assert verdict.law("microbatches").outcome == "fail"
+    assert [one.kind for one in verdict.cause] == ["mode"]
+    assert "operation 1, eval" in str(verdict)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What must be told of a fault: the law about its operation, all that are broken, where, and why, if that is known.
+
+    at: the operation, what it does, rank and stage.
+    """
+
+    law: str
+    broken: set[str]
+    at: tuple[int, str, int, int | None]
+    cause: str = ""
+
+
+WRONG = {"gradient", "updated-parameters"}
+FAULTS: dict[type[Run], Told] = {
+    KeepsOldWeights: Told("second-step", {"initial-weights"}, (2, "train", 1, 1), "stale-tensor"),
+    RunsOnACopy: Told("second-step", {"loss", *WRONG}, (2, "train", 1, None)),
+    NeverClears: Told("second-step", WRONG, (2, "train", 1, 1), "stale-gradient"),
+    ClearsBetween: Told("accumulation", WRONG, (5, "train", 1, 1), "dropped"),
+    EvaluatesInTraining: Told("eval", {"microbatches", "loss", "buffers"}, (3, "eval", 1, 1), "mode"),
+    EvaluationTrains: Told("eval", {"presence"}, (3, "eval", 0, 0), "unexpected"),
+    EvaluationUpdates: Told("eval", {"updated-parameters"}, (3, "eval", 1, 1), "weights-changed"),
+    AccumulationUpdates: Told("accumulation", {"updated-parameters"}, (4, "accumulate", 1, 1), "weights-changed"),
+    KeepsItsData: Told("second-step", {"loss", "buffers", *WRONG}, (2, "train", 0, 0), "stale-tensor"),
+    LosesBuffers: Told("buffers", {"buffers"}, (1, "train", 1, 1), "buffers"),
+    UpdatesOthers: Told("updated-parameters", {"updated-parameters"}, (1, "train", 1, 1), "update"),
+    ForgetsMomentum: Told("second-step", {"updated-parameters"}, (2, "train", 1, 1), "update"),
+    ClipsAlone: Told("updated-parameters", {"updated-parameters"}, (1, "train", 0, 0), "clip"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+def test_what_goes_wrong_is_caught_named_and_placed(whitebox: WhiteBox, kind: type[Run]) -> None:
+    verdict, told = judged(whitebox, kind), FAULTS[kind]
+    first = verdict.mismatches[0]
+    assert verdict.verdict == "fail"
+    assert verdict.law(told.law).outcome == "fail"
+    assert {one.law for one in verdict.mismatches} == told.broken, verdict
+    assert (first.operation, first.doing, first.rank, first.stage) == told.at, verdict
+    assert [one.kind for one in verdict.cause] == [told.cause] * bool(told.cause), verdict
+    number, doing, *_ = told.at
+    assert (f"operation {number}, {doing}" in str(verdict)) == (number > 1)

@@ -1,0 +1,93 @@
+"""What is to be validated, and what cannot be."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeproof.foreign.task import Continued, Task, WhiteBoxError, as_steps, name_of
+
+GOOD: dict[str, Any] = {
+    "step": lambda model, microbatches: None,
+    "reference": lambda: nn.Linear(2, 2),
+    "microbatches": ((torch.ones(1, 2), torch.ones(1, 2)),),
+    "loss_fn": nn.functional.mse_loss,
+    "loss_divisor": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"step": 3}, "step is 3: expected a function step"),
+        ({"microbatches": ()}, "microbatches is empty"),
+        ({"microbatches": (torch.ones(2),)}, "microbatch 0 is a Tensor: expected a pair"),
+        ({"microbatches": ((torch.ones(2), "x"),)}, "microbatch 0 has a str in it"),
+        ({"reference": nn.Linear(2, 2)}, "reference is a Linear: expected a function that builds it"),
+        ({"loss_divisor": 0.0}, "loss_divisor is 0.0: expected a number above 0"),
+        ({"outputs": ["logits"]}, "outputs is \\['logits'\\]: expected a function of output and target"),
+        ({"steps": ("train", "train")}, "1 microbatch for 2 operations of steps=: expected a multiple"),
+        ({"steps": ("eval",)}, "steps is \\['eval'\\]: expected at least one 'train'"),
+        ({"steps": ("train", "accumulate")}, "expected 'train' after each 'accumulate'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(WhiteBoxError, match=sentence):
+        Task(**GOOD | more).check()
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ("train", "steps is 'train': expected a list of some of 'train', 'accumulate', 'eval'"),
+        ([], "steps is \\[\\]: expected a list"),
+        (2, "steps is 2: expected a list"),
+        (["train", "test"], "steps has 'test' in it: expected some of 'train', 'accumulate', 'eval'"),
+    ],
+)
+def test_steps_that_are_none_are_refused(steps: Any, sentence: str) -> None:
+    with pytest.raises(WhiteBoxError, match=sentence):
+        as_steps(steps)
+
+
+def test_every_operation_has_its_part_of_the_microbatches() -> None:
+    data = tuple((torch.full((1, 2), float(m)), torch.ones(1, 2)) for m in range(6))
+    task = Task(**GOOD | {"microbatches": data, "steps": ("train", "eval", "train")})
+    assert (task.plan, task.each) == (("train", "eval", "train"), 2)
+    parts = [task.operation(number) for number in range(3)]
+    assert [[int(x[0, 0]) for x, _ in part.microbatches] for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert [part.loss.divisor for part in parts] == [2.0, 2.0, 2.0]
+    assert [part.built("cpu").training for part in parts] == [True, False, True]
+    assert task.title(2).endswith("on 2 ranks, train, eval, train of 2 microbatches, reference <lambda>")
+
+
+def test_a_later_operation_begins_with_what_was_left() -> None:
+    left, other = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    left(torch.randn(4, 2))
+    weights = {name: one.detach() for name, one in other.named_parameters()}
+    begun = Continued(nn.Sequential, left, weights, {"1.running_mean": torch.ones(2)})
+    model = begun().state_dict()
+    assert all(torch.equal(model[name], one) for name, one in weights.items())
+    assert torch.equal(model["1.running_mean"], torch.ones(2))
+    assert torch.equal(model["1.running_var"], left.state_dict()["1.running_var"])
+    assert not torch.equal(model["0.weight"], left.state_dict()["0.weight"]), "it is a copy"
+    assert name_of(begun) == "Sequential"
+
+
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [(lambda: 3, "returned a int: expected a torch.nn.Module"), (nn.Identity, "has no parameter to train")],
+)
+def test_a_reference_that_is_none_is_refused(reference: Any, sentence: str) -> None:
+    with pytest.raises(WhiteBoxError, match=sentence):
+        Task(**GOOD | {"reference": reference}).built("cpu")
+
+
+def test_without_a_loss_function_the_model_gives_the_loss() -> None:
+    task = Task(**GOOD | {"loss_fn": None, "microbatches": ((torch.ones(1, 2), torch.ones(1, 2)), torch.ones(3))})
+    one, two = task.batches(nn.Linear(2, 2))
+    assert (len(one.inputs), len(two.inputs)) == (2, 1)
+    assert task.loss.function(torch.tensor(5.0), torch.empty(0)) == 5.0
+    assert task.loss.divisor == 2.0
+    assert name_of(test_what_makes_no_sense_is_refused) == "test_what_makes_no_sense_is_refused"

@@ -1,0 +1,79 @@
+"""One operation of a run on both sides: as the ranks did it, and as the reference does."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from pipeproof.foreign.assemble import Assembled
+from pipeproof.foreign.call_matching import Which
+from pipeproof.foreign.reference_run import ReferenceRun
+from pipeproof.foreign.task import Continued, Task
+from pipeproof.observers.observed import Observed, Passed
+from pipeproof.reference.accumulation import PLAIN, Accumulation
+from pipeproof.reference.step import Contribution, Reference
+
+
+@dataclass(frozen=True)
+class OperationRun:
+    """What the ranks made of ``task``, as it was ``found``, and the reference's ``run`` of it.
+
+    ``run`` divides each loss before its backward. ``accumulation``: how the ranks add up what microbatches give.
+    """
+
+    task: Task
+    found: Assembled
+    run: ReferenceRun
+    accumulation: Accumulation = PLAIN
+
+    @cached_property
+    def like(self) -> ReferenceRun:
+        """The reference's run, which divides where the ranks do. It is done: its places are known."""
+        late = self.accumulation.late
+        like = self.run.divided_late(self.found.owner, watched=self.found.watched) if late else self.run
+        like.made(self.found.owner)
+        return like
+
+    @cached_property
+    def made(self) -> tuple[Contribution, ...]:
+        """What every microbatch gives in that run."""
+        return self.like.made(self.found.owner)
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The reference in the stages that were found."""
+        return self.like.reference(self.found.owner, self.found.copies, accumulation=self.accumulation)
+
+    def passages(self, which: Which) -> list[dict[int, Passed]]:
+        """What passed the boundaries of stages; ``which``: the calls that count."""
+        return self.found.passages(self.like.places, self.like.note_handed_on, which=which)
+
+    def continued(self) -> Continued | None:
+        """The reference as the next operation begins: with the weights and the buffers that the ranks have.
+
+        For an update rounds, and the order of microbatches shows in averages. None where they did not hand back all
+        weights.
+        """
+        weights = self.run.weights
+        if self.found.name == "train":
+            left, parameters = self.found.left, dict(self.found.model.named_parameters(remove_duplicate=False))
+            weights |= left
+            if any(one.requires_grad and name not in left for name, one in parameters.items()):
+                return None
+        build = self.task.reference
+        func = build.func if isinstance(build, Continued) else build
+        return Continued(func, self.like.model, weights, {**self.like.buffers, **self.found.left_in_buffers})
+
+    @property
+    def moves_buffers(self) -> bool:
+        """Whether the reference's forwards have changed any buffer so far."""
+        begun = dict(self.task.built("cpu").named_buffers())
+        return any(not torch.equal(one.cpu(), begun[name].cpu()) for name, one in self.like.buffers.items())
+
+
+def observed_of(runs: Sequence[OperationRun], known: Sequence[Sequence[Mapping[int, Passed]]]) -> Observed:
+    """What was produced in all of ``runs``; ``known``: for each of them, what passed the boundaries of stages."""
+    each = [one.found.observed(passed) for one, passed in zip(runs, known, strict=True)]
+    rows = tuple(tuple(one for (one,) in operations) for operations in zip(*(one.ranks for one in each), strict=True))
+    return Observed(each[0].schedule, rows, each[0].copies)

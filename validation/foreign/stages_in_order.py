@@ -1,0 +1,53 @@
+"""The stages that were handed back, in the order in which the model has them."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeproof.foreign.rank import Part
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part that was handed back, at its place in the model; ``names`` and ``unmatched`` by the parameter's number.
+
+    ``chunk`` is its number on its rank.
+    """
+
+    index: int
+    rank: int
+    part: Part
+    names: Mapping[int, str]
+    unmatched: Mapping[int, str]
+    chunk: int = 0
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Where it comes if chunks are dealt to the ranks in turn."""
+        return self.chunk, self.rank
+
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset(self.names.values())
+
+
+def in_order(
+    stages: Sequence[Stage], names: Sequence[str], several: Callable[[], Collection[str]]
+) -> tuple[Stage, ...]:
+    """As the model has them, by what only they hold; one all of which others hold too comes by its turn.
+
+    A parameter that is used in ``several`` places is one that others hold too, even where they hold the same.
+    """
+    order = {name: number for number, name in enumerate(names)}
+    holders: dict[str, list[frozenset[str]]] = {}
+    for stage in stages:
+        for name in stage.held:
+            holders.setdefault(name, []).append(stage.held)
+    shared = {name for name, held in holders.items() if len(set(held)) > 1}
+    again = {name for name, held in holders.items() if len(held) > 1} - shared
+    shared |= again.intersection(several()) if again else set()
+    first = {id(one): min((order[name] for name in one.held - shared), default=None) for one in stages}
+    told = sorted((one for one in stages if first[id(one)] is not None), key=lambda one: (first[id(one)], one.rank))
+    for stage in sorted((one for one in stages if first[id(one)] is None), key=lambda one: one.turn):
+        at = max((k for k, other in enumerate(told, start=1) if stage.held and other.turn < stage.turn), default=0)
+        told.insert(at if stage.held else len(told), stage)
+    return tuple(replace(one, index=index) for index, one in enumerate(told))

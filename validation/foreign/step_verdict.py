@@ -1,0 +1,128 @@
+"""What becomes of a step once its ranks have handed it back: it is judged, and what is wrong with it explained."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.evidence import Line
+from pipeproof.foreign.call_matching import Which, every_call, last_called, last_trained
+from pipeproof.foreign.evidence import Beside, evidence_of
+from pipeproof.foreign.holders import at_holders
+from pipeproof.foreign.lines import from_the_first_wrong
+from pipeproof.foreign.operation_run import OperationRun, observed_of
+from pipeproof.foreign.reference_run import SecondModel
+from pipeproof.foreign.step_oracle import required_of
+from pipeproof.foreign.task import Task
+from pipeproof.judging.judge import judged, one_thread
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.sketch import UNSOUGHT
+
+_OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
+_WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
+_LATEST = "each microbatch's last call counts: with those before it, more calls are unlike the reference's"
+
+
+def judged_runs(
+    title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, *, halted: str = ""
+) -> Verdict:
+    """The verdict on what the ranks made of every operation; ``second``: another model of the first one.
+
+    ``halted``: why the operations after ``runs`` are not compared.
+    """
+    first, watched, missed = runs[0], runs[0].found.watched, runs[0].found.missed
+    if other_loss := second.other_loss(first.made[0].loss, first.run.batches[0]):
+        return random_reference(title, task, other_loss)
+    if all(gradient is None for one in first.made for gradient in one.gradients.values()):
+        return undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
+    if unknown := _unknown_output(task, runs):
+        return undecided(title, unknown)
+
+    def of_calls(which: Which) -> Verdict:
+        observed = observed_of(runs, [one.passages(which) for one in runs])
+        return judged(required_of(title, task, runs, second, observed, halted=halted), observed)
+
+    verdict, counted = of_calls(every_call), every_call
+    for which in (last_trained, last_called) if verdict.mismatches and watched else ():
+        other = of_calls(which)
+        if other.verdict == "pass" or _unlike(other) < _unlike(verdict):
+            note = _WARMED_UP if other.verdict == "pass" else _LATEST
+            verdict, counted = with_notes(other, {"microbatches": note}), which
+    number = min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
+    verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
+    if watched and missed:
+        verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, missed))
+    if not verdict.mismatches:
+        return verdict
+    one = runs[number]
+    return _explained(verdict, one, counted, Beside.of(one, second.like(one.task), runs[:number][::-1]))
+
+
+def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside) -> Verdict:
+    """``verdict`` with its cause, sought in the operation that disagrees first."""
+    known = one.found.passages(one.run.places, one.run.note_handed_on, which=counted)
+    if one.run.crash is not None:
+        return verdict.without_cause(one.run.crash)
+    observed = one.found.observed(known)
+    lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
+    evidence = evidence_of(verdict, from_the_first_wrong(lines), one.found, beside)
+    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+
+    def told() -> Verdict:
+        explanation = explained(evidence)
+        if UNSOUGHT in explanation.undecided or evidence.members is None:
+            return explanation
+        notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
+        return with_notes(explanation, notes)
+
+    with one_thread():
+        return sought(verdict, told)
+
+
+def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:
+    """What was handed back as an output that the reference has not, in words; empty where nothing was."""
+    known = runs[0].made[0].outputs
+    for rank, name in ((k, name) for one in runs for k, made in enumerate(one.found.made) for name in made.outputs):
+        if name not in known:
+            given = f"which gives {', '.join(map(repr, known))}" if task.outputs is not None else "which was not given"
+            return f"rank {rank} handed back an output {name!r}: expected one of those of outputs=, {given}"
+    return ""
+
+
+def _unlike(verdict: Verdict) -> int:
+    """How many tensors of forwards are unlike the reference's, as where other data warmed stages up.
+
+    Those of backwards say nothing: what is wrong with them may have gone into the gradients.
+    """
+    return sum(one.law == "boundaries" and "F" in (one.action or "") for one in verdict.mismatches)
+
+
+def _of_first_ranks(verdict: Verdict) -> Verdict:
+    """``verdict``; where replicas differ, gradients that are right on the first ranks do not pass."""
+    if all(one.law != "replicas" for one in verdict.mismatches):
+        return verdict
+    laws = [
+        replace(law, outcome="unknown", note="compared on the first rank of each stage alone, and replicas differ")
+        if (law.name, law.outcome) == ("gradient", "pass")
+        else law
+        for law in verdict.laws
+    ]
+    return replace(verdict, laws=tuple(laws))
+
+
+def with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
+    """``verdict``, with ``notes`` said at their laws."""
+    laws = [
+        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]]))) if law.name in notes else law
+        for law in verdict.laws
+    ]
+    return replace(verdict, laws=tuple(laws))
+
+
+def random_reference(title: str, task: Task, how: str) -> Verdict:
+    """The verdict where the reference is another each time."""
+    return undecided(title, f"the reference {task.name} is random: {how}")
+
+
+def undecided(title: str, sentence: str) -> Verdict:
+    """The verdict where there is nothing to judge, and why."""
+    return Verdict(title, "unknown", "none", (), headline=sentence)

@@ -1,0 +1,272 @@
+"""What is to be validated, as the user gave it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeproof.foreign.operations import OPERATIONS
+from pipeproof.foreign.rank import Step
+from pipeproof.judging.verdict import raised
+from pipeproof.pipeline.sizes import some
+from pipeproof.reference.copied import copied
+from pipeproof.reference.data import Batch
+from pipeproof.reference.graph import ends_of, uses
+from pipeproof.reference.step import Gradient, Loss, Reference, Site
+from pipeproof.worlds.accelerator import first_of
+
+Outputs = Callable[[Any, Tensor], Mapping[str, Tensor]]  # of output and target, what is compared by its name
+
+
+class WhiteBoxError(ValueError):
+    """A validation that cannot be: what was asked for makes no sense."""
+
+
+class ReferenceRaised(Exception):
+    """The reference, which is the user's own code, cannot be run. Its cause is what it raised."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """Copies the ``model`` of the operation before, which ``func`` built, and gives it these weights and buffers."""
+
+    func: Callable[[], nn.Module]
+    model: nn.Module
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+    def __call__(self) -> nn.Module:
+        model = copied(self.model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                parameter.copy_(self.weights[name])
+        for name, buffer in self.buffers.items():
+            holder, _, leaf = name.rpartition(".")
+            model.get_submodule(holder)._buffers[leaf] = buffer.clone()
+        return model
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be validated, as the user gave it.
+
+    ``steps``: the operations of a run that has several, of which each has its part of the microbatches; empty: it is
+    one step. ``evaluates``: it is one evaluation.
+    """
+
+    step: Step
+    reference: Callable[[], nn.Module]
+    microbatches: tuple[Any, ...]
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None
+    loss_divisor: float | None = None
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
+    steps: tuple[str, ...] = ()
+    evaluates: bool = False
+    outputs: Outputs | None = None
+
+    @property
+    def plan(self) -> tuple[str, ...]:
+        """The operations."""
+        return self.steps or ("train",)
+
+    @property
+    def each(self) -> int:
+        """How many microbatches every operation has."""
+        return len(self.microbatches) // len(self.plan)
+
+    def operation(self, number: int, begun: "Continued | None" = None) -> "Task":
+        """Operation ``number`` as a task of its own; ``begun``: the reference that it begins with."""
+        if not self.steps:
+            return self
+        own = self.microbatches[number * self.each :][: self.each]
+        return replace(
+            self,
+            reference=begun or self.reference,
+            microbatches=own,
+            steps=(),
+            evaluates=self.steps[number] == "eval",
+        )
+
+    def check(self) -> None:
+        """Raise ``WhiteBoxError`` for what cannot be."""
+        if not callable(self.step):
+            raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
+        check_builds("reference", self.reference)
+        if self.loss_fn is not None:
+            check_loss_fn(self.loss_fn)
+        if not self.microbatches:
+            raise WhiteBoxError("microbatches is empty: expected at least one")
+        check_divisor(self.loss_divisor)
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise WhiteBoxError(
+                f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
+            )
+        if self.outputs is not None and not callable(self.outputs):
+            raise WhiteBoxError(f"outputs is {self.outputs!r}: expected a function of output and target")
+        if self.steps:
+            _check_steps(self.steps, len(self.microbatches))
+        for number in range(len(self.microbatches)):
+            self._batch(number)
+
+    def updated(
+        self, reference: Reference, gradients: Mapping[Site, Gradient], *, max_norm: float | None
+    ) -> dict[Site, Tensor]:
+        """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
+
+        Raises ``ReferenceRaised``.
+        """
+        if self.optimizer is None:
+            return {}
+        try:
+            return reference.updated(gradients, self.optimizer, max_norm=max_norm)
+        except Exception as error:  # no one type: it is the user's code
+            raise ReferenceRaised(f"optimizer={name_of(self.optimizer)} raised {raised(error)}") from error
+
+    @property
+    def name(self) -> str:
+        return name_of(self.reference)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of a microbatch, and what it is divided by."""
+        function = self.loss_fn or (lambda output, target: output)
+        return Loss(function, float(self.loss_divisor or len(self.microbatches)))
+
+    @property
+    def named(self) -> Outputs | None:
+        """What of the model's output and the target is compared, by name."""
+        return None if self.outputs is None else self._named
+
+    def _named(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
+        assert self.outputs is not None, "asked for where there are some"
+        made = self.outputs(output, target)
+        if not isinstance(made, Mapping):
+            raise WhiteBoxError(f"outputs= gave a {type(made).__name__}: expected a mapping of names to tensors")
+        for name, one in made.items():
+            if not isinstance(one, Tensor):
+                raise WhiteBoxError(f"outputs= gave a {type(one).__name__} as {name!r}: expected a tensor")
+        return made
+
+    @property
+    def hint(self) -> str:
+        """What a reference that cannot be run may lack."""
+        called = "it was called with all of a microbatch, inputs and target, and has to give the loss"
+        return "" if self.loss_fn else f"; no loss_fn was given, so {called}: give loss_fn=, if it gives the output"
+
+    def title(self, ranks: int) -> str:
+        """The subject in words."""
+        count, steps = some(self.each, "microbatch"), f"{', '.join(self.steps)} of " if self.steps else ""
+        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {steps}{count}, reference {self.name}"
+
+    def built(self, device: str) -> nn.Module:
+        """The reference, as every rank builds it."""
+        try:
+            model = self.reference()
+        except Exception as error:  # no one type: it is the user's code
+            raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
+        check_module(f"reference {self.name} returned", model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
+        return model.to(first_of(device)).train(not self.evaluates)
+
+    def batches(self, model: nn.Module) -> list[Batch]:
+        """The microbatches for the reference, where ``model`` is."""
+        device = str(next(model.parameters()).device)
+        return [self._batch(number).to(device) for number in range(len(self.microbatches))]
+
+    def repeated(self, device: str) -> frozenset[str]:
+        """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
+
+        Such a one may have a copy in every stage that uses it. What cannot be told is in none.
+        """
+        model = self.built(device)
+        return repeated(model, self.batches(model)[0], self.loss.function)
+
+    def _batch(self, number: int) -> Batch:
+        given = self.microbatches[number]
+        batch = Batch.of(given, torch.empty(0)) if self.loss_fn is None else Batch.of(*pair_of(number, given))
+        for tensor in (*batch.inputs, batch.target):
+            if not isinstance(tensor, Tensor):
+                raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
+        return batch
+
+
+def as_steps(steps: object) -> tuple[str, ...]:
+    """The operations of ``steps``. Raises ``WhiteBoxError`` where it has none, or others."""
+    known = ", ".join(map(repr, OPERATIONS))
+    if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
+        raise WhiteBoxError(f"steps is {steps!r}: expected a list of some of {known}")
+    for one in steps:
+        if one not in OPERATIONS:
+            raise WhiteBoxError(f"steps has {one!r} in it: expected some of {known}")
+    return tuple(steps)
+
+
+def _check_steps(steps: Sequence[str], microbatches: int) -> None:
+    if "train" not in steps:
+        raise WhiteBoxError(f"steps is {list(steps)}: expected at least one 'train', whose gradients are compared")
+    if "accumulate" in [*steps][::-1][: [*steps][::-1].index("train")]:
+        raise WhiteBoxError(
+            f"steps is {list(steps)}: expected 'train' after each 'accumulate', for it has the gradients of both"
+        )
+    if microbatches % len(steps):
+        raise WhiteBoxError(
+            f"{some(microbatches, 'microbatch')} for {some(len(steps), 'operation')} of steps=: expected a multiple, "
+            "for each has its own"
+        )
+
+
+def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
+    """Raise ``error`` where what is ``given`` as ``what`` is no function that builds a model."""
+    if isinstance(given, nn.Module) or not callable(given):
+        raise error(f"{what} is a {type(given).__name__}: expected a function that builds it")
+
+
+def check_module(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
+    """Raise ``error`` where what is ``given``, ``what`` says by whom, is no model."""
+    if not isinstance(given, nn.Module):
+        raise error(f"{what} a {type(given).__name__}: expected a torch.nn.Module")
+
+
+def check_loss_fn(given: Any) -> None:
+    """Raise ``WhiteBoxError`` where it is no function."""
+    if not callable(given):
+        raise WhiteBoxError(f"loss_fn is {given!r}: expected a function of output and target")
+
+
+def check_divisor(given: Any) -> None:
+    """Raise ``WhiteBoxError`` where losses cannot be divided by it; None: by their number."""
+    if given is not None and (not isinstance(given, int | float) or not given > 0):
+        raise WhiteBoxError(f"loss_divisor is {given!r}: expected a number above 0")
+
+
+def pair_of(number: int, given: Any) -> tuple[Any, Any]:
+    """Inputs and target of the microbatch of this number. Raises ``WhiteBoxError``."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+        raise WhiteBoxError(
+            f"microbatch {number} is a {type(given).__name__}{many}: expected a pair of inputs and target"
+        )
+    inputs, target = given
+    return inputs, target
+
+
+def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
+    """The parameters that ``model``, which is used up by it, uses in several places for ``batch``, by all names."""
+    model.requires_grad_()
+    inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
+    try:
+        loss = loss_fn(model(*inputs), batch.target)
+    except RuntimeError:  # of the user's own code, which may not like that its data has a gradient
+        return frozenset()
+    count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, one in parameters if count[id(one)] > 1)
+
+
+def name_of(function: object) -> str:
+    """What to call ``function``."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    return str(getattr(function, "__name__", None) or type(function).__name__)
