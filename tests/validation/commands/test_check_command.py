@@ -1,0 +1,100 @@
+"""What ``check`` says of gradients in symbols, and of what is around the pipeline."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeproof.commands.cli import main
+from tests.support.json_schema import documented
+
+
+def test_what_gradients_are_made_of_is_proven_for_a_plan_of_any_size(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["interleaved", "--ranks", "16", "--virtual", "8", "--microbatches", "64"]
+    assert main(["check", *plan, "--symbolic"]) == 0
+    out = capsys.readouterr().out
+    for way in ("by name", "in order"):
+        assert f"terms     {way:9}  8,192 terms: in each stage's gradient each microbatch's own, once" in out
+
+
+def test_terms_of_no_one_microbatch_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1", "1RECV_F1,1RECV_F0,1F0,1F1,1B0,1B1"
+    (tmp_path / "x.csv").write_text(f"{first}\n{second},1SEND_B0,1SEND_B1\n")
+    assert main(["check", str(tmp_path / "x.csv"), "--symbolic", "--json", str(tmp_path / "x.json")]) == 1
+    out = capsys.readouterr().out
+    assert "terms     in order   WRONG: 4 terms are of no one microbatch, 4 are not there once" in out
+    assert "terms: rank 1: 1B0 adds the input of microbatch 1 with" in out
+    assert documented((tmp_path / "x.json").read_text())["symbolic"] == {"by name": True, "in order": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["1f1b"], "pipeproof show 1f1b builds that family and draws it; --symbolic checks it"),
+        (["1f1b", "--symbolic", "--virtual", "3"], "virtual is 3, but 1f1b has one stage per rank"),
+        (["x.csv", "--ranks", "3"], "--ranks is 3, but x.csv has 2: leave the option out"),
+    ],
+)
+def test_what_cannot_be_checked_is_a_sentence(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    assert main(["check", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+SUMMED = "sums      dp 2, pp 4: each of 16 microbatches once in each gradient of 8 ranks, divided by 2"
+
+
+def test_sums_around_the_pipeline_are_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    assert main(["check", "1f1b", "--symbolic", "--mesh", "dp=2,pp=4", "--tied", "0,3", "--json", str(file)]) == 0
+    assert f"{SUMMED}, and 1 tied parameter summed\n" in capsys.readouterr().out
+    assert documented(file.read_text())["sums"] is True
+
+
+def test_copies_alone_are_within_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "zb-v", "--symbolic", "--tied", "0,7", "--tied", "1,2,3"]) == 0
+    told = "each of 8 microbatches once in each gradient of 4 ranks, divided by 1, and 2 tied parameters summed"
+    assert f"sums      pp 4: {told}\n" in capsys.readouterr().out
+
+
+def mesh(path: Path, **more: Any) -> str:
+    """The name of a mesh's file."""
+    axes = {"dp": 2, "pp": 4}
+    path.write_text(json.dumps({"format": "pipeproof/mesh", "version": 1, "axes": axes, **more}))
+    return str(path)
+
+
+def test_what_a_job_says_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "1f1b", "--symbolic", "--mesh", mesh(tmp_path / "right.json")]) == 0
+    assert f"{SUMMED}\n" in capsys.readouterr().out
+    file, wrong = tmp_path / "x.json", mesh(tmp_path / "wrong.json", sums=[])
+    assert main(["check", "1f1b", "--symbolic", "--mesh", wrong, "--json", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "sums      dp 2, pp 4: WRONG" in out
+    assert "sums: rank 0: stage 0: the gradient has microbatch 0 1 time over 1, expected once over 2" in out
+    found = documented(file.read_text())
+    assert found["sums"] is False
+    assert found["symbolic"] == {"by name": True, "in order": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mesh", "dp=2,pp=4"], "--mesh has no effect without --symbolic: leave it out"),
+        (["--tied", "0,3"], "--tied has no effect without --symbolic: leave it out"),
+        (["--symbolic", "--mesh", "dp=2"], "the mesh has pp 1, but 1f1b is for 4 ranks: give it pp=4"),
+        (["--symbolic", "--mesh", "dp=2,pp=3", "--ranks", "4"], "the mesh has pp 3, but 1f1b is for 4 ranks"),
+        (["--symbolic", "--mesh", "dp"], "the mesh has 'dp': expected an axis and its size, as in dp=2,pp=4"),
+        (["--symbolic", "--mesh", "no.json"], "cannot read no.json: No such file or directory"),
+        (["--symbolic", "--tied", "0"], "tied: '0' names no two stages: expected those with a copy, each once"),
+        (["--symbolic", "--tied", "0,4"], "tied: there is no stage 4, stages are 0..3"),
+        (["--symbolic", "--tied", "a,b"], "argument --tied: 'a': expected a whole number"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "1f1b", *words]) == 2
+    assert said in capsys.readouterr().err
