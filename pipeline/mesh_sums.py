@@ -138,8 +138,9 @@ def _miscounted(found: Sums) -> Iterator[Violation]:
         if id(made) in told:  # the same sum, of another rank
             continue
         told.add(id(made))
-        units = np.concatenate([found.units[one] for one in made.elements()])
-        has = np.bincount(units[units < total], minlength=total)
+        units = np.concatenate([found.units[one] for one in made])
+        often = np.repeat([*made.values()], found.schedule.microbatches)
+        has = np.bincount(units[units < total], weights=often[units < total], minlength=total)
         said = f"{found.stages(found.place[rank])}: the gradient has"
         for unit in np.flatnonzero(has * mesh.divisor != divided)[:1].tolist():
             seen = f"{found.unit(unit)} {some(int(has[unit]), 'time')}{over[0]}"
