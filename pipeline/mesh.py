@@ -139,6 +139,12 @@ def groups_along(axes: Mapping[str, int], axis: str) -> Groups:
     return tuple(map(tuple, lines.tolist()))
 
 
+def pipelines_of(axes: Mapping[str, int]) -> Groups:
+    """The ranks of each pipeline; none where ``axes`` cannot be or have none."""
+    may = PIPELINE in axes and 1 <= math.prod(axes.values()) <= MOST_MESH
+    return groups_along(axes, PIPELINE) if may else ()
+
+
 def chunks(rows: int, count: int) -> tuple[Rows, ...]:
     """``rows`` in ``count`` parts as ``torch.chunk`` makes them: equal ones first, then what is left, then none."""
     size = -(-rows // count)

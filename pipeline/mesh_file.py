@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeproof.pipeline.files import read_json
-from pipeproof.pipeline.mesh import Groups, Mesh, Rows, Sum, Tied
+from pipeproof.pipeline.mesh import PIPELINE, Groups, Mesh, Rows, Sum, Tied, pipelines_of
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 
 FORMAT, VERSION = "pipeproof/mesh", 1
@@ -55,6 +55,12 @@ class MeshFile:
         if not isinstance(found, dict) or not found:
             raise self._wrong("axes", found, 'axes and their sizes, e.g. {"dp": 2, "pp": 4}')
         return {axis: self._whole(f"axes: {axis}", size) for axis, size in found.items()}
+
+    @property
+    def pipelines(self) -> Groups:
+        """The ranks of each pipeline; none where there is no axis of them."""
+        said = self._object("groups").get(PIPELINE)
+        return pipelines_of(self.axes) if said is None else self._groups(f"groups: {PIPELINE}", said)
 
     def mesh(self, schedule: Schedule) -> Mesh:
         """The mesh around pipelines that run ``schedule``."""

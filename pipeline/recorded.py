@@ -14,10 +14,12 @@ from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.cells import Cells, cells_of
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.lower import Program, planned
+from pipeproof.pipeline.mesh import Groups
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 
 _MARK, _STEP = "PP:", "ProfilerStep#"
 _WANTED = "a trace of torch's profiler with actions such as PP:0F0, or one that show --run --trace writes"
+_LONG = 80  # characters
 _AFTER = (Kind.SEND_F, Kind.RECV_B)  # the other end is the stage after
 
 Event = Mapping[str, Any]
@@ -29,10 +31,11 @@ def is_trace(name: str | Path) -> bool:
     return Path(name).suffix.lower() == ".json"
 
 
-def read_traces(paths: Sequence[str]) -> list[Schedule | Program]:
-    """The steps that the files at ``paths`` tell of: one for each rank of a pipeline, or all ranks in one.
+def read_traces(paths: Sequence[str], *, pipelines: Groups = ()) -> list[Schedule | Program]:
+    """The steps that the files at ``paths`` tell of, one for each rank, or all ranks in one; those that ran alike once.
 
-    Steps that ran alike are one. Raises ``ScheduleError`` for what tells no whole pipeline.
+    ``pipelines``: the ranks of each, where there are several; else all ranks are of one. Raises ``ScheduleError`` for
+    what tells no whole pipeline.
     """
     rows: dict[int, Row] = {}
     for path in paths:
@@ -41,15 +44,38 @@ def read_traces(paths: Sequence[str]) -> list[Schedule | Program]:
                 raise ScheduleError(f"{path} is of rank {rank}, as a file before it is: give each rank's trace once")
             rows[rank] = row
     name = Path(paths[0]).name
-    steps = _steps([rows[rank] for rank in sorted(rows)])
+    whole = _pipelines(rows, pipelines)
+    alike = defaultdict[Cells, dict[str, list[str]]](dict)
     try:
-        alike = defaultdict[Cells, list[str]](list)
-        for step, lines in steps.items():
-            alike[_whole(cells_of(lines))].append(step)
-        named = [(one, f"step{'s' * (len(of) > 1)} {', '.join(of)}") for one, of in alike.items()]
-        return [planned(one, name=f"{name}, {said}" if len(steps) > 1 else name) for one, said in named]
+        for ranks in whole:
+            for step, lines in _steps([rows[rank] for rank in ranks]).items():
+                alike[_whole(cells_of(lines), ranks)].setdefault(", ".join(map(str, ranks)), []).append(step)
+        return [planned(one, name=f"{name}{_named(of, len(whole) > 1)}") for one, of in alike.items()]
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from None
+
+
+def _pipelines(rows: Mapping[int, Row], pipelines: Groups) -> Groups:
+    """The ranks of each pipeline that files tell of."""
+    if not pipelines or len(rows) <= len(pipelines[0]):
+        return (tuple(sorted(rows)),)
+    for group in pipelines:
+        told = [rank for rank in group if rank in rows]
+        if lost := [rank for rank in group if rank not in rows] if told else []:
+            raise ScheduleError(f"rank {lost[0]} has no trace, but rank {told[0]} of its pipeline has: give both")
+    if strange := sorted({*rows} - {rank for group in pipelines for rank in group}):
+        raise ScheduleError(f"a trace is of rank {strange[0]}, which the mesh does not have: give it all axes")
+    return tuple(group for group in pipelines if group[0] in rows)
+
+
+def _named(steps: Mapping[str, Sequence[str]], several: bool) -> str:
+    """Which steps, of which pipelines; nothing where there is one alone."""
+    told = []
+    for ranks, of in steps.items():
+        step = f"step{'s' * (len(of) > 1)} {', '.join(of)}" if of != [""] else ""
+        told.append(" ".join(filter(None, (f"ranks {ranks}" if several else "", step))))
+    every = "; ".join(filter(None, told))
+    return (", " if every else "") + (every if len(every) <= _LONG else f"{every[:_LONG]}...")
 
 
 def _rows(path: str, known: int) -> Iterator[tuple[int, Row]]:
@@ -110,16 +136,21 @@ def _steps(rows: Sequence[Row]) -> dict[str, list[list[str]]]:
     texts = [[text for _, text in row] for row in rows]
     counts = {count for row in texts for count in Counter(row).values()}
     many = counts.pop() if len(counts) == 1 else 1
-    return {str(k): [row[len(row) * k // many : len(row) * (k + 1) // many] for row in texts] for k in range(many)}
+    parts = ([row[len(row) * k // many : len(row) * (k + 1) // many] for row in texts] for k in range(many))
+    return {str(k) if many > 1 else "": part for k, part in enumerate(parts)}
 
 
-def _whole(cells: Cells) -> Cells:
-    """``cells`` themselves, if each message's other end is of a stage that a rank has."""
-    has = {action.stage for row in cells.rows for action in row}
+def _whole(cells: Cells, ranks: Sequence[int]) -> Cells:
+    """``cells`` themselves, if each stage is of one rank, and each message's other end of a stage that a rank has."""
+    has: dict[int, int] = {}
+    for rank, row in zip(ranks, cells.rows, strict=True):
+        for stage in {action.stage for action in row}:
+            if (other := has.setdefault(stage, rank)) != rank:
+                cure = "give the traces of one pipeline, or --mesh with all axes"
+                raise ScheduleError(f"ranks {other} and {rank} both have stage {stage}: {cure}")
     for action in (action for row in cells.rows for action in row):
-        other = _other_end(action)
-        if other not in has:
-            told = f"{action} meets stage {other}, of which no trace tells"
+        if (stage := _other_end(action)) not in has:
+            told = f"{action} meets stage {stage}, of which no trace tells"
             raise ScheduleError(f"{told}: give those of all ranks of the pipeline")
     return cells
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.pipeline.mesh import Mesh, Sum, Tied, along, chunks, groups_along
+from pipeproof.pipeline.mesh import Mesh, Sum, Tied, along, chunks, groups_along, pipelines_of
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import build
 
@@ -61,6 +61,11 @@ def test_axes_that_cannot_be_are_refused(axes: dict[str, int], said: str) -> Non
     with pytest.raises(ScheduleError) as caught:
         Mesh.of(axes, PIPELINE)
     assert str(caught.value).startswith(said)
+
+
+def test_pipelines_are_ranks_along_pp() -> None:
+    assert pipelines_of({"pp": 2, "tp": 2}) == ((0, 2), (1, 3))
+    assert pipelines_of({"tp": 2}) == pipelines_of({"pp": 2, "dp": 0}) == ()
 
 
 def test_copies_are_in_two_stages_that_are_there() -> None:

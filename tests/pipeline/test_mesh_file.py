@@ -46,6 +46,13 @@ def test_all_that_is_said(tmp_path: Path) -> None:
     assert (found.divisor, found.rows, found.holds[2]) == (3, 5, (3, 5))
 
 
+def test_pipelines_are_as_they_are_said(tmp_path: Path) -> None:
+    data = {"format": "pipeproof/mesh", "version": 1, "axes": AXES}
+    for more, pipelines in (({}, ((0, 1), (2, 3))), ({"groups": {"pp": [[0, 3], [2, 1]]}}, ((0, 3), (2, 1)))):
+        (tmp_path / "x.json").write_text(json.dumps(data | more))
+        assert read_mesh(tmp_path / "x.json").pipelines == pipelines
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [

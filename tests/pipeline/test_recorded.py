@@ -113,6 +113,26 @@ def test_our_own_trace_of_what_was_measured(tmp_path: Path) -> None:
     assert found.ranks == PROGRAM.ranks
 
 
+def test_traces_of_all_replicas_are_told_by_pipelines(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are one pipeline, 1 and 3 the other, which lost a backward in its second step."""
+    first, second = PROGRAM.ranks
+    lost = [action for action in second if action != Action.parse("1B1")]
+    steps = {0: [first] * 2, 1: [first] * 2, 2: [second] * 2, 3: [second, lost]}
+    files = [profiled(tmp_path / f"{rank}.json", rank, *each, marks=True) for rank, each in steps.items()]
+    right, wrong = read_traces(files, pipelines=((0, 2), (1, 3)))
+    assert isinstance(right, Program)
+    assert isinstance(wrong, Program)
+    assert right.schedule.name == "0.json, ranks 0, 2 steps 3, 4; ranks 1, 3 step 3"
+    assert wrong.schedule.name == "0.json, ranks 1, 3 step 4"
+    assert right.ranks == PROGRAM.ranks
+    with pytest.raises(ScheduleError, match="rank 3 has no trace, but rank 1 of its pipeline has: give both"):
+        read_traces(files[:3], pipelines=((0, 2), (1, 3)))
+    with pytest.raises(ScheduleError, match="a trace is of rank 1, which the mesh does not have: give it all axes"):
+        read_traces(files, pipelines=((0, 2),))
+    with pytest.raises(ScheduleError, match=r"^0\.json: ranks 0 and 1 both have stage 0: give the traces of one"):
+        read_traces(files)
+
+
 ONE = {"ph": "X", "cat": "user_annotation", "name": "PP:0F0", "ts": 0.0, "dur": 1.0}
 
 

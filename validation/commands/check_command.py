@@ -17,7 +17,7 @@ from pipeproof.pipeline.grid import marked
 from pipeproof.pipeline.laws import Violation, report
 from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.lower import Program, lower
-from pipeproof.pipeline.mesh import PIPELINE, Mesh, Tied
+from pipeproof.pipeline.mesh import PIPELINE, Mesh, Tied, pipelines_of
 from pipeproof.pipeline.mesh_file import MeshFile, read_axes, read_mesh
 from pipeproof.pipeline.mesh_sums import violations as of_mesh
 from pipeproof.pipeline.program_laws import ANYWHERE, LAWS, violations
@@ -61,7 +61,7 @@ def _check(options: argparse.Namespace) -> int:
     with Outputs.of(options).opened("check") as files:
         with Terminal().progress(f"check {name}"):
             traced = all(map(is_trace, options.file))
-            made = read_traces(options.file) if traced else [_made(options, around)]
+            made = _ran(options, around) if traced else [_made(options, around)]
             meshes = [_mesh(around, options.tied, schedule_in(one)) for one in made]
             each = zip(made, meshes, strict=True)
             found = [checked(one, symbolic=options.symbolic, mesh=mesh, ran=traced) for one, mesh in each]
@@ -89,6 +89,16 @@ def _made(options: argparse.Namespace, around: Mapping[str, int] | MeshFile) -> 
         raise ValueError(f"{name} is no file: {cure}")
     axes = around.axes if isinstance(around, MeshFile) else around
     return shape.family(name) if shape.ranks else replace(shape, ranks=axes.get(PIPELINE)).family(name)
+
+
+def _ran(options: argparse.Namespace, around: Mapping[str, int] | MeshFile) -> list[Schedule | Program]:
+    """What the traces tell of."""
+    pipelines = around.pipelines if isinstance(around, MeshFile) else pipelines_of(around)
+    found = read_traces(options.file, pipelines=pipelines)
+    for one in found:
+        shape = Shape(options.ranks, options.microbatches, options.virtual)
+        shape.agree(schedule_in(one).name, schedule_in(one))
+    return found
 
 
 def _axes(options: argparse.Namespace) -> Mapping[str, int] | MeshFile:

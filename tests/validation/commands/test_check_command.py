@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from pipeproof.commands.cli import main
+from pipeproof.pipeline.lower import lower
+from pipeproof.pipeline.schedules import build
 from tests.support.json_schema import documented
 
 
@@ -79,6 +81,52 @@ def test_what_a_job_says_is_checked(tmp_path: Path, capsys: pytest.CaptureFixtur
     found = documented(file.read_text())
     assert found["sums"] is False
     assert found["symbolic"] == {"by name": True, "in order": True}
+
+
+def traces(folder: Path, ranks: int, *, lost: str = "") -> list[str]:
+    """Files as torch's profiler writes them, of replicas that ran 1F1B on two ranks each; rank 1 ``lost`` an action."""
+    rows = lower(build("1f1b", ranks=2, microbatches=2)).ranks
+    for rank in range(ranks):
+        ran = [str(action) for action in rows[rank % 2] if rank != 1 or str(action) != lost]
+        mark = {"ph": "X", "cat": "user_annotation", "dur": 1}
+        events = [{**mark, "name": f"PP:{action}", "ts": 2 * k} for k, action in enumerate(ran)]
+        (folder / f"{rank}.json").write_text(json.dumps({"distributedInfo": {"rank": rank}, "traceEvents": events}))
+    return [str(folder / f"{rank}.json") for rank in range(ranks)]
+
+
+def test_what_ran_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *traces(tmp_path, 2), "--symbolic"]) == 0
+    out = capsys.readouterr().out
+    assert "terms     in order   4 terms: in each stage's gradient each microbatch's own, once" in out
+    assert "0.json keeps every law: 2 ranks, 2 stages, 2 microbatches" in out
+    assert "transport" not in out  # it ran to its end
+    assert main(["check", *traces(tmp_path, 2, lost="1B1"), "--symbolic"]) == 1
+    assert "completeness: stage 1 microbatch 1 has 0 B, 0 I and 0 W" in capsys.readouterr().out
+
+
+def test_what_all_replicas_ran_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    around = ["--symbolic", "--mesh", "dp=2,pp=2", "--microbatches", "2"]
+    assert main(["check", *traces(tmp_path, 4), *around]) == 0
+    out = capsys.readouterr().out
+    assert "sums      dp 2, pp 2: each of 4 microbatches once in each gradient of 4 ranks, divided by 2" in out
+    assert "0.json, ranks 0, 1; ranks 2, 3 keeps every law" in out
+    file = tmp_path / "found.json"
+    assert main(["check", *traces(tmp_path, 4, lost="1B1"), *around, "--json", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "0.json, ranks 0, 1 breaks" in out
+    assert "0.json, ranks 2, 3 keeps every law" in out
+    assert documented(file.read_text())["violations"][0]["law"] == "completeness"
+
+
+def test_what_cannot_have_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = traces(tmp_path, 2)
+    for words, said in (
+        ([*ran, "--ranks", "3"], "--ranks is 3, but 0.json has 2: leave the option out"),
+        ([ran[0]], "0.json: 0SEND_F0 meets stage 1, of which no trace tells: give those of all ranks"),
+        ([*ran, "x.csv"], "expected one schedule, or the traces of one run, FILE.json"),
+    ):
+        assert main(["check", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
