@@ -7,6 +7,7 @@ is there equally often, by that. Ours are what ``show --run --trace`` writes, a 
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipeproof.pipeline.schedule import Schedule, ScheduleError
 
 _MARK, _STEP = "PP:", "ProfilerStep#"
 _WANTED = "a trace of torch's profiler with actions such as PP:0F0, or one that show --run --trace writes"
+_MESH = "mesh_"  # and an axis: how groups of a mesh are called
 _LONG = 80  # characters
 _AFTER = (Kind.SEND_F, Kind.RECV_B)  # the other end is the stage after
 
@@ -31,18 +33,34 @@ def is_trace(name: str | Path) -> bool:
     return Path(name).suffix.lower() == ".json"
 
 
-def read_traces(paths: Sequence[str], *, pipelines: Groups = ()) -> list[Schedule | Program]:
-    """The steps that the files at ``paths`` tell of, one for each rank, or all ranks in one; those that ran alike once.
+@dataclass(frozen=True)
+class Ran:
+    """The steps that traces tell of, those that ran alike once, and of how many ranks.
+
+    ``groups``: by the name of an axis, the groups that a job made along it, as ``init_device_mesh`` names them.
+    """
+
+    steps: Sequence[Schedule | Program]
+    ranks: int
+    groups: Mapping[str, Groups]
+
+
+def read_traces(paths: Sequence[str], *, pipelines: Groups = ()) -> Ran:
+    """What the files at ``paths`` tell of, one for each rank, or all ranks in one.
 
     ``pipelines``: the ranks of each, where there are several; else all ranks are of one. Raises ``ScheduleError`` for
     what tells no whole pipeline.
     """
     rows: dict[int, Row] = {}
+    groups: dict[str, dict[tuple[int, ...], None]] = defaultdict(dict)
     for path in paths:
-        for rank, row in _rows(path, len(rows)):
+        data = read_json(path, expected=_WANTED, once=False)
+        for rank, row in _rows(path, data, len(rows)):
             if rank in rows:
                 raise ScheduleError(f"{path} is of rank {rank}, as a file before it is: give each rank's trace once")
             rows[rank] = row
+        for axis, group in _groups(data):
+            groups[axis][group] = None
     name = Path(paths[0]).name
     whole = _pipelines(rows, pipelines)
     alike = defaultdict[Cells, dict[str, list[str]]](dict)
@@ -50,9 +68,10 @@ def read_traces(paths: Sequence[str], *, pipelines: Groups = ()) -> list[Schedul
         for ranks in whole:
             for step, lines in _steps([rows[rank] for rank in ranks]).items():
                 alike[_whole(cells_of(lines), ranks)].setdefault(", ".join(map(str, ranks)), []).append(step)
-        return [planned(one, name=f"{name}{_named(of, len(whole) > 1)}") for one, of in alike.items()]
+        steps = [planned(one, name=f"{name}{_named(of, len(whole) > 1)}") for one, of in alike.items()]
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from None
+    return Ran(steps, len(rows), {axis: tuple(found) for axis, found in groups.items()})
 
 
 def _pipelines(rows: Mapping[int, Row], pipelines: Groups) -> Groups:
@@ -78,9 +97,19 @@ def _named(steps: Mapping[str, Sequence[str]], several: bool) -> str:
     return (", " if every else "") + (every if len(every) <= _LONG else f"{every[:_LONG]}...")
 
 
-def _rows(path: str, known: int) -> Iterator[tuple[int, Row]]:
+def _groups(data: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The groups of a mesh that torch's profiler notes, each with its axis; those of another form are left out."""
+    said = data.get("distributedInfo")
+    configs = said.get("pg_config") if isinstance(said, dict) else None
+    for one in configs if isinstance(configs, list) else ():
+        found, ranks = (one.get("pg_desc"), one.get("ranks")) if isinstance(one, dict) else (None, None)
+        if isinstance(found, str) and found.startswith(_MESH) and isinstance(ranks, list):
+            if all(type(rank) is int and rank >= 0 for rank in ranks):
+                yield found[len(_MESH) :], tuple(ranks)
+
+
+def _rows(path: str, data: Mapping[str, Any], known: int) -> Iterator[tuple[int, Row]]:
     """The ranks that a file tells of."""
-    data = read_json(path, expected=_WANTED, once=False)
     events = data.get("traceEvents")
     if not isinstance(events, list):
         raise ScheduleError(f"{path} has no traceEvents: expected {_WANTED}")
@@ -146,7 +175,7 @@ def _whole(cells: Cells, ranks: Sequence[int]) -> Cells:
     for rank, row in zip(ranks, cells.rows, strict=True):
         for stage in {action.stage for action in row}:
             if (other := has.setdefault(stage, rank)) != rank:
-                cure = "give the traces of one pipeline, or --mesh with all axes"
+                cure = "give the traces of one pipeline, or --mesh with all axes in their order"
                 raise ScheduleError(f"ranks {other} and {rank} both have stage {stage}: {cure}")
     for action in (action for row in cells.rows for action in row):
         if (stage := _other_end(action)) not in has:

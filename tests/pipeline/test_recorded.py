@@ -10,6 +10,7 @@ import pytest
 from pipeproof.pipeline.action import Action, ScheduleError, ShardKind
 from pipeproof.pipeline.chrome_trace import chrome_trace
 from pipeproof.pipeline.lower import Program, lower, read_csv
+from pipeproof.pipeline.mesh import Groups
 from pipeproof.pipeline.program_laws import ANYWHERE, violations
 from pipeproof.pipeline.recorded import is_trace, read_traces
 from pipeproof.pipeline.schedule import Schedule
@@ -42,9 +43,13 @@ def profiled(path: Path, rank: int | None, *steps: Sequence[object], marks: bool
     return str(path)
 
 
+def steps_of(files: list[str], *, pipelines: Groups = ()) -> Sequence[Schedule | Program]:
+    return read_traces(files, pipelines=pipelines).steps
+
+
 def test_a_rank_s_file_each(tmp_path: Path) -> None:
     files = [profiled(tmp_path / f"{rank}.json", rank, PROGRAM.ranks[rank]) for rank in (1, 0)]
-    (found,) = read_traces(files)
+    (found,) = steps_of(files)
     assert isinstance(found, Program)
     assert found.ranks == PROGRAM.ranks
     assert found.schedule.name == "1.json"
@@ -53,14 +58,14 @@ def test_a_rank_s_file_each(tmp_path: Path) -> None:
 
 
 def test_ranks_that_no_file_tells_are_as_files_come(tmp_path: Path) -> None:
-    (found,) = read_traces([profiled(tmp_path / f"{rank}.json", None, PROGRAM.ranks[rank]) for rank in (0, 1)])
+    (found,) = steps_of([profiled(tmp_path / f"{rank}.json", None, PROGRAM.ranks[rank]) for rank in (0, 1)])
     assert found.ranks == PROGRAM.ranks
 
 
 def test_what_torch_does_with_shards_is_there_too(tmp_path: Path) -> None:
     program = read_csv(torch_s("interleaved", messages=True))
     rows = [line.split(",") for line in torch_s("interleaved", messages=True).splitlines()]
-    (found,) = read_traces([profiled(tmp_path / f"{rank}.json", rank, row) for rank, row in enumerate(rows)])
+    (found,) = steps_of([profiled(tmp_path / f"{rank}.json", rank, row) for rank, row in enumerate(rows)])
     assert isinstance(found, Program)
     assert isinstance(program, Program)
     assert (found.ranks, found.schedule.shard_actions) == (program.ranks, program.schedule.shard_actions)
@@ -70,7 +75,7 @@ def test_what_torch_does_with_shards_is_there_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("marks", [True, False])
 def test_steps_that_ran_alike_are_one(marks: bool, tmp_path: Path) -> None:
     files = [profiled(tmp_path / f"{rank}.json", rank, *[PROGRAM.ranks[rank]] * 3, marks=marks) for rank in (0, 1)]
-    (found,) = read_traces(files)
+    (found,) = steps_of(files)
     assert found.ranks == PROGRAM.ranks
     assert (found.schedule if isinstance(found, Program) else found).name == (
         "0.json, steps 3, 4, 5" if marks else "0.json, steps 0, 1, 2"
@@ -84,7 +89,7 @@ def test_a_step_that_ran_otherwise_is_found(tmp_path: Path) -> None:
         profiled(tmp_path / "0.json", 0, first, first, first, marks=True),
         profiled(tmp_path / "1.json", 1, second, lost, second, marks=True),
     ]
-    right, wrong = read_traces(files)
+    right, wrong = steps_of(files)
     assert isinstance(right, Program)
     assert isinstance(wrong, Program)
     assert (right.schedule.name, wrong.schedule.name) == ("0.json, steps 3, 5", "0.json, step 4")
@@ -96,7 +101,7 @@ def test_what_runs_twice_in_one_step_is_no_second_step(tmp_path: Path) -> None:
     first, second = (list(row) for row in PROGRAM.ranks)
     twice = [*second, Action.parse("1B1")]
     files = [profiled(tmp_path / f"{rank}.json", rank, row) for rank, row in enumerate((first, twice))]
-    (found,) = read_traces(files)
+    (found,) = steps_of(files)
     assert isinstance(found, Program)
     assert "stage 1 microbatch 1 has 2 B" in str(violations(found, laws=ANYWHERE)[0])
 
@@ -109,7 +114,7 @@ def test_our_own_trace_of_what_was_measured(tmp_path: Path) -> None:
 
     other, path = lower(build("gpipe", ranks=2, microbatches=3)), tmp_path / "x.json"
     path.write_text(json.dumps(chrome_trace({"gpipe, simulated": trace(other), "1f1b, measured": trace(PROGRAM)})))
-    (found,) = read_traces([str(path)])
+    (found,) = steps_of([str(path)])
     assert found.ranks == PROGRAM.ranks
 
 
@@ -119,7 +124,7 @@ def test_traces_of_all_replicas_are_told_by_pipelines(tmp_path: Path) -> None:
     lost = [action for action in second if action != Action.parse("1B1")]
     steps = {0: [first] * 2, 1: [first] * 2, 2: [second] * 2, 3: [second, lost]}
     files = [profiled(tmp_path / f"{rank}.json", rank, *each, marks=True) for rank, each in steps.items()]
-    right, wrong = read_traces(files, pipelines=((0, 2), (1, 3)))
+    right, wrong = steps_of(files, pipelines=((0, 2), (1, 3)))
     assert isinstance(right, Program)
     assert isinstance(wrong, Program)
     assert right.schedule.name == "0.json, ranks 0, 2 steps 3, 4; ranks 1, 3 step 3"
@@ -131,6 +136,18 @@ def test_traces_of_all_replicas_are_told_by_pipelines(tmp_path: Path) -> None:
         read_traces(files, pipelines=((0, 2),))
     with pytest.raises(ScheduleError, match=r"^0\.json: ranks 0 and 1 both have stage 0: give the traces of one"):
         read_traces(files)
+
+
+def test_groups_of_a_job_are_those_of_all_its_ranks(tmp_path: Path) -> None:
+    files = [profiled(tmp_path / f"{rank}.json", rank, PROGRAM.ranks[rank]) for rank in (0, 1)]
+    assert (read_traces(files).groups, read_traces(files).ranks) == ({}, 2)
+    for rank, file in enumerate(files):
+        data = json.loads(Path(file).read_text())
+        own = {"pg_desc": "mesh_dp", "ranks": [rank, rank + 2]}
+        others = [{"pg_desc": "default_pg", "ranks": [0, 1]}, {"pg_desc": "mesh_dp"}, {"pg_desc": 3, "ranks": []}, 7]
+        data["distributedInfo"]["pg_config"] = [*others, {"pg_desc": "mesh_pp", "ranks": [0, 1]}, own]
+        Path(file).write_text(json.dumps(data))
+    assert read_traces(files).groups == {"pp": ((0, 1),), "dp": ((0, 2), (1, 3))}
 
 
 ONE = {"ph": "X", "cat": "user_annotation", "name": "PP:0F0", "ts": 0.0, "dur": 1.0}
@@ -193,7 +210,7 @@ def run_torch(context: RankContext, folder: str) -> str:
 @pytest.mark.pipeproof_ranks
 @pytest.mark.long
 def test_what_torch_s_profiler_writes_of_a_real_step_is_read(world: World, tmp_path: Path) -> None:
-    (found,) = read_traces(world.run(run_torch, str(tmp_path), ranks=2))
+    (found,) = steps_of(world.run(run_torch, str(tmp_path), ranks=2))
     assert isinstance(found, Program)
     assert found.schedule.name == "0.json, steps 0, 1"
     assert violations(found, laws=ANYWHERE) == ()

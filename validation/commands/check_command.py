@@ -60,21 +60,38 @@ def _check(options: argparse.Namespace) -> int:
     name = ", ".join(options.file)
     with Outputs.of(options).opened("check") as files:
         with Terminal().progress(f"check {name}"):
-            traced = all(map(is_trace, options.file))
-            made = _ran(options, around) if traced else [_made(options, around)]
-            meshes = [_mesh(around, options.tied, schedule_in(one)) for one in made]
-            each = zip(made, meshes, strict=True)
-            found = [checked(one, symbolic=options.symbolic, mesh=mesh, ran=traced) for one, mesh in each]
-        for result in found:
-            *details, last = str(result).splitlines()
+            found = [*(_of_traces if all(map(is_trace, options.file)) else _of_plan)(options, around)]
+        for one in found:
+            *details, last = str(one).splitlines()
             for text in details:
-                (Terminal().say if result.wrong else Terminal().detail)(text)
+                (Terminal().say if one.wrong else Terminal().detail)(text)
             Terminal().say(last)
-        worst = next((result for result in found if result.wrong), found[-1])
+        worst = next((one for one in found if one.wrong), found[-1])
         return files.finish(WRONG if worst.wrong else 0, schedule=schedule_data(worst.schedule), **worst.data())
 
 
-def _made(options: argparse.Namespace, around: Mapping[str, int] | MeshFile) -> Schedule | Program:
+Around = Mapping[str, int] | MeshFile
+
+
+def _of_plan(options: argparse.Namespace, around: Around) -> Iterator["Checked"]:
+    made = _made(options, around)
+    yield checked(made, symbolic=options.symbolic, mesh=_mesh(around, options.tied, schedule_in(made)))
+
+
+def _of_traces(options: argparse.Namespace, around: Around) -> Iterator["Checked"]:
+    """Each step that ran; in the groups that the job made, where all its ranks tell of them."""
+    pipelines = around.pipelines if isinstance(around, MeshFile) else pipelines_of(around)
+    ran = read_traces(options.file, pipelines=pipelines)
+    for one in ran.steps:
+        schedule = schedule_in(one)
+        Shape(options.ranks, options.microbatches, options.virtual).agree(schedule.name, schedule)
+        mesh = _mesh(around, options.tied, schedule)
+        if mesh is not None and ran.ranks == mesh.ranks and not isinstance(around, MeshFile):
+            mesh = mesh.with_groups(ran.groups)
+        yield checked(one, symbolic=options.symbolic, mesh=mesh, ran=True)
+
+
+def _made(options: argparse.Namespace, around: Around) -> Schedule | Program:
     """The family or the file that is asked for."""
     if len(options.file) > 1:
         raise ValueError(f"check {' '.join(options.file)}: expected one schedule, or the traces of one run, FILE.json")
@@ -91,17 +108,7 @@ def _made(options: argparse.Namespace, around: Mapping[str, int] | MeshFile) -> 
     return shape.family(name) if shape.ranks else replace(shape, ranks=axes.get(PIPELINE)).family(name)
 
 
-def _ran(options: argparse.Namespace, around: Mapping[str, int] | MeshFile) -> list[Schedule | Program]:
-    """What the traces tell of."""
-    pipelines = around.pipelines if isinstance(around, MeshFile) else pipelines_of(around)
-    found = read_traces(options.file, pipelines=pipelines)
-    for one in found:
-        shape = Shape(options.ranks, options.microbatches, options.virtual)
-        shape.agree(schedule_in(one).name, schedule_in(one))
-    return found
-
-
-def _axes(options: argparse.Namespace) -> Mapping[str, int] | MeshFile:
+def _axes(options: argparse.Namespace) -> Around:
     """What ``--mesh`` says."""
     text: str | None = options.mesh
     if text is None:
@@ -109,7 +116,7 @@ def _axes(options: argparse.Namespace) -> Mapping[str, int] | MeshFile:
     return read_mesh(text) if text.lower().endswith(".json") else read_axes(text)
 
 
-def _mesh(said: Mapping[str, int] | MeshFile, copies: Sequence[tuple[int, ...]], schedule: Schedule) -> Mesh | None:
+def _mesh(said: Around, copies: Sequence[tuple[int, ...]], schedule: Schedule) -> Mesh | None:
     """The mesh around ``schedule``; None where nobody speaks of one."""
     if not said and not copies:
         return None

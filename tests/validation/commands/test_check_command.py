@@ -1,6 +1,7 @@
 """What ``check`` says of gradients in symbols, and of what is around the pipeline."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,19 @@ def test_what_a_job_says_is_checked(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["symbolic"] == {"by name": True, "in order": True}
 
 
-def traces(folder: Path, ranks: int, *, lost: str = "") -> list[str]:
-    """Files as torch's profiler writes them, of replicas that ran 1F1B on two ranks each; rank 1 ``lost`` an action."""
+def traces(folder: Path, ranks: int, *, lost: str = "", groups: Sequence[Sequence[int]] = ()) -> list[str]:
+    """Files as torch's profiler writes them, of replicas that ran 1F1B on two ranks each; rank 1 ``lost`` an action.
+
+    ``groups``: of replicas, as a mesh names them.
+    """
     rows = lower(build("1f1b", ranks=2, microbatches=2)).ranks
     for rank in range(ranks):
         ran = [str(action) for action in rows[rank % 2] if rank != 1 or str(action) != lost]
         mark = {"ph": "X", "cat": "user_annotation", "dur": 1}
         events = [{**mark, "name": f"PP:{action}", "ts": 2 * k} for k, action in enumerate(ran)]
-        (folder / f"{rank}.json").write_text(json.dumps({"distributedInfo": {"rank": rank}, "traceEvents": events}))
+        made = [{"pg_desc": "mesh_dp", "ranks": group} for group in groups if rank in group]
+        said = {"rank": rank, "pg_config": made}
+        (folder / f"{rank}.json").write_text(json.dumps({"distributedInfo": said, "traceEvents": events}))
     return [str(folder / f"{rank}.json") for rank in range(ranks)]
 
 
@@ -116,6 +122,17 @@ def test_what_all_replicas_ran_is_checked(tmp_path: Path, capsys: pytest.Capture
     assert "0.json, ranks 0, 1 breaks" in out
     assert "0.json, ranks 2, 3 keeps every law" in out
     assert documented(file.read_text())["violations"][0]["law"] == "completeness"
+
+
+def test_groups_are_those_that_the_job_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    around = ["--symbolic", "--mesh", "dp=2,pp=2"]
+    assert main(["check", *traces(tmp_path, 4, groups=[[0, 2], [1, 3]]), *around]) == 0
+    mixed = traces(tmp_path, 4, groups=[[0, 3], [1, 2]])
+    assert main(["check", *mixed[:2], *around]) == 0  # of one pipeline nobody knows all groups
+    assert "sums: dp: what is summed is not" not in capsys.readouterr().out
+    assert main(["check", *mixed, *around]) == 1
+    said = "sums: dp: what is summed is not of the same stages: rank 0 of stage 0 and rank 3 of stage 1"
+    assert said in capsys.readouterr().out
 
 
 def test_what_cannot_have_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
