@@ -93,10 +93,6 @@ class Mesh:
                 raise ScheduleError(f"tied: {said!r} names no two stages: expected those with a copy, each once")
         return replace(self, tied=(*self.tied, *tied))
 
-    def with_groups(self, groups: Mapping[str, Groups]) -> "Mesh":
-        """The same, where the job made these groups along some of the axes."""
-        return replace(self, groups={axis: groups.get(axis, own) for axis, own in self.groups.items()})
-
     @property
     def ranks(self) -> int:
         """How many there are."""

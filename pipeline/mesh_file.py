@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,11 @@ def read_axes(text: str) -> dict[str, int]:
     return found
 
 
+def mesh_of(axes: Mapping[str, int]) -> "MeshFile":
+    """What a file would say that has ``axes`` alone."""
+    return MeshFile("the mesh", {"axes": dict(axes)})
+
+
 def read_mesh(path: str | Path) -> "MeshFile":
     """The mesh in the file at ``path``. Raises ``ScheduleError`` for what is none."""
     data = read_json(path, expected=_WANTED)
@@ -42,7 +48,7 @@ def read_mesh(path: str | Path) -> "MeshFile":
 
 
 class MeshFile:
-    """What a file says. Each part is read as it is asked for, and refused in a sentence where it is not of its form."""
+    """What a file says, or axes alone. Each part is read when asked for; what is not of its form is refused then."""
 
     def __init__(self, path: str, data: Mapping[str, Any]) -> None:
         self._path = path
@@ -62,15 +68,16 @@ class MeshFile:
         said = self._object("groups").get(PIPELINE)
         return pipelines_of(self.axes) if said is None else self._groups(f"groups: {PIPELINE}", said)
 
-    def mesh(self, schedule: Schedule) -> Mesh:
-        """The mesh around pipelines that run ``schedule``."""
+    def mesh(self, schedule: Schedule, *, known: Mapping[str, Groups] = MappingProxyType({})) -> Mesh:
+        """The mesh around pipelines that run ``schedule``. Its groups are the ``known`` ones where nothing is said."""
         rows = self._whole("rows", self._data.get("rows", 0))
         made = Mesh.of(self.axes, schedule, rows=rows)
         groups = {axis: self._groups(f"groups: {axis}", found) for axis, found in self._object("groups").items()}
         if unknown := next((axis for axis in groups if axis not in made.axes), None):
             raise ScheduleError(f"{self._path} has groups along {unknown!r}: expected some of {', '.join(made.axes)}")
         tied = tuple(map(self._tied, self._list("tied")))
-        made = replace(made, groups={**made.groups, **groups}).with_tied(tied, schedule)
+        groups = {axis: groups.get(axis, known.get(axis, own)) for axis, own in made.groups.items()}
+        made = replace(made, groups=groups).with_tied(tied, schedule)
         if "microbatches" in self._data:
             made = replace(made, shares=self._shares(made, schedule))
         if "sums" in self._data:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeproof.pipeline.mesh import Mesh, Sum, Tied
-from pipeproof.pipeline.mesh_file import read_axes, read_mesh
+from pipeproof.pipeline.mesh_file import mesh_of, read_axes, read_mesh
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import build
 
@@ -24,6 +24,15 @@ def test_what_is_left_out_is_as_the_axes_have_it(tmp_path: Path) -> None:
     found, made = read(tmp_path, {}), Mesh.of(AXES, PIPELINE)
     assert (found.groups, found.sums, found.divisor) == (made.groups, made.sums, made.divisor)
     assert [one.tolist() for one in found.shares] == [one.tolist() for one in made.shares]
+
+
+def test_groups_that_are_known_are_taken_where_nothing_else_is_said(tmp_path: Path) -> None:
+    known = {"dp": ((0, 3), (1, 2)), "pp": ((0, 1), (3, 2)), "mesh": ((0, 1, 2, 3),)}
+    assert mesh_of(AXES).mesh(PIPELINE, known=known).groups == {"dp": known["dp"], "pp": known["pp"]}
+    said = {"format": "pipeproof/mesh", "version": 1, "axes": AXES, "groups": {"dp": [[0, 2], [1, 3]]}}
+    (tmp_path / "x.json").write_text(json.dumps(said))
+    found = read_mesh(tmp_path / "x.json").mesh(PIPELINE, known=known).groups
+    assert found == {"dp": ((0, 2), (1, 3)), "pp": known["pp"]}
 
 
 def test_all_that_is_said(tmp_path: Path) -> None:

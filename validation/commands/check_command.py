@@ -1,9 +1,11 @@
-"""The command ``check``: every law of a schedule or a program, and in symbols what gradients are made of."""
+"""The command ``check``: every law of a schedule, a program or what ran, and in symbols what gradients are made of."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.commands.ending import WRONG
@@ -17,8 +19,8 @@ from pipeproof.pipeline.grid import marked
 from pipeproof.pipeline.laws import Violation, report
 from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.lower import Program, lower
-from pipeproof.pipeline.mesh import PIPELINE, Mesh, Tied, pipelines_of
-from pipeproof.pipeline.mesh_file import MeshFile, read_axes, read_mesh
+from pipeproof.pipeline.mesh import PIPELINE, Groups, Mesh, Tied
+from pipeproof.pipeline.mesh_file import MeshFile, mesh_of, read_axes, read_mesh
 from pipeproof.pipeline.mesh_sums import violations as of_mesh
 from pipeproof.pipeline.program_laws import ANYWHERE, LAWS, violations
 from pipeproof.pipeline.recorded import is_trace, read_traces
@@ -35,7 +37,7 @@ _BY_NAME, _IN_ORDER = "by name", "in order"  # ways in which messages meet
 
 def add_check_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command."""
-    about = "check a schedule or a program in torch's CSV format against every law"
+    about = "check a schedule or a program in torch's CSV format, or traces of what ran, against every law"
     parser = commands.add_parser("check", help=about)
     files = "a FILE.csv, or - for standard input; FILE.json: traces of what ran, of each rank of a pipeline"
     parser.add_argument("file", nargs="+", help=f"{files}; with --symbolic also one of show's names")
@@ -56,10 +58,9 @@ def add_check_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def _check(options: argparse.Namespace) -> int:
     if not options.symbolic:
         without_effect(options, ["--mesh", "--tied"], "without --symbolic")
-    around = _axes(options)
-    name = ", ".join(options.file)
+    around = _around(options.mesh)
     with Outputs.of(options).opened("check") as files:
-        with Terminal().progress(f"check {name}"):
+        with Terminal().progress(f"check {', '.join(options.file)}"):
             found = [*(_of_traces if all(map(is_trace, options.file)) else _of_plan)(options, around)]
         for one in found:
             *details, last = str(one).splitlines()
@@ -70,59 +71,54 @@ def _check(options: argparse.Namespace) -> int:
         return files.finish(WRONG if worst.wrong else 0, schedule=schedule_data(worst.schedule), **worst.data())
 
 
-Around = Mapping[str, int] | MeshFile
+def _around(text: str | None) -> MeshFile | None:
+    """What ``--mesh`` says."""
+    if text is None:
+        return None
+    return read_mesh(text) if text.lower().endswith(".json") else mesh_of(read_axes(text))
 
 
-def _of_plan(options: argparse.Namespace, around: Around) -> Iterator["Checked"]:
-    made = _made(options, around)
-    yield checked(made, symbolic=options.symbolic, mesh=_mesh(around, options.tied, schedule_in(made)))
-
-
-def _of_traces(options: argparse.Namespace, around: Around) -> Iterator["Checked"]:
-    """Each step that ran; in the groups that the job made, where all its ranks tell of them."""
-    pipelines = around.pipelines if isinstance(around, MeshFile) else pipelines_of(around)
-    ran = read_traces(options.file, pipelines=pipelines)
-    for one in ran.steps:
-        schedule = schedule_in(one)
-        Shape(options.ranks, options.microbatches, options.virtual).agree(schedule.name, schedule)
-        mesh = _mesh(around, options.tied, schedule)
-        if mesh is not None and ran.ranks == mesh.ranks and not isinstance(around, MeshFile):
-            mesh = mesh.with_groups(ran.groups)
-        yield checked(one, symbolic=options.symbolic, mesh=mesh, ran=True)
-
-
-def _made(options: argparse.Namespace, around: Around) -> Schedule | Program:
+def _of_plan(options: argparse.Namespace, around: MeshFile | None) -> Iterator["Checked"]:
     """The family or the file that is asked for."""
     if len(options.file) > 1:
         raise ValueError(f"check {' '.join(options.file)}: expected one schedule, or the traces of one run, FILE.json")
-    (name,) = options.file
-    shape = Shape(options.ranks, options.microbatches, options.virtual)
+    (name,), shape = options.file, Shape(options.ranks, options.microbatches, options.virtual)
     if name not in FAMILIES or Path(name).exists():
-        found = read_file(name)
-        shape.agree(name, schedule_in(found))
-        return found
-    if not options.symbolic:
+        made = read_file(name)
+        shape.agree(name, schedule_in(made))
+    elif not options.symbolic:
         cure = f"pipeproof show {name} builds that family and draws it; --symbolic checks it"
         raise ValueError(f"{name} is no file: {cure}")
-    axes = around.axes if isinstance(around, MeshFile) else around
-    return shape.family(name) if shape.ranks else replace(shape, ranks=axes.get(PIPELINE)).family(name)
+    else:
+        ranks = around.axes.get(PIPELINE) if around and shape.ranks is None else shape.ranks
+        made = replace(shape, ranks=ranks).family(name)
+    yield checked(made, symbolic=options.symbolic, mesh=_mesh(options, around, made))
 
 
-def _axes(options: argparse.Namespace) -> Around:
-    """What ``--mesh`` says."""
-    text: str | None = options.mesh
-    if text is None:
-        return {}
-    return read_mesh(text) if text.lower().endswith(".json") else read_axes(text)
+def _of_traces(options: argparse.Namespace, around: MeshFile | None) -> Iterator["Checked"]:
+    """Each step that ran; in the groups that the job made, where all its ranks tell of them."""
+    ran = read_traces(options.file, pipelines=around.pipelines if around else ())
+    for one in ran.steps:
+        schedule = schedule_in(one)
+        Shape(options.ranks, options.microbatches, options.virtual).agree(schedule.name, schedule)
+        every = around is not None and ran.ranks == prod(around.axes.values())
+        mesh = _mesh(options, around, one, known=ran.groups if every else MappingProxyType({}))
+        yield checked(one, symbolic=options.symbolic, mesh=mesh, ran=True)
 
 
-def _mesh(said: Around, copies: Sequence[tuple[int, ...]], schedule: Schedule) -> Mesh | None:
-    """The mesh around ``schedule``; None where nobody speaks of one."""
-    if not said and not copies:
+def _mesh(
+    options: argparse.Namespace,
+    around: MeshFile | None,
+    made: Schedule | Program,
+    *,
+    known: Mapping[str, Groups] = MappingProxyType({}),
+) -> Mesh | None:
+    """The mesh around the pipeline; None where nobody speaks of one."""
+    schedule, copies = schedule_in(made), [Tied(stages) for stages in options.tied]
+    if around is None and not copies:
         return None
-    alone = {PIPELINE: schedule.n_ranks}
-    mesh = said.mesh(schedule) if isinstance(said, MeshFile) else Mesh.of(said or alone, schedule)
-    return mesh.with_tied(list(map(Tied, copies)), schedule)
+    around = around or mesh_of({PIPELINE: schedule.n_ranks})
+    return around.mesh(schedule, known=known).with_tied(copies, schedule)
 
 
 def schedule_data(schedule: Schedule) -> dict[str, object]:
