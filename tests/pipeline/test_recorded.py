@@ -218,3 +218,63 @@ def test_what_torch_s_profiler_writes_of_a_real_step_is_read(world: World, tmp_p
     kinds = {one.kind for one in found.schedule.shard_actions}
     assert ShardKind.REDUCE_GRAD in kinds
     assert (found.schedule.n_stages, found.schedule.microbatches) == (4, 4)
+
+
+BEFORE = "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0RECV_B1"
+AFTER = "1UNSHARD,1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD"
+ENDINGS = {
+    "0B0,0B1,0REDUCE_GRAD,0RESHARD": True,
+    "0B0,0REDUCE_GRAD,0B1,0RESHARD": False,
+    "0B0,0REDUCE_GRAD,0B1,0REDUCE_GRAD,0RESHARD": False,
+    "0B0,0B1,0RESHARD": False,
+}
+
+
+def run_shards(context: RankContext, folder: str, endings: Sequence[str]) -> list[bool]:
+    """Whether the gradient of stage 0 is right in torch's runtime under ``fully_shard``, for each ending of its row."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+    from torch.profiler import ProfilerActivity, profile
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    right, mse = [], nn.functional.mse_loss
+    for number, ending in enumerate(endings):
+        torch.manual_seed(0)
+        model, data, target = (
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+            torch.randn(2, 4, 4),
+            torch.zeros(2, 4, 4),
+        )
+        mse(model(data.flatten(0, 1)), target.flatten(0, 1)).backward()
+        due = [layer.weight.grad.clone() for layer in model]
+        model.zero_grad(set_to_none=True)
+        stage = fully_shard(model[place], mesh=mesh["dp"])
+        own = PipelineStage(stage, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = _PipelineScheduleRuntime([own], 2, loss_fn=mse)
+        plan = f"{folder}/{context.rank}.csv"
+        Path(plan).write_text(f"{BEFORE},{ending}\n{AFTER}\n")
+        schedule._load_csv(plan, format="compute_comms")
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            schedule.step(*(data[replica],) * (place == 0), target=target[replica] if place else None)
+        found.export_chrome_trace(f"{folder}/{number}-{context.rank}.json")
+        whole = None if stage.weight.grad is None else stage.weight.grad.full_tensor()
+        right.append(whole is not None and bool(torch.allclose(whole, due[place], atol=1e-6)))
+    return right
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.long
+def test_reductions_that_break_the_law_make_wrong_gradients_in_torch(world: World, tmp_path: Path) -> None:
+    ranks = world.run(run_shards, str(tmp_path), list(ENDINGS), ranks=4)
+    assert [ranks[0], ranks[1], ranks[2]] == [list(ENDINGS.values()), [True] * 4, list(ENDINGS.values())]
+    for number, right in enumerate(ENDINGS.values()):
+        ran = read_traces([f"{tmp_path}/{number}-{rank}.json" for rank in range(4)], pipelines=((0, 1), (2, 3)))
+        (found,) = ran.steps
+        assert isinstance(found, Program)
+        assert (violations(found, laws=ANYWHERE) == ()) is right
+        assert ran.groups == {"dp": ((0, 2), (1, 3)), "pp": ((0, 1), (2, 3))}

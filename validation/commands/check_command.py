@@ -150,6 +150,11 @@ class Checked:
         """Whether anything in it breaks a law."""
         return bool(self.violations)
 
+    @property
+    def summed(self) -> bool:
+        """Whether the sums over the mesh are proven: what is wrong in the pipeline is wrong in them."""
+        return self.mesh is not None and all(violation.law == "deadlock" for violation in self.violations)
+
     def data(self) -> dict[str, Any]:
         """All of it as JSON has it."""
         transports = {transport.value: deadlock and deadlock.text for transport, deadlock in self.deadlocks.items()}
@@ -157,7 +162,7 @@ class Checked:
         if self.proofs:
             told["symbolic"] = {way: proof.proven for way, proof in self.proofs.items()}
         if self.mesh is not None:
-            told["sums"] = not self.unsummed
+            told["sums"] = self.summed
         return told
 
     def __str__(self) -> str:
@@ -173,9 +178,11 @@ class Checked:
             told = f"WRONG: {wrong[0]:,} terms are of no one microbatch, {wrong[1]:,} are not there once"
             yield f"terms     {way:9}  {once if found.proven else told}"
         if self.mesh is not None:
-            yield f"sums      {self.mesh.sizes}: {'WRONG' if self.unsummed else self._summed(self.mesh)}"
+            yield f"sums      {self.mesh.sizes}: {self._summed(self.mesh)}"
 
     def _summed(self, mesh: Mesh) -> str:
+        if not self.summed:
+            return "WRONG" if self.unsummed else "not shown, as the pipeline itself breaks a law"
         microbatches = self.schedule.microbatches * mesh.replicas
         told = f"each of {microbatches:,} microbatches once in each gradient of {mesh.ranks:,} ranks"
         copies = f", and {some(len(mesh.tied), 'tied parameter')} summed" if mesh.tied else ""
@@ -204,7 +211,7 @@ def checked(
     the sums over a ``mesh`` make of them. What ``ran`` is not asked whether it deadlocks.
     """
     if isinstance(found, Schedule) and (broken := of_schedule(found)):
-        return Checked(found, found.ranks, broken, {}, found.columns)
+        return Checked(found, found.ranks, broken, {}, found.columns, mesh=mesh)
     program = found if isinstance(found, Program) else lower(found)
     broken = violations(program, laws=ANYWHERE if ran else LAWS)
     proofs: dict[str, Terms] = {}

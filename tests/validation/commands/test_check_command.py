@@ -110,6 +110,21 @@ def test_what_ran_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "completeness: stage 1 microbatch 1 has 0 B, 0 I and 0 W" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("cell", ["0SEND_F0", ""], ids=["program", "schedule"])
+def test_no_sum_is_proven_of_what_comes_too_late(cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "late.csv").write_text(
+        f"0F0,{cell},{cell.replace('SEND_F', 'RECV_B')},0REDUCE_GRAD,0B0\n"
+        f"{cell.replace('0SEND', '1RECV')},1F0,1B0,{cell.replace('0SEND_F', '1SEND_B')},1REDUCE_GRAD\n"
+    )
+    file = tmp_path / "x.json"
+    late = ["check", str(tmp_path / "late.csv"), "--symbolic", "--mesh", "dp=2,pp=2", "--json", str(file)]
+    assert main(late) == 1
+    out = capsys.readouterr().out
+    assert "sums      dp 2, pp 2: not shown, as the pipeline itself breaks a law" in out
+    assert "reduced-once: rank 0: 0B0 adds to stage 0's gradient after 0REDUCE_GRAD" in out
+    assert documented(file.read_text())["sums"] is False
+
+
 def test_what_all_replicas_ran_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     around = ["--symbolic", "--mesh", "dp=2,pp=2", "--microbatches", "2"]
     assert main(["check", *traces(tmp_path, 4), *around]) == 0
