@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipeproof.diagnosis.members import Replicas
 from pipeproof.pipeline.mesh import Mesh, Sum, Tied, along, chunks, groups_along, pipelines_of
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import build
@@ -28,6 +29,17 @@ def test_replicas_share_microbatches_and_sums_divide() -> None:
     assert mesh.sizes == "dp 2, pp 2, tp 2"
     assert mesh.places("tp").tolist() == [0, 1] * 4
     assert mesh.places("cp").tolist() == [0] * 8
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"dp": 2, "pp": 2, "tp": 2}, {"pp": 2, "fsdp": 3}, {"dp_replicate": 2, "pp": 2, "dp_shard": 2, "cp": 2}],
+    ids=str,
+)
+def test_ranks_are_given_what_validate_gives_them(axes: dict[str, int]) -> None:
+    mesh = Mesh.of(axes, PIPELINE)
+    given = Replicas.along(axes, PIPELINE.microbatches * mesh.replicas)
+    assert [one.tolist() for one in mesh.shares] == [[*given.share(rank)] for rank in range(mesh.ranks)]
 
 
 def test_shards_are_kept_before_replicas_are_summed() -> None:
