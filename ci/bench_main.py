@@ -14,6 +14,7 @@ import bench_check
 import bench_diagnosis
 import bench_held
 import bench_overhead
+import bench_proof
 import bench_recorder
 import bench_scale
 import bench_simulated
@@ -53,6 +54,7 @@ PARTS = {
     "h": Part("finding the cause of one failure", "seconds", bench_diagnosis.measure, 4, 3),
     "i": Part("what check_step adds to a step", "ms per step", bench_check.measure, 2, 20),
     "j": Part("fuzz cases on simulated ranks, and on real ones", "cases per second", bench_simulated.measure, 2, 10),
+    "k": Part("proving a plan of a 405B model's size", "seconds", bench_proof.measure, 16, 1),
 }
 
 

@@ -82,10 +82,10 @@ def _point(name: str, virtual: int, size: int) -> dict[str, Any]:
     program = timed("lower", lambda: lower(schedule))
     timed("transports", lambda: program_laws.check(program))
     counts = {"actions": len(schedule.columns), "entries": len(program.columns)}
-    return {"seconds": seconds, "gigabytes": _peak_bytes() / (1 << 30), **counts}
+    return {"seconds": seconds, "gigabytes": peak_bytes() / (1 << 30), **counts}
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """The most memory that this process ever had. Linux's getrusage would count what its parent had at the fork."""
     if sys.platform == "linux":
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -28,6 +28,19 @@ class Kind(StrEnum):
     WAIT_SEND_B = "WAIT_SEND_B"
 
 
+class ShardKind(StrEnum):
+    """What a rank does with a stage's parameters and gradients as a whole. The value is its spelling in torch's format.
+
+    UNSHARD gathers parameters that lie in shards, RESHARD leaves each rank its own again. REDUCE_GRAD sums gradients
+    over replicas; where torch 2.15 waits for that, it is WAIT_REDUCE_GRAD.
+    """
+
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
+
+
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 # Where a rank waits until a send of its own is done; a program without them waits for all at its end.
@@ -42,6 +55,7 @@ GIVES_WEIGHT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 # scripts' too), and no more of them than any schedule needs.
 _NUMBER = "0|[1-9][0-9]{0,8}"
 _TEXT = re.compile(f"(?P<stage>{_NUMBER})(?P<kind>{'|'.join(Kind)})(?P<microbatch>{_NUMBER})")
+_OF_STAGE = re.compile(f"({_NUMBER})({'|'.join(ShardKind)})")
 
 
 class Action(NamedTuple):
@@ -71,6 +85,24 @@ class Action(NamedTuple):
                 f"with a kind out of {', '.join(kind.value for kind in Kind)}"
             )
         return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]))
+
+
+class ShardAction(NamedTuple):
+    """Rank ``rank`` does ``kind`` for stage ``stage``, after the first ``slot`` of its compute actions."""
+
+    rank: int
+    slot: int
+    stage: int
+    kind: ShardKind
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}"
+
+    @classmethod
+    def parse(cls, text: str, rank: int, slot: int) -> "ShardAction | None":
+        """What ``text`` spells, such as ``2UNSHARD``; None where that is none."""
+        match = _OF_STAGE.fullmatch(text)
+        return match and cls(rank, slot, int(match[1]), ShardKind(match[2]))
 
 
 def _shown(text: str) -> str:

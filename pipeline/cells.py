@@ -2,19 +2,17 @@
 
 Two dialects. 2.13 writes the sends and receives of ``compute_comms`` alone; 2.15 also where each send is waited for
 (``0WAIT_SEND_F3``), which 2.13 would misread as ``0W``. Both write an overlapping pair as ``(0F7;7B3)OVERLAP_F_B``, and
-both may hold cells about a stage's parameters (``0UNSHARD``), which move nothing between stages and are skipped.
+both may hold cells about a stage's parameters (``0UNSHARD``), which move nothing between stages and are kept apart.
 """
 
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeproof.pipeline.action import Action, ActionError, Kind, ScheduleError
+from pipeproof.pipeline.action import COMPUTE, Action, ActionError, Kind, ScheduleError, ShardAction
 
-_NUMBER = "(?:0|[1-9][0-9]{0,8})"
-_SKIPPED = re.compile(f"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -24,6 +22,7 @@ class Cells:
 
     rows: tuple[tuple[Action, ...], ...]
     overlaps: tuple[tuple[int, int], ...]
+    shard_actions: tuple[ShardAction, ...] = ()
 
 
 def read_cells(text: str) -> Cells:
@@ -34,26 +33,36 @@ def read_cells(text: str) -> Cells:
         raise ScheduleError(f"not comma-separated text: {error}") from None
     if not lines:
         raise ScheduleError("there is no action at all: expected a row for each rank, e.g. 0F0,0F1,0B0,0B1")
-    rows, overlaps = [], []
+    return cells_of(lines)
+
+
+def cells_of(lines: Sequence[Sequence[str]]) -> Cells:
+    """What the cells of every rank's line say. Raises ``ScheduleError`` that names row and column."""
+    rows, overlaps, shard_actions = [], list[tuple[int, int]](), list[ShardAction]()
     for rank, line in enumerate(lines):
         row: list[Action] = []
-        for column, cell in enumerate(line, start=1):
+        computed = 0
+        for column, cell in enumerate(map(str.strip, line), start=1):
+            if one := ShardAction.parse(cell, rank, computed):
+                shard_actions.append(one)
+                continue
             try:
-                actions = _actions(cell.strip())
+                actions = _actions(cell)
             except ActionError as error:
                 raise ScheduleError(f"row {rank + 1}, column {column}: {error}") from None
             if len(actions) == 2:
                 overlaps.append((rank, len(row)))
             row += actions
+            computed += sum(action.kind in COMPUTE for action in actions)
         if not row:
             raise ScheduleError(f"row {rank + 1} has no action: a row is a rank, and every rank holds a stage")
         rows.append(tuple(row))
-    return Cells(tuple(rows), tuple(overlaps))
+    return Cells(tuple(rows), tuple(overlaps), tuple(shard_actions))
 
 
 def _actions(cell: str) -> list[Action]:
     """The actions of a cell: one, two that overlap, or none."""
-    if not cell or _SKIPPED.fullmatch(cell):
+    if not cell:
         return []
     pair = _PAIR.fullmatch(cell)
     if pair is None:
@@ -64,18 +73,27 @@ def _actions(cell: str) -> list[Action]:
     return [forward, backward]
 
 
-def write_cells(rows: Sequence[Sequence[Action]], overlaps: Iterable[tuple[int, int]] = ()) -> str:
-    """``rows`` as comma-separated text, one line per row; ``read_cells`` is its inverse."""
-    first = frozenset(overlaps)
+def write_cells(cells: Cells) -> str:
+    """``cells`` as comma-separated text, one line per row; ``read_cells`` is its inverse."""
+    first = frozenset(cells.overlaps)
+    beside: dict[tuple[int, int], list[str]] = {}
+    for one in cells.shard_actions:
+        beside.setdefault((one.rank, one.slot), []).append(str(one))
     lines = []
-    for rank, row in enumerate(rows):
-        cells: list[str] = []
+    for rank, row in enumerate(cells.rows):
+        line, after = list(beside.get((rank, 0), ())), list[str]()
+        computed = 0
         for slot, action in enumerate(row):
             if (rank, slot - 1) in first:
-                cells[-1] = f"({cells[-1]};{action})OVERLAP_F_B"
+                line[-1] = f"({line[-1]};{action})OVERLAP_F_B"
             else:
-                cells.append(str(action))
-        lines.append(cells)
+                line.append(str(action))
+            if action.kind in COMPUTE:
+                computed += 1
+                after += beside.get((rank, computed), ())
+            if (rank, slot) not in first:  # nothing comes between two that are one cell
+                line, after = line + after, []
+        lines.append(line)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()

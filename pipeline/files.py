@@ -39,12 +39,12 @@ def read_file(path: str | Path) -> Schedule | Program:
         raise ScheduleError(f"{source}: {error}") from None
 
 
-def read_json(path: str | Path, *, expected: str) -> dict[str, Any]:
-    """The object in a JSON file, each key said once. Raises ``ScheduleError`` that says what is ``expected``."""
+def read_json(path: str | Path, *, expected: str, once: bool = True) -> dict[str, Any]:
+    """The object in a JSON file, each key said ``once``. Raises ``ScheduleError`` that says what is ``expected``."""
     if path == "":
         raise ScheduleError(f"cannot read a file whose name is empty: expected {expected}")
     try:
-        found = json.loads(_bytes(Path(path)), object_pairs_hook=_once)
+        found = json.loads(_bytes(Path(path)), object_pairs_hook=_once if once else None)
     except OSError as error:
         raise ScheduleError(f"cannot read {path}: {error.strerror or error}; give a file with {expected}") from None
     except UnicodeDecodeError:

@@ -4,13 +4,13 @@ A law that depends on what the user has (``within_memory``, ``weights_in_order``
 it is passed beside them.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Action, Kind
+from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Action, Kind, ShardAction, ShardKind
 from pipeproof.pipeline.columns import CODE, Columns, Ints, Mask
 from pipeproof.pipeline.dataflow import NEVER, flow, stuck, suppliers
 from pipeproof.pipeline.grid import marked
@@ -64,6 +64,11 @@ def placement(schedule: Schedule) -> Iterator[Violation]:
         for rank in sorted(set(range(schedule.n_ranks)) - set(schedule.placement))
     )
     yield from misplaced(schedule.columns, schedule)
+    for one in schedule.shard_actions:
+        if not 0 <= one.stage < schedule.n_stages:
+            yield Violation("placement", f"{one}: stages are 0..{schedule.n_stages - 1}", one.rank)
+        elif (owner := schedule.placement[one.stage]) != one.rank:
+            yield Violation("placement", f"{one}: stage {one.stage} is on rank {owner}", one.rank)
 
 
 def misplaced(columns: Columns, schedule: Schedule, *, among: Mask | None = None) -> Iterator[Violation]:
@@ -155,6 +160,62 @@ def acyclic(schedule: Schedule) -> Iterator[Violation]:
         yield Violation("acyclic", told, None, tuple(map(columns.cell, cycle)))
 
 
+def reduced_once(schedule: Schedule) -> Iterator[Violation]:
+    """Where gradients are reduced, each stage's are once, after all that adds to them, and are waited for, or none."""
+    reduced = _of_kind(schedule, ShardKind.REDUCE_GRAD)
+    waited = _of_kind(schedule, ShardKind.WAIT_REDUCE_GRAD)
+    for what, found in (("REDUCE_GRAD", reduced), ("WAIT_REDUCE_GRAD", waited)):
+        for stage in range(schedule.n_stages if found else 0):
+            if (count := len(found.get(stage, ()))) != 1:
+                message = f"{stage}{what} appears {count} times, expected once"
+                yield Violation("reduced-once", message, schedule.placement[stage])
+    order = schedule.shard_actions
+    for stage, waits in waited.items():
+        if stage in reduced and order.index(waits[0]) < order.index(reduced[stage][0]):
+            yield Violation("reduced-once", f"{waits[0]} comes before {reduced[stage][0]}", waits[0].rank)
+    columns = schedule.columns
+    for stage, those in reduced.items():
+        first, end = columns.bounds[those[-1].rank] + those[-1].slot, columns.bounds[those[-1].rank + 1]
+        adds = columns.is_kind(*GIVES_WEIGHT_GRADIENT) & (columns.stage == stage)
+        for entry in (first + np.flatnonzero(adds[first:end])).tolist():
+            added = f"{columns.action(entry)} adds to stage {stage}'s gradient after {those[-1]}"
+            yield at(columns, entry, "reduced-once", f"{added}: that is summed over no replicas")
+
+
+def _of_kind(schedule: Schedule, kind: ShardKind) -> Mapping[int, Sequence[ShardAction]]:
+    """By stage the shard actions of a kind, where the stage is."""
+    found = defaultdict[int, list[ShardAction]](list)
+    for one in schedule.shard_actions:
+        known = 0 <= one.stage < schedule.n_stages and schedule.placement[one.stage] == one.rank
+        if one.kind is kind and known:
+            found[one.stage].append(one)
+    return found
+
+
+def unsharded(schedule: Schedule) -> Iterator[Violation]:
+    """Where parameters lie in shards, a stage computes between an UNSHARD and its RESHARD, and ends in shards."""
+    kinds = (ShardKind.UNSHARD, ShardKind.RESHARD)
+    acts = [one for one in schedule.shard_actions if one.kind in kinds]
+    for rank, row in enumerate(schedule.ranks if acts else ()):
+        whole, told = set[int](), set[int]()
+        due = deque(one for one in acts if one.rank == rank)
+        for slot in range(len(row) + 1):
+            while due and due[0].slot <= slot:
+                one = due.popleft()
+                gathers = one.kind is ShardKind.UNSHARD
+                if gathers == (one.stage in whole):
+                    already = "is gathered already" if gathers else "is in shards already"
+                    yield Violation("unsharded", f"{one}: stage {one.stage} {already}", rank)
+                whole ^= {one.stage} if gathers != (one.stage in whole) else set()
+            if slot < len(row) and row[slot].stage not in whole | told:
+                told.add(row[slot].stage)
+                message = f"{row[slot]} computes while stage {row[slot].stage}'s parameters are in shards"
+                yield Violation("unsharded", message, rank, ((rank, slot),))
+        for stage in sorted(whole):
+            message = f"stage {stage} ends gathered: expected a {stage}RESHARD after its last {stage}UNSHARD"
+            yield Violation("unsharded", message, rank)
+
+
 def within_memory(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:
     """The law that no rank ever holds more than ``limit`` activations, counted as ``memory`` counts them."""
 
@@ -197,7 +258,7 @@ def ascending(schedule: Schedule) -> Iterator[Violation]:
             highest[action.stage] = action
 
 
-LAWS: tuple[Law, ...] = (compute_only, placement, completeness, local_order, acyclic)
+LAWS: tuple[Law, ...] = (compute_only, placement, completeness, local_order, acyclic, reduced_once, unsharded)
 
 
 def violations(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> tuple[Violation, ...]:

@@ -7,10 +7,10 @@ from itertools import chain, pairwise
 import numpy as np
 
 from pipeproof.pipeline.action import COMPUTE, GIVES_INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
-from pipeproof.pipeline.cells import read_cells, write_cells
+from pipeproof.pipeline.cells import Cells, read_cells, write_cells
 from pipeproof.pipeline.columns import CODE, Columns, Ints
 from pipeproof.pipeline.dataflow import product_of, suppliers
-from pipeproof.pipeline.schedule import Schedule, ScheduleError, schedule_from_csv, schedule_of
+from pipeproof.pipeline.schedule import Schedule, ScheduleError, schedule_of
 from pipeproof.pipeline.simulate import simulate
 
 
@@ -73,7 +73,7 @@ class Program:
             for slot, pair in enumerate(pairwise(row))
             if pairs and pair in pairs
         )
-        return write_cells(self.ranks, both)
+        return write_cells(Cells(self.ranks, tuple(both), self.schedule.shard_actions))
 
 
 def program_from_csv(text: str, *, name: str = "csv") -> Program:
@@ -82,21 +82,30 @@ def program_from_csv(text: str, *, name: str = "csv") -> Program:
     The schedule is its compute actions, read as ``schedule_from_csv`` reads them. Laws are not checked here
     (``pipeproof.pipeline.program_laws``). Raises ``ScheduleError``.
     """
-    cells = read_cells(text)
+    return program_of(read_cells(text), name=name)
+
+
+def program_of(cells: Cells, *, name: str) -> Program:
+    """The program that ``cells`` are, messages among them. Raises ``ScheduleError``."""
     columns = Columns.of(cells.rows)
     compute = columns.is_kind(*COMPUTE)
     before: Ints = np.cumsum(compute) - compute
     first = columns.take(compute).bounds[columns.rank]
     slots = (before - first).tolist()
     overlaps = tuple((rank, slots[int(columns.bounds[rank]) + slot]) for rank, slot in cells.overlaps)
-    return Program(schedule_of(columns.take(compute).rows(), name=name, overlaps=overlaps), columns)
+    computed = replace(cells, rows=columns.take(compute).rows(), overlaps=overlaps)
+    return Program(schedule_of(computed, name=name), columns)
 
 
 def read_csv(text: str, *, name: str = "csv") -> Schedule | Program:
     """A program where there is any message in ``text``, else a schedule. Raises ``ScheduleError``."""
-    rows = read_cells(text).rows
-    messages = any(action.kind not in COMPUTE for row in rows for action in row)
-    return program_from_csv(text, name=name) if messages else schedule_from_csv(text, name=name)
+    return planned(read_cells(text), name=name)
+
+
+def planned(cells: Cells, *, name: str) -> Schedule | Program:
+    """A program where there is any message in ``cells``, else a schedule. Raises ``ScheduleError``."""
+    messages = any(action.kind not in COMPUTE for row in cells.rows for action in row)
+    return program_of(cells, name=name) if messages else schedule_of(cells, name=name)
 
 
 def lower(schedule: Schedule, *, early: int = 0) -> Program:

@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.action import Action, ShardAction
 from pipeproof.pipeline.action import ScheduleError as ScheduleError
-from pipeproof.pipeline.cells import read_cells, write_cells
+from pipeproof.pipeline.cells import Cells, read_cells, write_cells
 from pipeproof.pipeline.columns import Columns, Ints
 from pipeproof.pipeline.sizes import some
 
@@ -19,7 +19,9 @@ class Schedule:
 
     ``ranks[r]`` is rank r's list; an action's position in it is its slot. ``placement[s]`` is the rank of stage s.
     ``overlaps`` are the (rank, slot) of forwards that run together with the backward after them, as one action: both
-    start when both can, and what they make leaves when both have ended (torch's ``OVERLAP_F_B``).
+    start when both can, and what they make leaves when both have ended (torch's ``OVERLAP_F_B``). ``shard_actions`` are
+    when stages' parameters are gathered and their gradients reduced, where that is a part of the schedule: those of a
+    rank in their order. Our runtime does not run them.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Schedule:
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
     overlaps: tuple[tuple[int, int], ...] = ()
+    shard_actions: tuple[ShardAction, ...] = ()
 
     @property
     def n_ranks(self) -> int:
@@ -61,7 +64,7 @@ class Schedule:
 
     def to_csv(self) -> str:
         """One row per rank, one action per cell: torch's ``compute_only`` format."""
-        return write_cells(self.ranks, self.overlaps)
+        return write_cells(Cells(self.ranks, self.overlaps, self.shard_actions))
 
     def __str__(self) -> str:
         rows = (" ".join(map(str, actions)) for actions in self.ranks)
@@ -76,15 +79,14 @@ def schedule_from_csv(text: str, *, name: str = "csv") -> Schedule:
     and microbatches 0..M-1 all present. Empty lines at the end are no rows. Raises ``ScheduleError``.
     """
     cells = read_cells(text)
-    return schedule_of(cells.rows, name=name, overlaps=cells.overlaps)
+    return schedule_of(cells, name=name)
 
 
-def schedule_of(
-    rows: tuple[tuple[Action, ...], ...], *, name: str, overlaps: tuple[tuple[int, int], ...] = ()
-) -> Schedule:
-    """The schedule of ``rows``, with placement and microbatches read off them. Raises ``ScheduleError``."""
-    microbatches = _count({action.microbatch for row in rows for action in row}, "microbatch")
-    return Schedule(name, microbatches, _placement_of(rows), rows, overlaps)
+def schedule_of(cells: Cells, *, name: str) -> Schedule:
+    """The schedule of compute actions, with placement and microbatches read off them. Raises ``ScheduleError``."""
+    microbatches = _count({action.microbatch for row in cells.rows for action in row}, "microbatch")
+    placement = _placement_of(cells.rows)
+    return Schedule(name, microbatches, placement, cells.rows, cells.overlaps, cells.shard_actions)
 
 
 def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:

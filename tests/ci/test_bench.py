@@ -9,6 +9,7 @@ from typing import Any
 
 import bench_held
 import bench_main
+import bench_proof
 import bench_ranks
 import bench_scale
 import bench_sleep
@@ -82,6 +83,16 @@ def test_scale_is_measured_point_by_point() -> None:
         steps = ("build", "check", "simulate", "lower", "transports")
         assert row.medians["total s"] == pytest.approx(sum(row.medians[step] for step in steps))
         assert 0 < row.medians["peak GB"] < 0.2, "torch, which this process has loaded, is not in it"
+
+
+@pytest.mark.long
+def test_a_proof_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_proof, "MESHES", ("dp=2,pp={}",))
+    (row,) = bench_proof.measure(ranks=2, rounds=1)
+    assert row.name == "dp=2,pp=2"
+    assert row.note.startswith("each of 1,024 microbatches once in each gradient of 4 ranks, divided by 2, and 1 tied")
+    assert [target.met for target in row.targets] == [True, True]
+    assert 0 < row.medians["peak GB"] < 0.3, "torch, which this process has loaded, is not in it"
 
 
 def test_units_are_shared_by_a_ranks_stages() -> None:

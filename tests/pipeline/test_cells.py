@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeproof.pipeline.action import ScheduleError
+from pipeproof.pipeline.action import ScheduleError, ShardKind
 from pipeproof.pipeline.cells import Cells, read_cells, write_cells
+from pipeproof.pipeline.laws import violations
 from pipeproof.pipeline.lower import Program, lower, program_from_csv, read_csv
+from pipeproof.pipeline.program_laws import ANYWHERE
+from pipeproof.pipeline.program_laws import violations as program_violations
 from pipeproof.pipeline.schedule import Schedule, schedule_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 
@@ -42,12 +45,22 @@ def test_a_pair_that_overlaps_is_one_cell() -> None:
     cells = read_cells(text)
     assert cells.overlaps == ((0, 2), (0, 4))
     assert " ".join(map(str, cells.rows[0])) == "0F0 0F1 1F0 0B1 1F1 0B0"
-    assert write_cells(cells.rows, cells.overlaps) == text.replace('"', "")
+    assert write_cells(cells) == text.replace('"', "")
     assert schedule_from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1").overlaps == ((0, 1),)
 
 
-def test_cells_about_parameters_are_skipped() -> None:
-    assert read_cells("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD") == read_cells("0F0,0B0")
+def test_cells_about_parameters_are_kept_apart() -> None:
+    text = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
+    cells = read_cells(text)
+    assert cells.rows == read_cells("0F0,0SEND_F0,0RECV_B0,0B0").rows
+    places = [(one.slot, str(one)) for one in cells.shard_actions]  # slots count what is computed
+    assert places == [(0, "0UNSHARD"), (2, "0RESHARD"), (2, "0REDUCE_GRAD"), (2, "0WAIT_REDUCE_GRAD")]
+    assert write_cells(cells) == f"{text}\n"
+
+
+def test_cells_about_parameters_come_back_beside_a_pair_that_overlaps() -> None:
+    text = "0UNSHARD,1UNSHARD,0F0,0F1,(1F0;0B1)OVERLAP_F_B,1RESHARD,(1F1;0B0)OVERLAP_F_B,0REDUCE_GRAD,1B0\n"
+    assert write_cells(read_cells(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -97,3 +110,27 @@ def test_torch_reads_our_program(tmp_path: Path) -> None:
         assert form == "compute_comms"
         if not program.schedule.overlaps:  # torch prints an overlapping pair otherwise than it writes it
             assert [",".join(map(str, row)) for row in order.values()] == text.splitlines()
+
+
+def torch_s(name: str, *, messages: bool) -> str:
+    """A family as torch itself lowers it for ``fully_shard``: stages are gathered, left again, and reduced."""
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    found = build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))
+    order = {}
+    for rank, line in enumerate(found.to_csv().splitlines()):
+        gathered = torch._add_unshard_reshard(list(map(torch._Action.from_str, line.split(","))))
+        order[rank] = torch._add_reduce_grad(gathered, found.microbatches)
+    if messages:
+        order = torch._add_send_recv(order, found.placement.__getitem__, found.n_stages)
+    return "".join(",".join(map(str, row)) + "\n" for row in order.values())
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dualpipev"])  # torch prints its pairs otherwise
+def test_what_torch_lowers_for_shards_keeps_every_law_and_comes_back(name: str) -> None:
+    schedule, program = read_csv(torch_s(name, messages=False)), read_csv(torch_s(name, messages=True))
+    assert isinstance(schedule, Schedule)
+    assert isinstance(program, Program)
+    assert violations(schedule) == program_violations(program, laws=ANYWHERE) == ()
+    assert {one.kind for one in program.schedule.shard_actions} == {*ShardKind} - {ShardKind.WAIT_REDUCE_GRAD}
+    assert schedule.to_csv() == torch_s(name, messages=False)
+    assert read_csv(program.to_csv()) == program

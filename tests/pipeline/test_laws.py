@@ -22,6 +22,11 @@ def schedule(*rows: str, microbatches: int = 1, placement: tuple[int, ...] = (0,
     return Schedule("specimen", microbatches, placement, actions)
 
 
+def sharded(*rows: str) -> Schedule:
+    """Cells with what is done with parameters among them."""
+    return schedule_from_csv("\n".join(row.replace(" ", ",") for row in rows), name="specimen")
+
+
 class Specimen(NamedTuple):
     """A schedule that breaks one law alone, and how that reads."""
 
@@ -98,6 +103,46 @@ SPECIMENS = {
             "rank 1 at 1F1, which waits for rank 0 at 0F1, which waits for rank 0 at 0B0, which waits for rank 1 at "
             "1B0",
         ),
+    ),
+    "gradients reduced on another rank than the stage's, and of no stage": Specimen(
+        sharded("0F0 0B0 0REDUCE_GRAD 1REDUCE_GRAD", "1F0 1B0 1REDUCE_GRAD 7REDUCE_GRAD"),
+        (
+            "placement: rank 0: 1REDUCE_GRAD: stage 1 is on rank 1",
+            "placement: rank 1: 7REDUCE_GRAD: stages are 0..1",
+        ),
+    ),
+    "a reduction before the last weight gradient": Specimen(
+        sharded("0F0 0I0 0REDUCE_GRAD 0W0", "1F0 1B0 1REDUCE_GRAD"),
+        ("reduced-once: rank 0: 0W0 adds to stage 0's gradient after 0REDUCE_GRAD: that is summed over no replicas",),
+    ),
+    "two reductions of a stage, and none of another": Specimen(
+        sharded("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "1F0 1B0"),
+        (
+            "reduced-once: rank 0: 0REDUCE_GRAD appears 2 times, expected once",
+            "reduced-once: rank 1: 1REDUCE_GRAD appears 0 times, expected once",
+        ),
+    ),
+    "a wait for a reduction before it, and one that is missing": Specimen(
+        sharded("0F0 0B0 0WAIT_REDUCE_GRAD 0REDUCE_GRAD", "1F0 1B0 1REDUCE_GRAD"),
+        (
+            "reduced-once: rank 1: 1WAIT_REDUCE_GRAD appears 0 times, expected once",
+            "reduced-once: rank 0: 0WAIT_REDUCE_GRAD comes before 0REDUCE_GRAD",
+        ),
+    ),
+    "a stage that computes in shards": Specimen(
+        sharded("0UNSHARD 0F0 0RESHARD 0B0", "1UNSHARD 1F0 1B0 1RESHARD"),
+        ("unsharded: rank 0: 0B0 computes while stage 0's parameters are in shards",),
+    ),
+    "a stage that nobody gathers, beside one that is gathered twice and stays so": Specimen(
+        sharded("0F0 0B0", "1UNSHARD 1F0 1UNSHARD 1B0"),
+        (
+            "unsharded: rank 0: 0F0 computes while stage 0's parameters are in shards",
+            "unsharded: rank 1: 1UNSHARD: stage 1 is gathered already",
+            "unsharded: rank 1: stage 1 ends gathered: expected a 1RESHARD after its last 1UNSHARD",
+        ),
+    ),
+    "a stage that is left twice": Specimen(
+        sharded("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD"), ("unsharded: rank 0: 0RESHARD: stage 0 is in shards already",)
     ),
 }
 
@@ -298,6 +343,9 @@ def test_the_laws_hold_exactly_where_the_schedule_runs(schedule: Schedule) -> No
 
 
 def test_that_comparison_sees_both_sides() -> None:
-    """What the comparison above rests on: ``runs`` says yes to a good schedule and no to every specimen."""
+    """What the comparison above rests on: ``runs`` says yes to a good schedule and no to every specimen.
+
+    It knows nothing of shards.
+    """
     assert runs(schedule(*GOOD, microbatches=2))
-    assert not any(runs(specimen.schedule) for specimen in SPECIMENS.values())
+    assert not any(runs(one) for one, _ in SPECIMENS.values() if not one.shard_actions)

@@ -18,7 +18,8 @@ MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden", "frameworks"
 
 PLAN = set(
     "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "
-    "symbolic simulate sizes partition grid plan layouts files profile trace deliveries costs chrome_trace".split()
+    "symbolic simulate sizes partition grid plan layouts files profile trace deliveries costs chrome_trace "
+    "mesh mesh_file mesh_sums recorded".split()
 )
 FRAMEWORKS = {f"validation.{name}" for name in "colossalai deepspeed megatron nanotron torchtitan transformers".split()}
 STARTERS = "validation.commands.starters."  # files that become a user's own

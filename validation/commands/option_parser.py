@@ -90,6 +90,11 @@ def whole(word: str) -> int:
         raise ArgumentTypeError(f"{word!r}: expected a whole number") from None
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """``0,15``: whole numbers."""
+    return tuple(whole(word) for word in text.split(","))
+
+
 def add_names(parser: argparse._ActionsContainer, option: str, says: str, *, known: Known, default: str = "") -> None:
     """An option that takes names with commas between, of those that are ``known``."""
     offers(parser.add_argument(option, default=default, metavar="NAME,...", help=says), known)

@@ -1,12 +1,11 @@
-"""The commands about schedules themselves, as options: ``show``, ``check`` and ``plan``. They start without torch."""
+"""The commands about schedules themselves, as options: ``show`` and ``plan``. They start without torch."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from pipeproof.cases.case import MODELS, CaseError
+from pipeproof.commands.check_command import add_check_command, schedule_data
 from pipeproof.commands.drawn import against, lawful, named
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import (
@@ -30,28 +29,21 @@ from pipeproof.commands.selection import (
     schedule_in,
 )
 from pipeproof.commands.simulation_options import add_virtual_time
-from pipeproof.pipeline.action import Action
-from pipeproof.pipeline.columns import Columns
 from pipeproof.pipeline.costs import trace_of
-from pipeproof.pipeline.files import is_csv, read_file
-from pipeproof.pipeline.grid import draw, marked
-from pipeproof.pipeline.laws import Violation, report
-from pipeproof.pipeline.laws import violations as of_schedule
-from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.files import is_csv
+from pipeproof.pipeline.grid import draw
+from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.plan import COLUMNS, Needs, plan, row, trade
-from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
-from pipeproof.pipeline.symbolic import Terms, terms, wrong_terms
-from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks, transport_of
+from pipeproof.pipeline.transports import transport_of
 from pipeproof.reports.columns import Column, in_pieces, table
 from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.launcher import start_fork_server
 
-_BY_NAME, _IN_ORDER = "by name", "in order"  # ways in which messages meet
 _UNIT = (1.0, 1.0, 1.0)
 _TIMES = "how long F, I and W of a {} take (default 1,1,1)"
 
@@ -59,16 +51,7 @@ _TIMES = "how long F, I and W of a {} take (default 1,1,1)"
 def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the three commands."""
     _add_show(commands.add_parser("show", help="draw a schedule, with its bubbles and memory"))
-    about = "check a schedule or a program in torch's CSV format against every law"
-    checker = commands.add_parser("check", help=about)
-    checker.add_argument("file", help="a FILE.csv, or - for standard input; with --symbolic also one of show's names")
-    symbols = (
-        "show what each stage's gradient is made of, for all models and data, under both ways in which messages meet"
-    )
-    checker.add_argument("--symbolic", action="store_true", help=symbols)
-    add_shape(checker)
-    add_outputs(checker, what="what was found")
-    checker.set_defaults(run=_check)
+    add_check_command(commands)
     _add_plan(commands.add_parser("plan", help="compare all schedules: time, bubble, memory, messages; the best first"))
 
 
@@ -129,7 +112,7 @@ def _show(options: argparse.Namespace) -> int:
             timeline = show(schedule, Times(*(options.times or _UNIT)), paths)
         Terminal().detail(_shown(schedule.name, timeline))
         Terminal().say(described(timeline, Times(*(options.times or _UNIT))))
-        return files.finish(0, schedule=_data(schedule), timeline=_times(timeline))
+        return files.finish(0, schedule=schedule_data(schedule), timeline=_times(timeline))
 
 
 def _show_against(options: argparse.Namespace, paths: Paths) -> int:
@@ -156,30 +139,6 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
     times = None if options.times is None else Times(*options.times)
     virtual = None if options.world == REAL else Virtual(transport_of(options.transport), options.latency, times)
     return show_measured(case, paths, Outputs.of(options), steps=options.steps, virtual=virtual)
-
-
-def _check(options: argparse.Namespace) -> int:
-    family = options.file in FAMILIES and not Path(options.file).exists()
-    if family and not options.symbolic:
-        cure = f"pipeproof show {options.file} builds that family and draws it; --symbolic checks it"
-        raise ValueError(f"{options.file} is no file: {cure}")
-    shape = Shape(options.ranks, options.microbatches, options.virtual)
-    with Outputs.of(options).opened("check") as files:
-        with Terminal().progress(f"check {options.file}"):
-            made = shape.family(options.file) if family else read_file(options.file)
-            if not family:
-                shape.agree(options.file, schedule_in(made))
-            found = checked(made, symbolic=options.symbolic)
-        *details, last = str(found).splitlines()
-        for text in details:
-            (Terminal().say if found.wrong else Terminal().detail)(text)
-        Terminal().say(last)
-        transports = {transport.value: deadlock and deadlock.text for transport, deadlock in found.deadlocks.items()}
-        broken = [asdict(violation) for violation in found.violations]
-        told: dict[str, Any] = {"violations": broken, "transports": transports}
-        if options.symbolic:
-            told["symbolic"] = {way: proof.proven for way, proof in found.proofs.items()}
-        return files.finish(WRONG if found.wrong else 0, schedule=_data(found.schedule), **told)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -221,12 +180,6 @@ def _planned() -> list[Column]:
     ]
 
 
-def _data(schedule: Schedule) -> dict[str, object]:
-    ranks = [list(map(str, row)) for row in schedule.ranks]
-    sizes = {"stages": schedule.n_stages, "microbatches": schedule.microbatches}
-    return {"name": schedule.name, "ranks": ranks, **sizes}
-
-
 def _times(timeline: Timeline) -> dict[str, object]:
     names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
     return {name: getattr(timeline, name) for name in names}
@@ -266,67 +219,3 @@ def _grid(timeline: Timeline) -> str:
         return draw(timeline)
     except ScheduleError as error:  # a grid has whole units only; a picture has any
         return f"({error}; --svg or --png draws it)"
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What is wrong with a schedule or a program, and under which transports it deadlocks.
-
-    Under none where a law is broken that comes before deadlocks.
-    """
-
-    schedule: Schedule
-    rows: Sequence[Sequence[Action]]
-    violations: Sequence[Violation]
-    deadlocks: Mapping[Transport, Deadlock | None]
-    columns: Columns
-    proofs: Mapping[str, Terms] = field(default_factory=dict)
-
-    @property
-    def wrong(self) -> bool:
-        """Whether anything in it breaks a law."""
-        return bool(self.violations)
-
-    def __str__(self) -> str:
-        if self.violations and not self.deadlocks:
-            return "\n".join([*self._proven(), report(self.schedule.name, self.violations, self.rows)])
-        return "\n".join([*self._proven(), *self._lines()])
-
-    def _proven(self) -> Iterator[str]:
-        """A line for each way in which messages meet: what gradients are made of."""
-        for way, found in self.proofs.items():
-            once = f"{len(found.entries):,} terms: in each stage's gradient each microbatch's own, once"
-            wrong = int((~found.right).sum()), int((found.counts != 1).sum())
-            told = f"WRONG: {wrong[0]:,} terms are of no one microbatch, {wrong[1]:,} are not there once"
-            yield f"terms     {way:9}  {once if found.proven else told}"
-
-    def _lines(self) -> Iterator[str]:
-        """A line per transport, and one in the end."""
-        cells = set[tuple[int, int]]()
-        for transport, deadlock in self.deadlocks.items():
-            told = "no deadlock" if deadlock is None else f"DEADLOCK: {deadlock.text}"
-            yield f"transport {transport.value:9}  {told}"
-            cells |= set(map(self.columns.cell, deadlock.entries)) if deadlock else set()
-        yield from marked(self.rows, cells)
-        if not cells:
-            timeline = simulate(self.schedule)
-            bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
-            yield f"{self.schedule.name} keeps every law: {self.schedule.sizes}; {bubble}"
-
-
-def checked(found: Schedule | Program, *, symbolic: bool = False) -> Checked:
-    """Every law of ``found``; of a schedule first its own, as messages can be made for a sound one only.
-
-    ``symbolic``: what gradients are made of, too, where actions and messages are on the ranks of their stages.
-    """
-    if isinstance(found, Schedule) and (broken := of_schedule(found)):
-        return Checked(found, found.ranks, broken, {}, found.columns)
-    program = found if isinstance(found, Program) else lower(found)
-    broken = violations(program)
-    proofs: dict[str, Terms] = {}
-    if symbolic and not any(violation.law == "placement" for violation in broken):
-        proofs = {way: terms(program, by_name=way == _BY_NAME) for way in (_BY_NAME, _IN_ORDER)}
-        wrong = next((one for one in proofs.values() if not one.proven), None)
-        broken = (*broken, *(() if wrong is None else wrong_terms(program, wrong)))
-    waits = {} if any(violation.law != "deadlock" for violation in broken) else deadlocks(program)
-    return Checked(program.schedule, program.ranks, broken, waits, program.columns, proofs)

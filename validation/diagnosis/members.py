@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, permutations, product
+from itertools import chain, permutations
 from typing import Protocol
 
 from torch import Tensor
@@ -14,17 +14,13 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard
+from pipeproof.pipeline.mesh import DATA, MODEL, PIPELINE, along
 from pipeproof.pipeline.sizes import MOST_RANKS, some
 from pipeproof.reference.step import Contribution, Gradient, Site
 
 
 class ReplicasError(ValueError):
     """Replicas that cannot be."""
-
-
-PIPELINE = "pp"
-DATA = ("dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "ep")  # ranks along them have data of their own
-MODEL = ("tp", "sp", "cp")  # and along these they work on the same
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,10 @@ class Replicas:
                 raise ReplicasError(f"ranks has {size!r} along {axis!r}: expected how many ranks there are")
         _counted(math.prod(ranks.values()), dict(ranks))
         return cls(
-            _along(ranks, DATA),
+            along(ranks, DATA),
             microbatches,
-            together=_along(ranks, (PIPELINE,)),
-            copies=_along(ranks, [axis for axis in DATA if axis != "ep"]),
+            together=along(ranks, (PIPELINE,)),
+            copies=along(ranks, [axis for axis in DATA if axis != "ep"]),
             sequence=next((axis for axis in ("cp", "sp") if ranks.get(axis, 1) > 1), ""),
             in_step=next((axis for axis in ("ep", "fsdp", "dp_shard") if ranks.get(axis, 1) > 1), ""),
             axes=tuple(ranks.items()),
@@ -117,17 +113,6 @@ def _counted(count: int, said: object) -> int:
     if not 1 <= count <= MOST_RANKS:
         raise ReplicasError(f"ranks is {said}: expected at least 1, and at most {MOST_RANKS}")
     return count
-
-
-def _along(axes: Mapping[str, int], some: Sequence[str]) -> tuple[int, ...]:
-    """Of every rank, its place along ``some`` of the axes."""
-    numbers = []
-    for place in product(*map(range, axes.values())):
-        number = 0
-        for (axis, size), at in zip(axes.items(), place, strict=True):
-            number = number * size + at if axis in some else number
-        numbers.append(number)
-    return tuple(numbers)
 
 
 _NORMS_ALIKE = 1e-5  # how far apart, relative to their size, two ways of forming one norm may be

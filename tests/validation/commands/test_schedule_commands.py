@@ -8,7 +8,6 @@ import pytest
 from pipeproof.commands.cli import main
 from pipeproof.pipeline.schedules import build
 from pipeproof.reports.colours import WRONG
-from tests.support.json_schema import documented
 
 
 def test_times_of_ones_own_stretch_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,38 +93,3 @@ def test_a_family_is_as_large_as_the_file_beside_it(
 def test_what_cannot_be_compared_is_refused(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "gpipe", "--against", "1f1b", *more]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_what_gradients_are_made_of_is_proven_for_a_plan_of_any_size(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["interleaved", "--ranks", "16", "--virtual", "8", "--microbatches", "64"]
-    assert main(["check", *plan, "--symbolic"]) == 0
-    out = capsys.readouterr().out
-    for way in ("by name", "in order"):
-        assert f"terms     {way:9}  8,192 terms: in each stage's gradient each microbatch's own, once" in out
-
-
-def test_terms_of_no_one_microbatch_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1", "1RECV_F1,1RECV_F0,1F0,1F1,1B0,1B1"
-    (tmp_path / "x.csv").write_text(f"{first}\n{second},1SEND_B0,1SEND_B1\n")
-    assert main(["check", str(tmp_path / "x.csv"), "--symbolic", "--json", str(tmp_path / "x.json")]) == 1
-    out = capsys.readouterr().out
-    assert "terms     in order   WRONG: 4 terms are of no one microbatch, 4 are not there once" in out
-    assert "terms: rank 1: 1B0 adds the input of microbatch 1 with" in out
-    assert documented((tmp_path / "x.json").read_text())["symbolic"] == {"by name": True, "in order": False}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["1f1b"], "pipeproof show 1f1b builds that family and draws it; --symbolic checks it"),
-        (["1f1b", "--symbolic", "--virtual", "3"], "virtual is 3, but 1f1b has one stage per rank"),
-        (["x.csv", "--ranks", "3"], "--ranks is 3, but x.csv has 2: leave the option out"),
-    ],
-)
-def test_what_cannot_be_checked_is_a_sentence(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    assert main(["check", *words]) == 2
-    assert said in capsys.readouterr().err

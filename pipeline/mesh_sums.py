@@ -1,0 +1,224 @@
+"""What the sums over a mesh make of each rank's gradients, in symbols: whose terms they have, and how often.
+
+Each pipeline of a mesh runs one program, whose terms ``symbolic`` shows. So before the sums a rank's gradient has,
+once, each microbatch that the rank is given, and what it has after them follows from groups and shares alone. No rank
+and no microbatch stands for another; but a sum is worked out once for all who get it. A right gradient has every
+microbatch of the step once, whatever the model and the data are.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeproof.pipeline.columns import Ints
+from pipeproof.pipeline.laws import Violation
+from pipeproof.pipeline.mesh import PARTS, PIECES, PIPELINE, Mesh, Rows, Tied
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.sizes import some
+
+_MOST = 5  # violations of a law that are told
+
+
+class _Part(NamedTuple):
+    """What a gradient is of: the stages at a place in the pipeline, a part of them along tp, and some of its rows."""
+
+    place: int
+    part: int
+    rows: Rows
+
+
+class Sums:
+    """Every rank's gradient after all sums: what it is ``of``, and in ``made`` how often each rank's own is in it.
+
+    ``mixed``: the axis and the ranks of sums of what is not the same.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
+        self.mesh = mesh
+        self.schedule = schedule
+        self.place = mesh.places(PIPELINE).tolist()
+        parts = mesh.places(PARTS).tolist()
+        self.of = [_Part(*both, (0, mesh.rows)) for both in zip(self.place, parts, strict=True)]
+        self.made = [Counter({rank: 1}) for rank in range(mesh.ranks)]
+        self.mixed: list[tuple[str, Sequence[int]]] = []
+        for one in mesh.sums:
+            before = list(self.of)
+            for group in mesh.groups[one.over]:
+                if len({before[rank] for rank in group}) > 1:
+                    self.mixed.append((one.over, group))
+                total = Counter[int]()
+                for rank in group:
+                    total.update(self.made[rank])
+                for k, rank in enumerate(group):
+                    self.made[rank] = total
+                    self.of[rank] = before[rank]._replace(rows=one.keeps[k]) if one.keeps else before[rank]
+
+    @cached_property
+    def units(self) -> list[Ints]:
+        """By rank, what it works on, in order: pieces of microbatches, each a number."""
+        mesh, piece = self.mesh, self.mesh.places(PIECES).tolist()
+        made: dict[tuple[int, int], Ints] = {}  # ranks that are given one list work on one
+        for share, own in zip(mesh.shares, piece, strict=True):
+            made.setdefault((id(share), own), share * mesh.pieces + own)
+        return [made[id(share), own] for share, own in zip(mesh.shares, piece, strict=True)]
+
+    def stages(self, place: int) -> str:
+        """The stages at a place in the pipeline, in words."""
+        stages = self.schedule.stages_of(place)
+        return f"stage{'s' * (len(stages) > 1)} {_list(stages)}"
+
+    def unit(self, unit: int) -> str:
+        """What a rank works on, in words."""
+        microbatch, piece = divmod(unit, self.mesh.pieces)
+        return f"microbatch {microbatch}" + (f", {PIECES} {piece}" if self.mesh.pieces > 1 else "")
+
+    def told(self, units: Ints) -> str:
+        """What a rank works on, the first of it."""
+        first = ", ".join(str(unit // self.mesh.pieces) for unit in units[:4].tolist())
+        piece = f", {PIECES} {units[0] % self.mesh.pieces}" if self.mesh.pieces > 1 and len(units) else ""
+        return f"microbatches {first}{', ...' if len(units) > 4 else ''}{piece}"
+
+
+Law = Callable[[Sums], Iterator[Violation]]
+
+
+def groups(mesh: Mesh) -> Iterator[Violation]:
+    """Along each axis, every rank is in one group, and the groups are as large as the axis."""
+    for axis, found in mesh.groups.items():
+        counts = Counter(rank for group in found for rank in group)
+        for rank in sorted({*range(mesh.ranks), *counts}):
+            if rank >= mesh.ranks:
+                yield Violation("groups", f"{axis}: ranks are 0..{mesh.ranks - 1}", rank)
+            elif counts[rank] != 1:
+                yield Violation("groups", f"{axis}: is in {some(counts[rank], 'group')}, expected 1", rank)
+        for group in (group for group in found if len(group) != mesh.axes[axis]):
+            said = f"{axis}: the group of ranks {_list(group)} has {len(group)}, expected {mesh.axes[axis]}"
+            yield Violation("groups", said)
+
+
+def shares(found: Sums) -> Iterator[Violation]:
+    """Ranks of one pipeline, and those with parts of the same stages, work on the same microbatches, in one order."""
+    for axis in (PIPELINE, PARTS):
+        for first, *others in found.mesh.groups.get(axis, ()):
+            for rank in others:
+                one, other = found.units[rank], found.units[first]
+                if not np.array_equal(one, other):
+                    said = f"{axis}: works on {found.told(one)}, but rank {first} of its group on {found.told(other)}"
+                    yield Violation("shares", said, rank)
+
+
+def sums(found: Sums) -> Iterator[Violation]:
+    """In the end each rank's gradient has every microbatch of the step once, of its own stages, evenly divided."""
+    for axis, group in found.mixed:
+        whole = {found.of[rank].place: rank for rank in reversed(group)}
+        if len(whole) > 1:
+            told = [f"rank {rank} of {found.stages(place)}" for place, rank in list(whole.items())[-1:-3:-1]]
+            yield Violation("sums", f"{axis}: what is summed is not of the same stages: {' and '.join(told)}")
+        else:
+            yield Violation("sums", f"{axis}: ranks {_list(group)} sum different parts of one gradient")
+    if not found.mixed:
+        yield from _miscounted(found)
+
+
+def _miscounted(found: Sums) -> Iterator[Violation]:
+    """Gradients in which a microbatch has not the weight that it should have; the first such microbatch of each.
+
+    Weights decide, not counts: who takes the mean of equal means once more changes nothing.
+    """
+    mesh, told = found.mesh, set[int]()
+    total = found.schedule.microbatches * mesh.replicas * mesh.pieces
+    divided = prod(one.divisor for one in mesh.sums)
+    over = ("", "") if divided == mesh.divisor else (f" over {divided}", f" over {mesh.divisor}")
+    for rank, made in enumerate(found.made):
+        if id(made) in told:  # the same sum, of another rank
+            continue
+        told.add(id(made))
+        units = np.concatenate([found.units[one] for one in made])
+        often = np.repeat([*made.values()], found.schedule.microbatches)
+        has = np.bincount(units[units < total], weights=often[units < total], minlength=total)
+        said = f"{found.stages(found.place[rank])}: the gradient has"
+        for unit in np.flatnonzero(has * mesh.divisor != divided)[:1].tolist():
+            seen = f"{found.unit(unit)} {some(int(has[unit]), 'time')}{over[0]}"
+            yield Violation("sums", f"{said} {seen}, expected once{over[1]}", rank)
+        for unit in units[units >= total][:1].tolist():
+            yield Violation("sums", f"{said} {found.unit(unit)}, but they are 0..{total // mesh.pieces - 1}", rank)
+
+
+def parts(found: Sums) -> Iterator[Violation]:
+    """All parts of a gradient are kept, each once, and each rank keeps what its optimizer holds."""
+    every, due = found.mesh.rows, range(found.mesh.axes.get(PARTS, 1))
+    for rank, rows in enumerate(found.mesh.holds):
+        if (kept := found.of[rank].rows) != rows:
+            said = f"keeps the gradient of rows {_span(kept)}, but its optimizer holds {_span(rows)}"
+            yield Violation("parts", said, rank)
+    for one in (one for one in found.mesh.sums if one.keeps):
+        ends = [(0, 0), *sorted(rows for rows in one.keeps if rows[0] < rows[1]), (every, every)]
+        for (_, end), (begin, _) in pairwise(ends):
+            if end != begin:
+                who, between = ("nobody keeps" if end < begin else "several keep"), sorted((begin, end))
+                yield Violation("parts", f"{one.over}: {who} rows {between[0]} to {between[1]} of {every}")
+    has = {(one.place, one.part) for one in found.of}
+    for place, part in sorted({(place, part) for place in {*found.place} for part in due} - has):
+        yield Violation("parts", f"nobody has {PARTS} {part} of {found.stages(place)}")
+
+
+def tied(found: Sums) -> Iterator[Violation]:
+    """Each copy of a tied parameter becomes the sum of one copy of each stage that has one, all of one part."""
+    mesh = found.mesh
+    for one in mesh.tied:
+        owners = {stage: found.schedule.placement[stage] for stage in one.stages}
+        holders = {rank for rank in range(mesh.ranks) if found.place[rank] in owners.values()}
+        summed = _tied_groups(mesh, one, holders)
+        counts, name = Counter(rank for group in summed for rank in group), f"stages {_list(one.stages)}"
+        for rank in sorted(holders | {*counts}):
+            if rank not in holders:
+                yield Violation("tied", f"{name}: has no copy, but is in a group", rank)
+            elif counts[rank] != 1:
+                yield Violation("tied", f"{name}: its copy is in {some(counts[rank], 'sum')}, expected 1", rank)
+        for group in ([rank for rank in group if rank in holders] for group in summed):
+            places = Counter(found.place[rank] for rank in group)
+            for stage in (stage for stage, owner in owners.items() if places[owner] != 1):
+                has = f"has stage {stage}'s copy {places[owners[stage]]} times, expected once"
+                yield Violation("tied", f"{name}: the sum of {some(len(group), 'rank')} {_list(group)} {has}")
+            if len({found.of[rank]._replace(place=0) for rank in group}) > 1:
+                yield Violation("tied", f"{name}: ranks {_list(group)} sum different parts of the parameter")
+
+
+LAWS: tuple[Law, ...] = (shares, sums, parts, tied)
+
+
+def violations(mesh: Mesh, schedule: Schedule) -> tuple[Violation, ...]:
+    """Every violation of ``groups``, or where there is none, of each of ``LAWS`` the first few."""
+    broken = [list(groups(mesh))]
+    if not broken[0]:
+        found = Sums(mesh, schedule)
+        broken = [list(law(found)) for law in LAWS]
+    return tuple(told for of_law in broken for told in _first(of_law))
+
+
+def _first(broken: Sequence[Violation]) -> Iterator[Violation]:
+    yield from broken[:_MOST]
+    if len(broken) > _MOST:
+        yield Violation(broken[0].law, f"and {len(broken) - _MOST} more")
+
+
+def _tied_groups(mesh: Mesh, one: Tied, holders: set[int]) -> Sequence[Sequence[int]]:
+    """In which groups copies are summed."""
+    if one.groups is not None:
+        return one.groups
+    pipelines = mesh.groups.get(PIPELINE) or [(rank,) for rank in range(mesh.ranks)]
+    return [[rank for rank in pipeline if rank in holders] for pipeline in pipelines]
+
+
+def _span(rows: Rows) -> str:
+    return f"{rows[0]} to {rows[1]}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:6]))
+    return shown if len(numbers) <= 6 else f"{shown} and {len(numbers) - 6} more"

@@ -1,0 +1,391 @@
+"""Sums over a mesh, in symbols: what is right is proven, each law can be broken alone, and numbers agree."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.pipeline.mesh import Groups, Mesh, Sum, Tied
+from pipeproof.pipeline.mesh_sums import LAWS, violations
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import build
+
+PLAIN, TWO_STAGES, ONE = (build(name, ranks=2, microbatches=2) for name in ("1f1b", "zb-v", "1f1b"))
+AXES = (
+    {"pp": 2},
+    {"dp": 2, "pp": 2},
+    {"pp": 2, "dp": 3},
+    {"pp": 2, "tp": 2},
+    {"dp": 2, "pp": 2, "tp": 2},
+    {"pp": 2, "cp": 2, "fsdp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "pp": 2, "tp": 2},
+)
+
+
+def mesh(schedule: Schedule = PLAIN, /, *, rows: int = 0, tied: Sequence[Tied] = (), **axes: int) -> Mesh:
+    return Mesh.of(axes, schedule, rows=rows).with_tied(tied, schedule)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("schedule", [PLAIN, TWO_STAGES], ids=["1f1b", "zb-v"])
+def test_what_axes_make_of_it_is_right(axes: dict[str, int], schedule: Schedule) -> None:
+    right = mesh(schedule, tied=[Tied((0, schedule.n_stages - 1))], **axes)
+    assert violations(right, schedule) == ()
+    assert agrees(right, schedule)
+
+
+def test_a_mean_of_equal_means_changes_nothing() -> None:
+    twice = replace(DATA, sums=(Sum("dp", 2), Sum("dp", 2)))
+    assert violations(twice, PLAIN) == ()
+    assert agrees(twice, PLAIN)
+
+
+def test_each_rank_of_a_large_job_is_proven() -> None:
+    large = build("interleaved", ranks=8, virtual=4, microbatches=32)
+    assert violations(mesh(large, dp=16, pp=8, tp=4, tied=[Tied((0, 31))]), large) == ()
+
+
+class Specimen(NamedTuple):
+    """A mesh that breaks one law, and how that reads."""
+
+    mesh: Mesh
+    said: tuple[str, ...]
+
+
+def grouped(right: Mesh, **groups: Groups) -> Mesh:
+    return replace(right, groups={**right.groups, **groups})
+
+
+def given_to(right: Mesh, *shares: Sequence[int]) -> Mesh:
+    return replace(right, shares=[np.array(one) for one in shares])
+
+
+DATA, PARTS, SHARDS = mesh(dp=2, pp=2), mesh(pp=2, tp=2), mesh(fsdp=2, pp=2, rows=5)
+SPECIMENS = {
+    "a rank in two groups, and one in none": Specimen(
+        grouped(DATA, dp=((0, 2), (0, 3))),
+        (
+            "groups: rank 0: dp: is in 2 groups, expected 1",
+            "groups: rank 1: dp: is in 0 groups, expected 1",
+        ),
+    ),
+    "a rank that is not there": Specimen(
+        grouped(mesh(pp=2), pp=((0, 1, 7),)),
+        ("groups: rank 7: pp: ranks are 0..1", "groups: pp: the group of ranks 0, 1, 7 has 3, expected 2"),
+    ),
+    "replicas in groups of one": Specimen(
+        grouped(mesh(dp=2, pp=2), dp=((0,), (2,), (1, 3))),
+        (
+            "groups: dp: the group of ranks 0 has 1, expected 2",
+            "groups: dp: the group of ranks 2 has 1, expected 2",
+        ),
+    ),
+    "stages of one pipeline with the data of two replicas": Specimen(
+        given_to(DATA, (0, 2), (1, 3), (1, 3), (0, 2)),
+        (
+            "shares: rank 1: pp: works on microbatches 1, 3, but rank 0 of its group on microbatches 0, 2",
+            "shares: rank 3: pp: works on microbatches 0, 2, but rank 2 of its group on microbatches 1, 3",
+        ),
+    ),
+    "parts of a stage that take microbatches in another order": Specimen(
+        given_to(PARTS, (0, 1), (1, 0), (0, 1), (1, 0)),
+        (
+            "shares: rank 1: tp: works on microbatches 1, 0, but rank 0 of its group on microbatches 0, 1",
+            "shares: rank 3: tp: works on microbatches 1, 0, but rank 2 of its group on microbatches 0, 1",
+        ),
+    ),
+    "a replica that gets another's microbatches": Specimen(
+        given_to(DATA, *[(0, 2)] * 4),
+        (
+            "sums: rank 0: stage 0: the gradient has microbatch 0 2 times, expected once",
+            "sums: rank 1: stage 1: the gradient has microbatch 0 2 times, expected once",
+        ),
+    ),
+    "a microbatch that is none": Specimen(
+        given_to(mesh(pp=2), (0, 9), (0, 9)),
+        (
+            "sums: rank 0: stage 0: the gradient has microbatch 1 0 times, expected once",
+            "sums: rank 0: stage 0: the gradient has microbatch 9, but they are 0..1",
+            "sums: rank 1: stage 1: the gradient has microbatch 1 0 times, expected once",
+            "sums: rank 1: stage 1: the gradient has microbatch 9, but they are 0..1",
+        ),
+    ),
+    "a sum that divides by too much": Specimen(
+        replace(DATA, sums=(Sum("dp", 4),)),
+        (
+            "sums: rank 0: stage 0: the gradient has microbatch 0 1 time over 4, expected once over 2",
+            "sums: rank 1: stage 1: the gradient has microbatch 0 1 time over 4, expected once over 2",
+        ),
+    ),
+    "a sum twice": Specimen(
+        replace(DATA, sums=(Sum("dp", 2), Sum("dp", 1))),
+        (
+            "sums: rank 0: stage 0: the gradient has microbatch 0 2 times, expected once",
+            "sums: rank 1: stage 1: the gradient has microbatch 0 2 times, expected once",
+        ),
+    ),
+    "no sum over pieces": Specimen(
+        replace(mesh(pp=2, cp=2), sums=(), divisor=1),
+        (
+            "sums: rank 0: stage 0: the gradient has microbatch 0, cp 1 0 times, expected once",
+            "sums: rank 1: stage 0: the gradient has microbatch 0, cp 0 0 times, expected once",
+            "sums: rank 2: stage 1: the gradient has microbatch 0, cp 1 0 times, expected once",
+            "sums: rank 3: stage 1: the gradient has microbatch 0, cp 0 0 times, expected once",
+        ),
+    ),
+    "groups of replicas that mix stages": Specimen(
+        grouped(DATA, dp=((0, 3), (1, 2))),
+        (
+            "sums: dp: what is summed is not of the same stages: rank 0 of stage 0 and rank 3 of stage 1",
+            "sums: dp: what is summed is not of the same stages: rank 1 of stage 1 and rank 2 of stage 0",
+        ),
+    ),
+    "groups of replicas that mix parts": Specimen(
+        grouped(mesh(dp=2, pp=2, tp=2), dp=((0, 5), (1, 4), (2, 6), (3, 7))),
+        (
+            "sums: dp: ranks 0, 5 sum different parts of one gradient",
+            "sums: dp: ranks 1, 4 sum different parts of one gradient",
+        ),
+    ),
+    "rows that nobody keeps, and rows that two keep": Specimen(
+        replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 2), (3, 5))),)), ("parts: fsdp: nobody keeps rows 2 to 3 of 5",)
+    ),
+    "rows that two keep": Specimen(
+        replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 3), (2, 5))),)), ("parts: fsdp: several keep rows 2 to 3 of 5",)
+    ),
+    "all rows twice": Specimen(
+        replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 5), (0, 5))),)), ("parts: fsdp: several keep rows 0 to 5 of 5",)
+    ),
+    "a shard that goes to another than its owner": Specimen(
+        replace(SHARDS, holds=((3, 5), (0, 3), (0, 3), (3, 5))),
+        (
+            "parts: rank 0: keeps the gradient of rows 0 to 3, but its optimizer holds 3 to 5",
+            "parts: rank 2: keeps the gradient of rows 3 to 5, but its optimizer holds 0 to 3",
+        ),
+    ),
+    "parts of two stages in one group": Specimen(
+        grouped(PARTS, tp=((0, 2), (1, 3))),
+        ("parts: nobody has tp 1 of stage 0", "parts: nobody has tp 0 of stage 1"),
+    ),
+    "copies that nobody sums": Specimen(
+        mesh(pp=2, tied=[Tied((0, 1), ())]),
+        (
+            "tied: rank 0: stages 0, 1: its copy is in 0 sums, expected 1",
+            "tied: rank 1: stages 0, 1: its copy is in 0 sums, expected 1",
+        ),
+    ),
+    "copies that are summed over replicas in place of stages": Specimen(
+        mesh(dp=2, pp=2, tied=[Tied((0, 1), ((0, 2), (1, 3)))]),
+        (
+            "tied: stages 0, 1: the sum of 2 ranks 0, 2 has stage 0's copy 2 times, expected once",
+            "tied: stages 0, 1: the sum of 2 ranks 0, 2 has stage 1's copy 0 times, expected once",
+            "tied: stages 0, 1: the sum of 2 ranks 1, 3 has stage 0's copy 0 times, expected once",
+            "tied: stages 0, 1: the sum of 2 ranks 1, 3 has stage 1's copy 2 times, expected once",
+        ),
+    ),
+    "copies that are summed with another part": Specimen(
+        mesh(pp=2, tp=2, tied=[Tied((0, 1), ((0, 3), (1, 2)))]),
+        (
+            "tied: stages 0, 1: ranks 0, 3 sum different parts of the parameter",
+            "tied: stages 0, 1: ranks 1, 2 sum different parts of the parameter",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_a_wrong_mesh_is_told(name: str) -> None:
+    wrong, said = SPECIMENS[name]
+    assert tuple(map(str, violations(wrong, PLAIN))) == said
+    if not name.startswith(("a rank", "replicas in groups")):  # which no sum of numbers could run with
+        assert not agrees(wrong, PLAIN)
+
+
+def test_every_law_is_broken_alone() -> None:
+    laws = {law.__name__ for law in LAWS} | {"groups"}
+    broken = [{one.law for one in violations(specimen.mesh, PLAIN)} for specimen in SPECIMENS.values()]
+    assert all({law} in broken for law in laws)
+
+
+def test_a_rank_without_a_copy_is_in_no_sum_of_copies() -> None:
+    four = build("1f1b", ranks=4, microbatches=4)
+    wrong = mesh(four, pp=4, tied=[Tied((0, 3), ((0, 1, 3),))])
+    assert list(map(str, violations(wrong, four))) == ["tied: rank 1: stages 0, 3: has no copy, but is in a group"]
+
+
+def test_of_many_the_first_are_told_and_the_rest_counted() -> None:
+    found = violations(replace(mesh(dp=8, pp=2), sums=(), divisor=1), PLAIN)
+    assert [str(one) for one in found[4:]] == [
+        "sums: rank 4: stage 0: the gradient has microbatch 0 0 times, expected once",
+        "sums: and 11 more",
+    ]
+
+
+def agrees(found: Mesh, schedule: Schedule) -> bool:
+    """Whether each rank's gradients come out right, in numbers: each contribution is a random one of its own.
+
+    Nothing is shared with what is tested but the mesh itself: arrays are added up, rank by rank and row by row.
+    """
+    place, part, piece = (_places(found, axis) for axis in ("pp", "tp", "cp"))
+    works = [[(int(m), piece[rank]) for m in found.shares[rank]] for rank in range(found.ranks)]
+    beside = _beside(found)
+
+    def started(rank: int, copy: int | None) -> list[Fraction]:
+        """What a rank's backwards add up to, from microbatches on which all beside it worked at one time."""
+        every = [{works[other][k] for other in beside[rank]} for k in range(schedule.microbatches)]
+        total = [Fraction(0)] * found.rows
+        for units in every:
+            for row in range(found.rows):
+                total[row] += _number(place[rank], part[rank], copy, frozenset(units), row)
+        return total
+
+    def due(stage_place: int, own: int, copy: int | None, row: int) -> Fraction:
+        count, pieces = schedule.microbatches * found.replicas, found.pieces
+        units = [(m, one) for m in range(count) for one in range(pieces)]
+        return sum((_number(stage_place, own, copy, frozenset([unit]), row) for unit in units), Fraction(0))
+
+    def right(rank: int, made: list[Fraction], copies: Sequence[tuple[int, int | None]]) -> bool:
+        begin, end = found.holds[rank] if found.holds else kept[rank]
+        wanted = [sum(due(at, part[rank], copy, row) for at, copy in copies) for row in range(begin, end)]
+        return [one * found.divisor for one in made] == wanted
+
+    kept = _kept(found)
+    own = _summed(found, [started(rank, None) for rank in range(found.ranks)])
+    fine = all(right(rank, own[rank], [(place[rank], None)]) for rank in range(found.ranks))
+    copies = all(_copies(found, schedule, one, started, right) for one in found.tied)
+    return fine and copies and _whole(found, place, part)
+
+
+def _copies(
+    found: Mesh,
+    schedule: Schedule,
+    one: Tied,
+    started: Callable[[int, int], list[Fraction]],
+    right: Callable[[int, list[Fraction], Sequence[tuple[int, int | None]]], bool],
+) -> bool:
+    place = _places(found, "pp")
+    own = {stage: _summed(found, [started(rank, stage) for rank in range(found.ranks)]) for stage in one.stages}
+    has = {rank: [s for s in one.stages if schedule.placement[s] == place[rank]] for rank in range(found.ranks)}
+    pipelines = [[rank for rank in group if has[rank]] for group in found.groups["pp"]]
+    held = {(rank, stage): own[stage][rank] for rank in has for stage in has[rank]}
+    for group in pipelines if one.groups is None else one.groups:
+        if not all(has[rank] for rank in group):
+            return False  # it has nothing to give, and the others wait
+        shares = [held[rank, stage] for rank in group for stage in has[rank]]
+        if len({*map(len, shares)}) > 1:
+            return False  # no backend would add them
+        total = [sum(values, Fraction(0)) for values in zip(*shares, strict=True)]
+        held |= {(rank, stage): total for rank in group for stage in has[rank]}
+    copies = [(schedule.placement[stage], stage) for stage in one.stages]
+    return all(right(rank, made, copies) for (rank, _), made in held.items())
+
+
+def _summed(found: Mesh, made: list[list[Fraction]]) -> list[list[Fraction]]:
+    for one in found.sums:
+        before = list(made)
+        for group in found.groups[one.over]:
+            values = [before[rank] for rank in group]
+            if len({*map(len, values)}) > 1:
+                return [[]] * len(made)  # no backend would add them
+            total = [sum(each, Fraction(0)) / one.divisor for each in zip(*values, strict=True)]
+            for k, rank in enumerate(group):
+                begin, end = one.keeps[k] if one.keeps else (0, len(total))
+                made[rank] = total[begin:end]
+    return made
+
+
+def _kept(found: Mesh) -> list[tuple[int, int]]:
+    kept = [(0, found.rows)] * found.ranks
+    for one in found.sums:
+        for group in found.groups[one.over] if one.keeps else ():
+            for k, rank in enumerate(group):
+                kept[rank] = one.keeps[k]
+    return kept
+
+
+def _whole(found: Mesh, place: list[int], part: list[int]) -> bool:
+    """All that there is lies somewhere, and the rows of a shard nowhere else."""
+    parts = {*zip(place, part, strict=True)} == {(p, t) for p in {*place} for t in range(found.axes.get("tp", 1))}
+    rows = [Counter(row for keeps in one.keeps for row in range(*keeps)) for one in found.sums if one.keeps]
+    return parts and all(one == Counter(range(found.rows)) for one in rows)
+
+
+def _places(found: Mesh, axis: str) -> list[int]:
+    places = {rank: k for group in found.groups.get(axis, ()) for k, rank in enumerate(group)}
+    return [places.get(rank, 0) for rank in range(found.ranks)]
+
+
+def _beside(found: Mesh) -> list[set[int]]:
+    """All ranks with which one works on a microbatch: its pipeline, and those with parts of the same."""
+    beside = [{rank} for rank in range(found.ranks)]
+    for axis in ("pp", "tp", "pp", "tp"):
+        for group in found.groups.get(axis, ()):
+            every = set[int]().union(*(beside[rank] for rank in group))
+            for rank in group:
+                beside[rank] = every
+    return beside
+
+
+def _number(*key: object) -> int:
+    return random.Random(repr([sorted(one) if isinstance(one, frozenset) else one for one in key])).randrange(1 << 60)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[Mesh, Schedule]:
+    """Meshes, most with a fault or two that one could make by hand."""
+    schedule = draw(st.sampled_from([PLAIN, TWO_STAGES]))
+    axes = draw(st.sampled_from(AXES))
+    found = mesh(schedule, rows=draw(st.sampled_from([0, 3])), **axes)
+    for _ in range(draw(st.integers(0, 2))):
+        found = draw(st.sampled_from(CHANGES))(found, schedule, draw)
+    return found, schedule
+
+
+def swapped(found: Mesh, schedule: Schedule, draw: st.DrawFn) -> Mesh:
+    axis = draw(st.sampled_from([*found.groups]))
+    one, other = (draw(st.integers(0, found.ranks - 1)) for _ in range(2))
+    swap = {one: other, other: one}
+    return grouped(found, **{axis: tuple(tuple(swap.get(r, r) for r in group) for group in found.groups[axis])})
+
+
+def other_share(found: Mesh, schedule: Schedule, draw: st.DrawFn) -> Mesh:
+    one, other = (draw(st.integers(0, found.ranks - 1)) for _ in range(2))
+    shares = list(found.shares)
+    shares[one], shares[other] = shares[other], shares[one] if draw(st.booleans()) else shares[other]
+    return replace(found, shares=shares)
+
+
+def other_sums(found: Mesh, schedule: Schedule, draw: st.DrawFn) -> Mesh:
+    if not found.sums:
+        return found
+    k = draw(st.integers(0, len(found.sums) - 1))
+    one = found.sums[k]
+    instead = draw(st.sampled_from([(), (one, one._replace(divisor=1, keeps=())), (one._replace(divisor=3),)]))
+    return replace(found, sums=(*found.sums[:k], *instead, *found.sums[k + 1 :]))
+
+
+def copies(found: Mesh, schedule: Schedule, draw: st.DrawFn) -> Mesh:
+    groups = draw(st.sampled_from([None, *found.groups.values()]))
+    return found.with_tied([Tied((0, schedule.n_stages - 1), groups)], schedule)
+
+
+def holders(found: Mesh, schedule: Schedule, draw: st.DrawFn) -> Mesh:
+    kept = _kept(found)
+    return replace(found, holds=tuple(kept if draw(st.booleans()) else kept[::-1]))
+
+
+CHANGES = (swapped, other_share, other_sums, copies, holders)
+
+
+@pytest.mark.long
+@given(meshes())
+@settings(deadline=None, max_examples=300)
+def test_symbols_and_numbers_agree(found: tuple[Mesh, Schedule]) -> None:
+    assert (not violations(*found)) == agrees(*found)
