@@ -12,6 +12,7 @@ from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
 from pipeproof.diagnosis.copies import apart_by_rank
 from pipeproof.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from pipeproof.diagnosis.interference import Broken, Sources, broken_between
+from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Members
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
@@ -98,7 +99,7 @@ class Evidence:
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
     the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
-    ``clipped_to`` is what a foreign step says of its clipping. ``skips``: losses are scaled, and gradients overflow.
+    ``clipped_to`` is what a foreign step says of its clipping. ``scale``: how losses are scaled, where they are.
 
     ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
     ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
@@ -123,7 +124,7 @@ class Evidence:
     members: Members | None = None
     sums: RecordSums | None = None
     clipped_to: float | None = None
-    skips: bool = False
+    scale: LossScale | None = None
     unseen: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
     frozen: range = range(0)

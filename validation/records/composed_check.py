@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pipeproof.diagnosis.loss_scale import LossScale
+from pipeproof.diagnosis.rules.loss_scale import of_gradients
 from pipeproof.foreign.chain import Chain, Data, without_trials
 from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known, verdict_of
@@ -20,8 +22,8 @@ from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_calls import StageSeen, counting
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import Link, OwnStage
-from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
+from pipeproof.judging.cause import Cause
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32, precision_among
@@ -43,7 +45,7 @@ from pipeproof.records.stages_again import StagesAgain
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way
-from pipeproof.records.weights_after import enter_weights_after
+from pipeproof.records.weights_after import WeightsAfter, masters_of
 from pipeproof.reference.again import drawing_on, undisturbed
 from pipeproof.reference.step import Site
 from pipeproof.worlds.drawing import drawing_apart
@@ -93,8 +95,9 @@ class ComposedCheck(CheckedStep):
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
-        self._update: OwnUpdate | None = None
+        self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, None))
         self._begun = Begun(against.keep)
+        self._scale = 1.0  # what losses were scaled by as the step began
         self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
         self._part_of_chain: OwnPart | None = None
 
@@ -185,6 +188,8 @@ class ComposedCheck(CheckedStep):
         if isinstance(self._by.loss_fn, LossOfAll):
             self._take_loss(self._by.loss_fn)
         self.begin(self._own.gradients)
+        self._scale = self._by.scale
+        self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, self._by.masters))
         last = max(stage for one in every for stage in one.stages)
         self._only = self._by.only(self._turn, last + 1)
         for stage, module in self._own.modules.items():
@@ -228,7 +233,8 @@ class ComposedCheck(CheckedStep):
         again = StagesAgain(self._way, modules, calls, self._given, chain, self._only)
         with self.noting():
             divisors = self._divisor, self._divisor_of(self.microbatches)
-            again.way = Way(self._by, self._by.scale, *divisors, self._run.count, sums=self._shards.sums(modules))
+            scales = dict.fromkeys((self._scale, self._by.scale))
+            again.way = Way(self._by, [*scales], *divisors, self._run.count, sums=self._shards.sums(modules))
             again.run(partial(self._begun.note_unreached, self._own))
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
         again.agree(every, self._of_replica(every))
@@ -245,15 +251,14 @@ class ComposedCheck(CheckedStep):
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
-        self._foresee(lengths)
+        self._foresee(lengths, here)
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
         links |= {own.stage: tuple(own.links) for own in stages}
-        foreseen = self._update is not None
-        part = replace(part, links=links, lengths=lengths, moved=moved)
+        part = replace(part, links=links, lengths=lengths, moved=moved, scale=self._scaling)
         forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
-        return replace(part, foreseen=foreseen, forms=forms, precision=precision_among(held))
+        return replace(part, foreseen=self._after.foreseen, forms=forms, precision=precision_among(held))
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
@@ -312,43 +317,49 @@ class ComposedCheck(CheckedStep):
             whole = self._way.undivided(due)
             mine = [name for name in names if name in wrong - shared]
             pairs = {n: (self._shards.part(n, whole[n]), self._shards.part(n, seen[n])) for n in mine}
-            return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
+            told = self._replicas.causes(own.stage, pairs, self._way.scale)
+            return replace(part, causes=(*part.causes, *map(self._by_scale, told)))
         begun = {name: self._begun.get(name) for name in alone}
         placement = placement_of(self._of_replica([(rank, one.stages) for rank, one in enumerate(self._starts)]))
         found = own_causes(own, self._ledger, numbers, seen, alone, begun, placement=placement)
         unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
-        return replace(
-            part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided, *unsought)
-        )
+        causes, undecided = map(self._by_scale, found.cause), (*found.undecided, *unsought)
+        return replace(part, causes=(*part.causes, *causes), undecided=(*part.undecided, *undecided))
 
-    def _foresee(self, lengths: Mapping[Site, float]) -> None:
-        """Note what the optimizer is going to make of the gradients."""
+    @property
+    def _scaling(self) -> LossScale | None:
+        """How losses are scaled, if a scaler says so."""
+        return None if self._by.scaler is None else LossScale(self._way.scaled, self._by.scale, self._scale)
+
+    def _by_scale(self, cause: Cause) -> Cause:
+        counts = self.microbatches, self._exchange.ranks, sum(len(one.stages) for one in self._starts)
+        return cause if (scale := self._scaling) is None else of_gradients(cause, scale, counts)
+
+    def _foresee(self, lengths: Mapping[Site, float], gradients: Mapping[str, Any]) -> None:
+        """Note what the optimizer is going to make of ``gradients``."""
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
         if self._only is not None:
             return
         if self._by.needs_norm and self._lost:
-            self._ledger.doubt("updated-parameters", not_known(self._lost))
-            self._update = OwnUpdate.unknown(not_known(self._lost)) if optimizers else None
+            self._after.give_up(not_known(self._lost), asked=bool(optimizers))
             return
         if self._by.needs_norm:
             every = self._gather(lengths, "the norms of gradients, by which they are clipped, or a step is skipped")
             factor = self._by.factor(norm_of({site: one for each in every for site, one in each.items()}, self._first))
         if optimizers:
-            self._update = OwnUpdate.by(optimizers, self._shards.parameters, factor=factor)
-            if self._update.why:
-                self._ledger.doubt("updated-parameters", self._update.why)
+            self._after.foresee(optimizers, self._shards.parameters, gradients, factor=factor)
 
     def _finish(self) -> None:
         if self._why or self._obstacle or self._absent is not None:
             return
         if self._part_of_chain is None:
             self.refuse("gradients() was not called: call it between backward and clipping, on every rank")
-        if self._update is not None:
-            enter_weights_after(self._ledger, self._update, self._own, self._weights, rank=self._exchange.rank)
+        self._after.enter(self._weights, rank=self._exchange.rank)
 
     def _part(self, about: RankReport) -> ChainPart:
         begun = self._shards.named(self._weights)
         own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told), weights=begun)
+        own = replace(own, causes=(*own.causes, *self._after.causes(rank=self._exchange.rank)))
         return ChainPart(about, own, self._why, self._crash, self._no_norm)
 
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:
