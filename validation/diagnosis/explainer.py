@@ -88,8 +88,8 @@ class Explainer:
         return tuple(replace(one, kind="narrow-accumulation") if one in rounded else one for one in odd)
 
     def _added_up(self, odd: Likeness) -> bool | None:
-        seen, atoms = self._seen[odd.parameter], self._atoms.nominal
-        parts = [part.cpu() for atom in atoms if (part := atom.gradients.get(odd.parameter)) is not None]
+        seen, site = self._seen[odd.parameter], (self._stage, odd.parameter)
+        parts = [part.cpu() for one in self._update.given if (part := one.gradients.get(site)) is not None]
         if seen is None or not parts or odd.narrow not in NARROWER or odd.step is not None:
             return None
         return added_up_in(seen.cpu(), parts, odd.narrow)

@@ -96,6 +96,7 @@ class _Due:
             placement=self.observed.schedule.placement,
             ranks=len(self.found.made) // self.found.replicas.count,
             replicas=self.found.replicas.count,
+            given=self.beside.made,
         )
 
     @cached_property
