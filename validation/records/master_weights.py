@@ -68,7 +68,7 @@ class MasterWeights:
             told = "as before the step, while the master copy moved"
         else:
             told = "after the step, not the master copy in its own type"
-        return f"{names_of(names)}: {told}"
+        return f"{names_of(names)}: {told}" if len(names) > 1 else told
 
     def _is_copied(self, name: str) -> bool:
         weight, master = held_here(self.own.parameters[name]).detach(), held_here(self.held[name]).detach()

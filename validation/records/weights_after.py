@@ -79,8 +79,8 @@ class WeightsAfter:
             self._leave_out(update, begun)
 
     def causes(self, *, rank: int) -> list[Cause]:
-        """What is wrong with weights that have master copies."""
-        return self.masters.causes(rank=rank)
+        """What is wrong with weights that have master copies, where these were compared."""
+        return [] if self._update is None else self.masters.causes(rank=rank)
 
     def _leave_out(self, update: OwnUpdate, begun: Mapping[int, Mapping[str, bytes]]) -> None:
         trained, moved = list[str](), list[str]()
