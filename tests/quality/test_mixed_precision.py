@@ -4,6 +4,7 @@ Every sentence of a verdict is held against the truth, and the cause's is held w
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from truth_check import Counts, Truth, check
@@ -12,10 +13,12 @@ from pipeproof.cases.mixed.specimens import MIXED, RANKS, RIGHT
 from pipeproof.cases.mixed.step import COUNT
 from pipeproof.cases.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS
 from pipeproof.cases.specimens.specimen import CLASSES
+from pipeproof.foreign import WhiteBox
 from pipeproof.judging.judge import LAWS
 from pipeproof.records.composed_check import LAWS as OF_A_CHAIN
 from pipeproof.records.mixed_check import try_mixed, validate_mixed
 from pipeproof.worlds.world import World
+from tests.support.mixed_by_hand import seen_from_outside
 
 _EVERY = "microbatches 0, 1, 2, 3, action"
 # What the verdict says of each, and what is wrong: what else it calls right must be so.
@@ -115,6 +118,52 @@ def test_every_word_about_a_forgotten_convention_is_true(name: str, world: World
     found = check(verdict, truth, Counts(RANKS, RANKS, COUNT))
     assert (found.naming, found.false, found.garbled) == ("right", (), ()), str(verdict)
     assert not verdict.alternatives
+
+
+# What a white box calls by another name, or cannot see.
+_UNKNOWN = {
+    "overflow-seen-by-one-rank": "the reference's gradients overflow nowhere: it is another model",
+    "masters-not-copied-back": "updates of master copies are not compared",
+    "masters-of-other-weights": "updates of master copies are not compared",
+}
+_OTHERWISE = {
+    "scale-updated-early": "scale",  # what the scale was before nobody tells
+    "activations-cast-on-wire": "rounded",
+    "gradients-cast-on-wire": "rounded",
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_beside_one_device(name: str, whitebox: WhiteBox) -> None:
+    verdict = seen_from_outside(RIGHT[name], whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
+@pytest.mark.parametrize("name", [name for name in MIXED if name not in _UNKNOWN])
+def test_a_forgotten_convention_is_named_beside_one_device(name: str, watched: bool, whitebox: WhiteBox) -> None:
+    verdict, fault = seen_from_outside(MIXED[name], whitebox, watched=watched), MIXED[name].fault
+    kinds, place = (_OTHERWISE.get(name, fault.kind),), () if fault.rank is None else (fault.rank,)
+    if name in _OF_LOSSES:  # which are at no stage, but everywhere in gradients
+        place = ()
+    wrong = frozenset(SAYS[name][1].split()) - {"boundary" if name == "loss-not-scaled" else ""}  # nor does that one
+    truth = Truth(kinds, wrong, ranks=place, stages=place, somewhere=not place)
+    if not watched:
+        truth = replace(truth, alike=_SAME_WITHOUT_FLOWS.get(name, ()))
+    found = check(verdict, truth, Counts(RANKS, RANKS, COUNT), watched=watched)
+    assert found.caught, str(verdict)
+    assert found.false == (), str(verdict)
+    assert found.naming == "right" or (found.naming == "unknown" and not watched), str(verdict)
+
+
+_OF_LOSSES = ("loss-scaled-twice", "loss-not-scaled")
+_SAME_WITHOUT_FLOWS = {
+    "loss-scaled-twice": ("not-unscaled",),
+    "loss-not-scaled": ("unscaled-twice",),
+    "never-unscaled": ("scaled-twice",),
+}
 
 
 def test_every_fault_says_what_it_is() -> None:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.loss_scale import is_factor
-from pipeproof.diagnosis.rules.update import clip_factor, near
+from pipeproof.diagnosis.rules.loss_scale import clipped_late
 from pipeproof.judging.cause import Cause
 from pipeproof.observers.observed import INPUT, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, MADE, RECEIVED
@@ -26,7 +25,7 @@ def with_own(shown: Sequence[Cause], own: Sequence[Cause], evidence: Evidence) -
     causes = [one for one in causes if not (one.kind in ("update", "clip") and told)]
     places = {cause.stage for cause in causes} | {stage for cause in causes for stage in cause.stages}
     more = [cause for cause in own if cause.stage is None or cause.stage not in places]
-    return [*causes, *_together([_clipped_late(cause, evidence) for cause in more], evidence)]
+    return [*causes, *_together([clipped_late(cause, evidence) for cause in more], evidence)]
 
 
 def repeated(cause: Cause, flow: Passed, *, moved: bool) -> Cause:
@@ -51,20 +50,6 @@ def on_the_wire(cause: Cause, flow: Passed, *, last: int) -> Cause:
         for one in wrong
     )
     return replace(cause, kind="cast-on-wire") if cause.kind == "rounded" and wrong and came else cause
-
-
-def _clipped_late(cause: Cause, evidence: Evidence) -> Cause:
-    """``cause``; what clipping makes of gradients by their norm while they are scaled, was clipped too early."""
-    scale, due = evidence.scale, evidence.expected.norm
-    if scale is None or not due or cause.kind != "scale" or cause.factor is None:
-        return cause
-    told = [one for one in evidence.norms if one is not None]
-    if not told or not all(is_factor(one / due, scale.losses) for one in told):
-        return cause
-    if not near(cause.factor, clip_factor(evidence, told[0])):
-        return cause
-    detail = f"clipped by a norm of {told[0]:.6g}, {scale.losses:g} times the right one, which is the loss scale"
-    return replace(cause, kind="unscaled-after-norm", detail=detail)
 
 
 def _together(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:

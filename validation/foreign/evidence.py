@@ -57,6 +57,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         passed=passed,
         others=tuple(lines[1:]),
         clipped_to=found.max_norm,
+        scale=found.loss_scale,
         members=Members(found.stages, found.replicas, beside.made, norms),
         told=found.traced,
         unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},

@@ -53,7 +53,8 @@ class HandedBack:
     parameters are called in the reference, where the runtime knows; as ``names=``, which comes first. max_norm: to what
     norm gradients were clipped before the update, for ``optimizer=``. masters: the update is of copies in a wider type,
     so that weights after it are not compared. accumulation: how the runtime adds gradients up, but for the shares of
-    replicas, if it says so.
+    replicas, if it says so. loss_scale: what losses are multiplied by before their backwards, as this rank has it, and
+    its gradients divided by before they are handed back.
     """
 
     modules: Any = ()
@@ -65,6 +66,7 @@ class HandedBack:
     max_norm: float | None = None
     masters: bool = False
     accumulation: Accumulation | None = None
+    loss_scale: float | None = None
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:
@@ -123,6 +125,8 @@ def understood(result: object, step: str) -> HandedBack:
         raise HandBackError(f"{step} returned {_named(handed.grad_norm)} as the gradient norm: expected a number")
     if handed.max_norm is not None and not _is_number(handed.max_norm):
         raise HandBackError(f"{step} returned {_named(handed.max_norm)} as max_norm: expected a number, or None")
+    if handed.loss_scale is not None and not (_is_number(handed.loss_scale) and handed.loss_scale > 0):
+        raise HandBackError(f"{step} returned {_named(handed.loss_scale)} as loss_scale: expected a number above 0")
     _check_trace(handed, step)
     return handed
 

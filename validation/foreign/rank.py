@@ -80,7 +80,7 @@ class RankMade:
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
     ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
-    ``accumulation``: as it was handed back.
+    ``accumulation``, ``loss_scale``: as they were handed back.
     """
 
     parts: tuple[Part, ...]
@@ -96,6 +96,7 @@ class RankMade:
     max_norm: float | None = None
     unlike: str = ""
     accumulation: Accumulation | None = None
+    loss_scale: float | None = None
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -119,8 +120,9 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     told = handed.by_microbatch, handed.whole_loss, handed.norm
     unlike = _MASTERS if handed.masters else _GOES_ON if first_use.goes_on else ""
     most = None if handed.max_norm is None else float(handed.max_norm)
-    by = handed.accumulation
-    return RankMade(parts, *told, actions, weights, given, sent=sent, max_norm=most, unlike=unlike, accumulation=by)
+    made = RankMade(parts, *told, actions, weights, given, sent=sent, max_norm=most, unlike=unlike)
+    scale = None if handed.loss_scale is None else float(handed.loss_scale)
+    return replace(made, accumulation=handed.accumulation, loss_scale=scale)
 
 
 def join_messages(made: Sequence[RankMade]) -> None:

@@ -201,8 +201,15 @@ class WhiteBox:
 
 
 def _judged(
-    title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun, accumulation: Accumulation
+    title: str,
+    task: Task,
+    found: Assembled,
+    second: SecondModel,
+    run: ReferenceRun,
+    accumulation: Accumulation,
+    scale: float = 1.0,
 ) -> Verdict:
+    """The verdict; ``scale``: what the reference's losses are multiplied by, and gradients divided by."""
     batches, made = run.batches, run.made(found.owner)
     if other_loss := second.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
@@ -210,7 +217,8 @@ def _judged(
         return _undecided(
             title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
         )
-    like = run.divided_late(found.owner, watched=found.watched) if accumulation.late else run
+    late = scale * (task.loss.divisor if accumulation.late else 1.0)
+    like = run if late == 1.0 else run.divided_late(found.owner, watched=found.watched, late=late)
     like.made(found.owner)  # its places are known when it is done
     reference = like.reference(found.owner, found.copies, accumulation=accumulation)
     known = found.passages(like.places, like.note_handed_on)
@@ -226,8 +234,12 @@ def _judged(
     verdict = at_holders(_of_first_ranks(verdict), found, made)
     if found.watched and found.missed:
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
-    if not verdict.mismatches:
+    if not verdict.mismatches or scale != 1.0:
         return verdict
+    if found.loss_scale is not None:  # types as narrow as fp16 round what is scaled otherwise
+        scaled = _judged(title, task, found, second, run, accumulation, found.loss_scale.losses)
+        if scaled.verdict == "pass":
+            return scaled
     if like is not run:  # a cause is sought beside one that divides what each microbatch gives
         reference = run.reference(found.owner, found.copies, accumulation=accumulation)
     if like is not run or counted is not every_call:

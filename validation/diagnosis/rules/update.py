@@ -100,11 +100,12 @@ def _skipped(found: Sequence[Mismatch], evidence: Evidence) -> str:
     """
     ranks = {m.rank for m in found}
     others, placement = set(evidence.placement) - ranks, evidence.placement
-    every = {site for site, length in evidence.lengths.items() if length and placement[site[0]] in ranks}
+    every = {site for site, length in evidence.sizes.items() if length and placement[site[0]] in ranks}
     sizes = [(m.found, m.due) for m in found]
     norms = [(s.norm, d.norm) for s, d in sizes if isinstance(s, Size) and isinstance(d, Size)]
     whole = {(m.stage, m.parameter) for m in found} >= every and len(norms) == len(found)
-    if not whole or not others or evidence.verdict.law("updated-parameters").note:
+    several = evidence.members is not None and evidence.members.replicas.count > 1
+    if not whole or not others or several or evidence.verdict.law("updated-parameters").note:
         return ""
     if all(seen == 0 and due for seen, due in norms):
         return f"no weight moved, and {_ranks(others)} took {'their' if len(others) > 1 else 'its'} step"

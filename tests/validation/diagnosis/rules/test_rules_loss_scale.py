@@ -9,6 +9,7 @@ from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import by_scale, of_gradients
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Passed
 
 ONE = LossScale(1024.0, 1024.0, 1024.0)
 COUNTS = (8, 2, 2)  # microbatches, ranks, stages
@@ -52,6 +53,35 @@ def test_a_scale_that_moved_in_the_step_is_told() -> None:
     named = of_gradients(replace(FACTOR, factor=0.5), LossScale(1024.0, 2048.0, 1024.0), COUNTS)
     told = "divided by 2048, and 1024 when the step began, where losses were multiplied by 1024"
     assert (named.kind, named.detail) == ("scales-differ", told)
+
+
+EVERYWHERE = Cause("scale", factor=1024.0, detail="1024 times")
+UNSEEN = {"not-unscaled": "scaled-twice", "unscaled-twice": "not-scaled"}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_of_all_gradients_nobody_knows_whether_losses_were_scaled_so_unless_flows_were_seen(kind: str) -> None:
+    cause = EVERYWHERE if kind == "not-unscaled" else replace(EVERYWHERE, factor=1 / 1024)
+    (named,) = by_scale(lambda evidence: [cause])(EVIDENCE)
+    assert (named.kind, [one.kind for one in named.instead]) == (kind, [UNSEEN[kind]])
+
+
+@pytest.mark.parametrize(
+    ("late", "kind"), [(1024.0, "not-unscaled"), (1024.0**2, "scaled-twice"), (3.0, "not-unscaled")]
+)
+def test_what_flowed_back_tells_whether_losses_were_scaled_so(late: float, kind: str) -> None:
+    seen = replace(EVIDENCE, passed={1: Passed((), (), (), late=late)})
+    (named,) = by_scale(lambda evidence: [EVERYWHERE])(seen)
+    assert (named.kind, named.instead) == (kind, ())
+
+
+def test_each_rank_divides_by_its_own_scale() -> None:
+    scale = replace(ONE, ranks={0: 1024.0, 1: 2048.0})
+    halved = replace(FACTOR, factor=0.5)
+    (named,) = by_scale(lambda evidence: [halved])(replace(EVIDENCE, scale=scale))
+    assert (named.kind, named.detail) == ("scales-differ", "divided by 2048, where losses were multiplied by 1024")
+    (named,) = by_scale(lambda evidence: [replace(halved, rank=0, stage=0)])(replace(EVIDENCE, scale=scale))
+    assert named.kind == "scale", "that rank has the scale of the losses"
 
 
 FLOW = Cause("scale", rank=1, stage=1, action="1B0", factor=1024.0, detail="output gradient is 1024 times the expected")
