@@ -90,10 +90,16 @@ def test_a_job_that_is_checked_goes_on_with_the_same_bits(options: dict[str, Any
         assert all(map(torch.equal, weights, same))
 
 
+WEIGHT = torch.nn.Parameter(torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"scaler": 2.0}, "scaler is 2.0: expected a torch.amp.GradScaler, or one that has get_scale()"),
+        ({"masters": [1]}, "masters is [1]: expected a mapping of weights to their copies, such as dict(zip(...))"),
+        ({"masters": {WEIGHT: 1.0}}, "masters has a float for a weight of shape [2]: expected its copy"),
+        ({"masters": {WEIGHT: torch.ones(3)}}, "masters has shape [3] for a weight of shape [2]: expected its copy"),
         ({"every": 0}, "every is 0: expected a number of steps, from 1"),
         ({"every": "often"}, "every is 'often': expected a number of steps, from 1"),
         ({"stages": "some"}, 'stages is \'some\': expected "all" or "one by one"'),

@@ -337,7 +337,7 @@ def _specimens(options: argparse.Namespace) -> int:
         listed = chosen(options.only, otherwise=usual, device=AUTO, simulated=True)
         Terminal().say(listing(listed, width=Terminal().width))
         return 0
-    names = chosen(options.only, otherwise=own, device=options.device, simulated=simulated)
+    names = chosen(options.only, otherwise=own, device=options.device, simulated=simulated, shrinks=options.shrink)
     schedules = schedule_names(options.schedule) if options.schedule else []
     setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation)
     counted("--seed", options.seed, least=0, most=MOST_SEED)

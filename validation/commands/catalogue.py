@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 
 from pipeproof.cases.case import Case
+from pipeproof.cases.mixed.specimens import MIXED, RIGHT, MixedCase, MixedFault
 from pipeproof.cases.shrinking import Shrunk, shrink
 from pipeproof.cases.specimens import (
     CONTROLS,
@@ -27,16 +29,18 @@ from pipeproof.judging.cause import RACES
 from pipeproof.judging.judge import LAWS
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.transports import Transport, everyday, transport_of
+from pipeproof.records.mixed_check import try_mixed, validate_mixed
 from pipeproof.reports.columns import Column, Layout, table
 from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.accelerator import CPU
+from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.world import World
 
 _EVIDENCE: Mapping[str, str] = {
     "recorded": "with boundary tensors",
     "final": "from final gradients alone",
 }
+_BY_HAND = "plant it without --device, and without --shrink"
 _SIMULATED_EVIDENCE: Mapping[str, str] = {"recorded": "on simulated ranks"}
 
 
@@ -77,29 +81,35 @@ def cases_on(
     return [case for case, _ in tries], left_out
 
 
-def known_on(device: str, *, simulated: bool = False) -> list[str]:
-    """The specimens that ``device`` can show, and ``simulated`` ranks."""
-    return [*SPECIMENS, *(() if device == CPU else ON_DEVICES), *(IN_SIMULATION if simulated else ())]
+def known_on(device: str, *, simulated: bool = False, shrinks: bool = False) -> list[str]:
+    """The specimens that ``device`` can show, and ``simulated`` ranks; steps by hand are on the CPU, of one size."""
+    by_hand = MIXED if device in (CPU, AUTO) and not shrinks else ()
+    return [*SPECIMENS, *by_hand, *(() if device == CPU else ON_DEVICES), *(IN_SIMULATION if simulated else ())]
 
 
-def usual_on(device: str, *, simulated: bool) -> list[str]:
+def usual_on(device: str, *, simulated: bool, shrinks: bool = False) -> list[str]:
     """Those that are planted where none are named: on simulated ranks what they alone show."""
-    return [*IN_SIMULATION] if simulated else known_on(device)
+    return [*IN_SIMULATION] if simulated else known_on(device, shrinks=shrinks)
 
 
-def chosen(text: str, *, device: str, simulated: bool = False, otherwise: Sequence[str] = ()) -> list[str]:
+def chosen(
+    text: str, *, device: str, simulated: bool = False, shrinks: bool = False, otherwise: Sequence[str] = ()
+) -> list[str]:
     """The specimens that ``text`` names, separated by commas; for none, those ``otherwise`` given, or the usual ones.
 
-    Raises ``SpecimenError`` for one that there is not, or that cannot show there.
+    ``shrinks``: those that have smaller cases. Raises ``SpecimenError`` for one that there is not, or that cannot show
+    there.
     """
-    known = known_on(device, simulated=simulated)
-    usual = list(otherwise) or usual_on(device, simulated=simulated)
+    known = known_on(device, simulated=simulated, shrinks=shrinks)
+    usual = list(otherwise) or usual_on(device, simulated=simulated, shrinks=shrinks)
     names = [name.strip() for name in text.split(",")] if text else usual
     for name in names:
         if name in ON_DEVICES and name not in known:
             raise SpecimenError(f"specimen {name!r} needs a device other than the CPU: name its type with --device")
         if name in IN_SIMULATION and name not in known:
             raise SpecimenError(f"specimen {name!r} needs simulated ranks: say --world simulated")
+        if name in MIXED and name not in known:
+            raise SpecimenError(f"specimen {name!r} is a step by hand, on the CPU and of one size: {_BY_HAND}")
         if name not in known:
             raise unknown(name)
     return names
@@ -131,15 +141,20 @@ def try_all(
     tried over ``transport``, or those that show it, under one seed after the other.
     """
     simulated, device, terminal = setting.simulation is not None, setting.chosen_device, Terminal()
-    tries, left_out = tries_on(names, schedules, device=device, simulated=simulated, transport=transport)
+    own = [name for name in names if name not in MIXED]
+    tries, left_out = tries_on(own, schedules, device=device, simulated=simulated, transport=transport)
+    by_hand = [name for name in names if name in MIXED]
+    left_out |= {(name, schedule): "a step by hand" for name, schedule in product(by_hand, schedules)}
+    runs = [*((str(case), partial(_tried, case, over, record=not final_only)) for case, over in tries)]
+    runs += [(MIXED[name].smallest, partial(try_mixed, MIXED[name])) for name in by_hand if not schedules]
     trials = list[Trial]()
     columns = IN_SIMULATION_COLUMNS if simulated else COLUMNS
     with setting.outputs.opened("specimens") as files, setting.world() as world:
         terminal.detail(Layout.of(columns, terminal.width).header)
         with files.asked:
-            for number, (case, over) in enumerate(tries, start=1):
-                with terminal.progress(f"{number} of {len(tries)}: {case}"):
-                    trials.append(_tried(case, over, world, record=not final_only))
+            for number, (said, run) in enumerate(runs, start=1):
+                with terminal.progress(f"{number} of {len(runs)}: {said}"):
+                    trials.append(run(world))
                 (terminal.detail if _sound(trials[-1]) else terminal.say)(
                     line(trials[-1], terminal.width, columns=columns)
                 )
@@ -151,7 +166,7 @@ def try_all(
             if which == "final" or not final_only:
                 terminal.say(f"\n{words}:")
                 terminal.detail(confusion(pairs_of(trials, which), terminal.width))
-                terminal.say(totals(trials, which) + not_run(len(tries) - len(trials)))
+                terminal.say(totals(trials, which) + not_run(len(runs) - len(trials)))
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
         return files.finish(status, specimens=[trial.as_dict() for trial in trials])
 
@@ -184,17 +199,24 @@ def _sound(trial: Trial) -> bool:
 
 
 def _controls(world: World, setting: Setting) -> str:
-    """A sentence on the changes that are no faults."""
+    """A sentence on the changes that are no faults, and the steps by hand that have none."""
     device, known = setting.chosen_device, CONTROLS if setting.simulation is None else SIMULATED_CONTROLS
     if device != CPU:
         known = {**known, **DEVICE_CONTROLS}
     cases = {name: Case.parse(f"{one.smallest} specimen={name} device={device}") for name, one in known.items()}
+    passes = {name: (str(case), partial(_passes, case, known[name])) for name, case in cases.items()}
+    if device == CPU and setting.simulation is None:
+        passes |= {name: (one.smallest, partial(_passes_by_hand, one)) for name, one in RIGHT.items()}
     alarms = []
-    for number, (name, case) in enumerate(cases.items(), start=1):
-        with Terminal().progress(f"no fault, {number} of {len(cases)}: {case}"):
-            alarms += [] if _passes(case, known[name], world) else [name]
+    for number, (name, (said, run)) in enumerate(passes.items(), start=1):
+        with Terminal().progress(f"no fault, {number} of {len(passes)}: {said}"):
+            alarms += [] if run(world) else [name]
     said = f"; FALSE ALARM for {', '.join(alarms)}" if alarms else ""
-    return f"{len(cases) - len(alarms)} of {len(cases)} changes that are no faults pass{said}"
+    return f"{len(passes) - len(alarms)} of {len(passes)} changes that are no faults pass{said}"
+
+
+def _passes_by_hand(case: MixedCase, world: World) -> bool:
+    return validate_mixed(case, world).verdict == "pass"
 
 
 def _passes(case: Case, control: Planted, world: World) -> bool:
@@ -272,9 +294,10 @@ _LISTED = (
 )
 
 
-def _families() -> list[tuple[str, Sequence[Specimen]]]:
-    """All, also those that need a device or simulated ranks, and those of one's own."""
-    return [*FAMILIES.items(), ("devices", [*ON_DEVICES.values()]), *SIMULATED_FAMILIES.items(), ("own", PLUGINS.own)]
+def _families() -> list[tuple[str, Sequence[Specimen | MixedFault]]]:
+    """All, also those that are by hand, or need a device or simulated ranks, and those of one's own."""
+    more = ("mixed", [*MIXED.values()]), ("devices", [*ON_DEVICES.values()])
+    return [*FAMILIES.items(), *more, *SIMULATED_FAMILIES.items(), ("own", PLUGINS.own)]
 
 
 def listing(names: Collection[str], *, width: int | None = None) -> str:

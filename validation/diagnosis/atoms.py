@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from pipeproof.reference.pairing import Contributed, Flow, Pairing, Pairings
-from pipeproof.reference.step import Gradient, Site, Stage
+from pipeproof.reference.step import Contribution, Gradient, Site, Stage
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Update:
     of the update before, and ``old``, that update's gradients. ``tied``: parameters with copies in several stages, the
     name by stage. ``evaluated``: evaluations before the update, as if they had been
     steps. ``placement``: each stage's rank, or the first of several; ``ranks`` and ``stages``: how many a replica has,
-    if somebody knows better; ``replicas``: how many of the model there are.
+    if somebody knows better; ``replicas``: how many of the model there are. ``given``: what each microbatch gives, in
+    the order in which it is added up and in its own type, where that is known.
     """
 
     observed: Mapping[Site, Gradient]
@@ -39,6 +40,7 @@ class Update:
     ranks: int | None = None
     stages: int | None = None
     replicas: int = 1
+    given: Sequence[Contribution] = ()
 
     @cached_property
     def shared(self) -> frozenset[Site]:

@@ -18,6 +18,7 @@ from pipeproof.diagnosis.rules.attributed import attributed, in_part, unexplaine
 from pipeproof.diagnosis.rules.besides import besides, besides_backwards
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, no_update, other_weights, partition, weights
+from pipeproof.diagnosis.rules.loss_scale import by_scale
 from pipeproof.diagnosis.rules.norms import norm, of_no_known_norm
 from pipeproof.diagnosis.rules.outputs import outputs, untold
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
@@ -179,7 +180,7 @@ def _right(evidence: Evidence) -> RuledOut | None:
 
 
 def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
-    return Rule(attributed, _right, needs, left=unexplained, beside=_beside, besides=in_part)
+    return Rule(by_scale(attributed), _right, needs, left=unexplained, beside=_beside, besides=in_part)
 
 
 # In the order of the flow. Attribution stands for the links that only a recording shows.
@@ -191,7 +192,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(calls, _ran, _watched, otherwise=otherwise, besides=besides_backwards),
     Rule(boundaries, _crossed, _recorded, besides=besides),
     Rule(stale),
-    Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),
+    Rule(by_scale(passages), sound, _passed, otherwise=otherwise, besides=besides),
     Rule(sums, _added, _recorded),
     Rule(
         reduction,
@@ -202,7 +203,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(no_update),
     _attributed(_unrecorded),
     Rule(
-        norm,
+        by_scale(norm),
         clears("grad-norm", ("norm",), "the norm is that of the gradients"),
         _entered("grad-norm"),
         of_no_known_norm,

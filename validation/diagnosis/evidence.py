@@ -12,6 +12,7 @@ from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
 from pipeproof.diagnosis.copies import apart_by_rank
 from pipeproof.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from pipeproof.diagnosis.interference import Broken, Sources, broken_between
+from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Members
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
@@ -101,7 +102,7 @@ class Evidence:
     ``earlier_weights``: those that operations before it began with,
     ``stale`` the calls that were given what these had.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
-    ``clipped_to`` is what a foreign step says of its clipping. ``skips``: losses are scaled, and gradients overflow.
+    ``clipped_to`` is what a foreign step says of its clipping. ``scale``: how losses are scaled, where they are.
 
     ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
     ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
@@ -128,7 +129,7 @@ class Evidence:
     members: Members | None = None
     sums: RecordSums | None = None
     clipped_to: float | None = None
-    skips: bool = False
+    scale: LossScale | None = None
     unseen: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
     frozen: range = range(0)

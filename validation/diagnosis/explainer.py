@@ -27,9 +27,10 @@ from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known, Terms
 from pipeproof.diagnosis.likeness import of_terms, plainly
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
+from pipeproof.diagnosis.rounding import added_up_in
 from pipeproof.diagnosis.single_numbers import as_others
 from pipeproof.judging.tolerance import error, precision_of, rounding_of, stands_for_none
-from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
@@ -38,7 +39,7 @@ _EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a 
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
 _UNFOUNDED = 0.5  # of a gradient: no rounding takes that away
-_WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
+_WHOLE = {"missing", "unexpected", "rounded", "narrow-accumulation", "not-finite"}  # what a whole stage can be at once
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -61,7 +62,7 @@ class Explainer:
         self._seen = {name: update.observed.get((stage, name)) for name in own}
         self._due = {name: update.expected.get((stage, name)) for name in own}
         pairs = ((self._seen[name], self._due[name], Label.of_gradient((stage, name))) for name in own)
-        self._absent = tuple(one for pair in pairs if (one := plainly(*pair, every)) is not None)
+        self._absent = self._as_added(tuple(one for pair in pairs if (one := plainly(*pair, every)) is not None))
         absent = {one.parameter for one in self._absent}
         there = [name for name in own if name not in absent and self._due[name] is not None]
         sized = {name: (self._seen[name], self._due[name], self._nominal_sum(name)) for name in there}
@@ -74,6 +75,24 @@ class Explainer:
         found = self._explained()
         found = (self._multiple(found) or found) if found.undecided else found
         return replace(found, names=tuple(self._names), whole=self._whole(found))
+
+    def _as_added(self, odd: tuple[Likeness, ...]) -> tuple[Likeness, ...]:
+        """``odd``; where all that is rounded is what microbatches give when they are added up in the narrower type.
+
+        Of few microbatches, or few elements, that may also be their sum, rounded once: some must tell.
+        """
+        rounded = [one for one in odd if one.kind == "rounded"]
+        added = [self._added_up(one) for one in rounded]
+        if None in added or not any(added):
+            return odd
+        return tuple(replace(one, kind="narrow-accumulation") if one in rounded else one for one in odd)
+
+    def _added_up(self, odd: Likeness) -> bool | None:
+        seen, site = self._seen[odd.parameter], (self._stage, odd.parameter)
+        parts = [part.cpu() for one in self._update.given if (part := one.gradients.get(site)) is not None]
+        if seen is None or not parts or odd.narrow not in NARROWER or odd.step is not None:
+            return None
+        return added_up_in(seen.cpu(), parts, odd.narrow)
 
     def _whole(self, found: Explanation) -> str:
         """What every parameter is that has a gradient, or should have one; nothing where that is not one thing."""

@@ -356,8 +356,8 @@ def _odd_causes(update: Update, odd: Likeness, within: float) -> Iterator[Cause]
 def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
     if odd.kind in ("missing", "unexpected", "zero", "not-finite"):
         yield Cause(odd.kind)
-    elif odd.kind == "rounded":
-        yield Cause("rounded", detail="" if odd.step is None else odd.text)
+    elif odd.kind in ("rounded", "narrow-accumulation"):
+        yield Cause(odd.kind, detail="" if odd.kind == "rounded" and odd.step is None else odd.text)
     elif odd.kind == "reordered":
         yield Cause("altered", detail=f"its own {odd.line}s are in another order")
     elif odd.kind == "other" and odd.source is not None:

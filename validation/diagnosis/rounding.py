@@ -5,7 +5,7 @@ values of that type times one number: so many significant bits, or, where they w
 of one size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,6 +47,20 @@ def rounded_as(seen: Tensor, whole: Tensor) -> Rounded | None:
     if not wide or not bool(seen.isfinite().all()):
         return None
     return _at_some_scale(seen.flatten().double(), whole.flatten().double())
+
+
+def added_up_in(seen: Tensor, parts: Sequence[Tensor], narrow: str) -> bool | None:
+    """Whether ``seen`` is ``parts``, one after another, added up in that type, to the bit; None where it is not.
+
+    False: it is their sum, rounded once, just as well.
+    """
+    dtype = NARROWER[narrow]
+    total, whole = parts[0].to(dtype), torch.stack([part.double() for part in parts]).sum(dim=0)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    if not torch.equal(seen.double(), total.double()):
+        return None
+    return not torch.equal(total, whole.to(dtype))
 
 
 def held_in(tensor: Tensor) -> str | None:

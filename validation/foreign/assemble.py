@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.buffers import in_turn, named_buffers
@@ -207,6 +208,13 @@ class Assembled:
     def max_norm(self) -> float | None:
         """What gradients were clipped to before the update, if a rank says so: the first that does."""
         return next((made.max_norm for made in self.made if made.max_norm is not None), None)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How losses are scaled, if the last stage's rank says so, and what each rank divides by that says so, too."""
+        known = {rank: made.loss_scale for rank, made in enumerate(self.made) if made.loss_scale is not None}
+        losses = known.get(self.stages[-1].rank) if self.stages else None
+        return None if losses is None else LossScale(losses, losses, losses, ranks=known)
 
     @property
     def unlike(self) -> str:

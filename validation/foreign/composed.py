@@ -1,7 +1,7 @@
 """The composed check: what it is told."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
@@ -34,8 +34,10 @@ class Composed:
     every: check one step of so many, the first one first; the others run as if nobody checked, and are not ``due``.
     stages: "all" are run again in a step that is checked, or "one by one", so that a step costs little more.
     accumulation: how gradients are added up. optimizer: this rank's, or a list of several. With it, weights after its
-    step are compared with what a copy of it makes of the gradients, clipped to max_norm. scaler: the one that scales
-    this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
+    step are compared with what a copy of it makes of the gradients, clipped to max_norm. masters: the copies in a wider
+    type that the optimizer holds in place of weights, by weight: a copy moves, and then the weight is that, cast.
+    scaler: the one that scales this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before
+    ``gradients()``.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | LossOfAll | None = None
@@ -45,6 +47,7 @@ class Composed:
     accumulation: Accumulation = PLAIN
     optimizer: Optimizer | Sequence[Optimizer] | None = None
     max_norm: float = math.inf
+    masters: Mapping[nn.Parameter, Tensor] | None = None
     scaler: Any = None
     every: int = 1
     stages: Literal["all", "one by one"] = "all"
@@ -70,12 +73,24 @@ class Composed:
             raise WhiteBoxError(f"every is {self.every!r}: expected a number of steps, from 1")
         if self.stages not in ("all", _ONE_BY_ONE):
             raise WhiteBoxError(f'stages is {self.stages!r}: expected "all" or "{_ONE_BY_ONE}"')
+        self._check_masters()
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             raise WhiteBoxError(
                 f"scaler is {self.scaler!r}: expected a torch.amp.GradScaler, or one that has get_scale()"
             )
         if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
             raise WhiteBoxError(f"max_norm is {self.max_norm!r}: expected a number above 0")
+
+    def _check_masters(self) -> None:
+        """Raise ``WhiteBoxError`` where they are no copies of weights."""
+        if self.masters is not None and not isinstance(self.masters, Mapping):
+            raise WhiteBoxError(
+                f"masters is {self.masters!r}: expected a mapping of weights to their copies, such as dict(zip(...))"
+            )
+        for weight, copy in (self.masters or {}).items():
+            if not isinstance(copy, Tensor) or copy.shape != weight.shape:
+                what = f"shape {list(copy.shape)}" if isinstance(copy, Tensor) else f"a {type(copy).__name__}"
+                raise WhiteBoxError(f"masters has {what} for a weight of shape {list(weight.shape)}: expected its copy")
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:

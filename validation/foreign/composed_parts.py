@@ -10,9 +10,11 @@ from torch import Tensor
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.composed_causes import on_the_wire, repeated, with_own
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.part_sums import Wrong
@@ -28,7 +30,6 @@ from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.tolerance import FP32, Precision, coarsest
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
-from pipeproof.observers.recording import HANDED_ON, MADE
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
@@ -77,7 +78,7 @@ class OwnPart:
     are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
     added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
     other ranks may have parts of them: ``in_parts``, as where stages are cut inside.
-    ``hooked``: gradients of which hooks may have made others.
+    ``hooked``: gradients of which hooks may have made others. ``scale``: how its losses are scaled.
     """
 
     ledger: Ledger
@@ -97,6 +98,7 @@ class OwnPart:
     wrong: Wrong = field(default_factory=dict)
     in_parts: bool = False
     hooked: tuple[str, ...] = ()
+    scale: LossScale | None = None
 
 
 @dataclass(frozen=True)
@@ -284,20 +286,23 @@ class Whole:
             passed=self._passed,
             due=_Due(self._expected, {name: one for part in self.parts for name, one in part.forms.items()}),
             clipped_to=self.by.max_norm,
-            skips=self.by.factor(self._expected.norm or 0.0) is None,
+            scale=self._scale,
             lengths=self._lengths,
         )
         others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
         found = sought(verdict, lambda: explained(evidence)) if others else verdict
-        found = replace(found, cause=tuple(map(self._repeated, found.cause)))
+        shown = [*self._never_run, *map(self._as_seen, found.cause)]
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
-        found = replace(found, cause=(*self._never_run, *found.cause))
-        vague = {cause.stage for cause in found.cause if cause.kind == "computation"} & {cause.stage for cause in told}
-        causes = [cause for cause in found.cause if cause.stage not in vague]
-        places = {cause.stage for cause in causes} | {stage for cause in causes for stage in cause.stages}
-        causes += [cause for cause in told if cause.stage is None or cause.stage not in places]
+        causes = with_own(shown, told, evidence)
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
         return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
+
+    @property
+    def _scale(self) -> LossScale | None:
+        """How losses are scaled, if at all, as the last stage's rank has it."""
+        scale = self.parts[self.chain.stages[self.chain.last].rank].scale
+        skips = self.by.factor(self._expected.norm or 0.0) is None
+        return None if scale is None else replace(scale, skips=skips)
 
     @property
     def _never_run(self) -> list[Cause]:
@@ -305,18 +310,15 @@ class Whole:
         lost = set[int].intersection(*(set(order.left) for order in self.chain.orders.values()))
         return [Cause("dropped", microbatches=tuple(sorted(lost)), detail="no stage ran it")] if lost else []
 
-    def _repeated(self, cause: Cause) -> Cause:
-        """``cause``; where a stage gave something else than it gives when it is repeated, what that shows."""
+    def _as_seen(self, cause: Cause) -> Cause:
+        """``cause``, with what was seen of its stage."""
         flow = None if cause.stage is None else self._passed.get(cause.stage)
-        made = [
-            one for one in (() if flow is None else flow.crossings) if not one.same and one.where in (MADE, HANDED_ON)
-        ]
-        if cause.kind != "computation" or not made or (cause.action or "").partition("B")[1]:
+        if flow is None:
             return cause
         if any(part.in_parts for part in self.parts):
             return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
         moved = any(cause.stage in part.moved for part in self.parts)
-        return replace(cause, kind="weights-changed" if moved else "not-repeatable")
+        return on_the_wire(repeated(cause, flow, moved=moved), flow, last=self.chain.last)
 
     def _of_copies(self) -> Iterator[Cause]:
         """What is wrong with parameters that stages share."""

@@ -187,7 +187,8 @@ def passed_of(stage: int, calls: Sequence[Call], seen: Sequence[Column], context
         UNKNOWN_MICROBATCH
     }
     found = Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed)
-    return replace(found, stacks=stacks, came=came, cleared=cleared, cut=frozenset(cut), times=times)
+    found = replace(found, stacks=stacks, came=came, cleared=cleared, late=context.late)
+    return replace(found, cut=frozenset(cut), times=times)
 
 
 def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:

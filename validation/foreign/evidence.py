@@ -79,6 +79,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         stale=tuple(_stale(found, beside)),
         earlier_weights=[one.run.weights for one in beside.before],
         clipped_to=found.max_norm,
+        scale=found.loss_scale,
         members=Members(found.stages, found.replicas, beside.made, norms),
         told=found.traced,
         unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},
@@ -138,6 +139,7 @@ class _Due:
             placement=self.observed.schedule.placement,
             ranks=len(self.found.made) // self.found.replicas.count,
             replicas=self.found.replicas.count,
+            given=self.beside.made,
         )
 
     @cached_property

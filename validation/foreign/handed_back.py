@@ -55,7 +55,8 @@ class HandedBack:
     norm gradients were clipped before the update, for ``optimizer=``. masters: the update is of copies in a wider type,
     so that weights after it are not compared. accumulation: how the runtime adds gradients up, but for the shares of
     replicas, if it says so. outputs: by the names that ``outputs=`` gives, what this rank put out for each of its
-    microbatches, in their order.
+    microbatches, in their order. loss_scale: what losses are multiplied by before their backwards, as this rank has it,
+    and its gradients divided by before they are handed back.
     """
 
     modules: Any = ()
@@ -68,6 +69,7 @@ class HandedBack:
     masters: bool = False
     accumulation: Accumulation | None = None
     outputs: Any = None
+    loss_scale: float | None = None
 
     @property
     def named(self) -> Mapping[str, tuple[Tensor, ...]]:
@@ -134,6 +136,8 @@ def understood(result: object, step: str) -> HandedBack:
         raise HandBackError(f"{step} returned {_named(handed.grad_norm)} as the gradient norm: expected a number")
     if handed.max_norm is not None and not _is_number(handed.max_norm):
         raise HandBackError(f"{step} returned {_named(handed.max_norm)} as max_norm: expected a number, or None")
+    if handed.loss_scale is not None and not (_is_number(handed.loss_scale) and handed.loss_scale > 0):
+        raise HandBackError(f"{step} returned {_named(handed.loss_scale)} as loss_scale: expected a number above 0")
     _check_trace(handed, step)
     _check_outputs(handed.outputs, step)
     return handed

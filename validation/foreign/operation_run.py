@@ -20,18 +20,21 @@ class OperationRun:
     """What the ranks made of ``task``, as it was ``found``, and the reference's ``run`` of it.
 
     ``run`` divides each loss before its backward. ``accumulation``: how the ranks add up what microbatches give.
+    ``scale``: what they multiply losses by, and divide gradients by.
     """
 
     task: Task
     found: Assembled
     run: ReferenceRun
     accumulation: Accumulation = PLAIN
+    scale: float = 1.0
 
     @cached_property
     def like(self) -> ReferenceRun:
         """The reference's run, which divides where the ranks do. It is done: its places are known."""
-        late = self.accumulation.late
-        like = self.run.divided_late(self.found.owner, watched=self.found.watched) if late else self.run
+        late = self.scale * (self.task.loss.divisor if self.accumulation.late else 1.0)
+        whole = late == 1.0
+        like = self.run if whole else self.run.divided_late(self.found.owner, watched=self.found.watched, late=late)
         like.made(self.found.owner)
         return like
 

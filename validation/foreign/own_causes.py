@@ -94,7 +94,8 @@ class _OwnDue:
         old = {(self.own.stage, self.names[full]): one for full, one in self.begun.items() if one is not None}
         ranks, stages = len({*self.placement}), len(self.placement)
         both = self.gradients, self.expected.gradients
-        return Update(*both, now, old=old, placement=alone, ranks=ranks, stages=stages)
+        given = self.own.expected.contributions
+        return Update(*both, now, old=old, placement=alone, ranks=ranks, stages=stages, given=given)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -48,11 +48,17 @@ class OwnUpdate:
         return OwnUpdate({}, {}, why)
 
     @staticmethod
-    def by(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], *, factor: float | None) -> "OwnUpdate":
+    def by(
+        optimizers: Sequence[Optimizer],
+        parameters: Mapping[str, Tensor],
+        *,
+        factor: float | None,
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> "OwnUpdate":
         """What ``optimizers`` are going to make of ``parameters``, whose gradients are multiplied by ``factor`` first.
 
-        None: their steps are skipped, as where gradients overflowed. To be called before their steps. It takes as much
-        memory as they and their states do once more.
+        None: their steps are skipped, as where gradients overflowed. ``given``: gradients that are not in ``.grad``
+        yet. To be called before their steps. It takes as much memory as they and their states do once more.
         """
         name = " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
         try:
@@ -62,13 +68,16 @@ class OwnUpdate:
             if whole := [one for those in parts for one in those if type(one) not in _BY_ELEMENTS and _in_shards(one)]:
                 kind = type(whole[0]).__name__
                 return OwnUpdate.unknown(f"what {kind} makes of shards is not known: it may look at whole weights")
-            return _foreseen(parts, parameters, factor)
+            return _foreseen(parts, parameters, given, factor)
         except Exception as error:  # no one type: it is the user's code
             return OwnUpdate.unknown(f"a copy of {name} cannot take its step: it raised {raised(error)}")
 
 
 def _foreseen(
-    optimizers: Sequence[Sequence[Optimizer]], parameters: Mapping[str, Tensor], factor: float | None
+    optimizers: Sequence[Sequence[Optimizer]],
+    parameters: Mapping[str, Tensor],
+    given: Mapping[str, Any],
+    factor: float | None,
 ) -> OwnUpdate:
     """What ``optimizers``, each with those that it has inside, make of ``parameters``."""
     parts = [part for one in optimizers for part in one]
@@ -79,8 +88,9 @@ def _foreseen(
         return OwnUpdate(before, before)
     copies, twins = _twins(some, parts)
     for name, one in copies.items():
-        gradient = some[name].grad
-        one.grad = None if gradient is None else held_here(added_up(gradient, some[name])).detach() * factor
+        gradient = given[name] if name in given else some[name].grad
+        here = None if gradient is None else held_here(added_up(gradient, some[name])).detach()
+        one.grad = None if here is None else here.to(one.dtype) * factor
     with torch.enable_grad():
         for first, *_ in optimizers:  # those inside it are its own to step
             twins[id(first)].step()

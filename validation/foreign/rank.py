@@ -95,7 +95,7 @@ class RankMade:
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
     ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
-    ``accumulation`` and ``outputs``: as they were handed back.
+    ``accumulation``, ``outputs`` and ``loss_scale``: as they were handed back.
     """
 
     parts: tuple[Part, ...]
@@ -112,6 +112,7 @@ class RankMade:
     unlike: str = ""
     accumulation: Accumulation | None = None
     outputs: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    loss_scale: float | None = None
 
 
 def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
@@ -191,7 +192,8 @@ class _Collector:
         unlike = _MASTERS if handed.masters else _GOES_ON if self._first_use.goes_on else ""
         most = None if handed.max_norm is None else float(handed.max_norm)
         made = RankMade(parts, *told, actions, order.known, sent=sent, max_norm=most, unlike=unlike)
-        made = replace(made, accumulation=handed.accumulation, outputs=handed.named)
+        scale = None if handed.loss_scale is None else float(handed.loss_scale)
+        made = replace(made, accumulation=handed.accumulation, outputs=handed.named, loss_scale=scale)
         if self._first is not None:
             return replace(made, parts=_as_first(parts, self._first[1].parts, order.name))
         weights = contents(order.build()) if any(part.values for part in parts) else order.known

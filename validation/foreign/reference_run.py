@@ -75,7 +75,8 @@ class ReferenceRun:
     """An iterator of which each step makes what ``model`` gives for one more microbatch of ``task``.
 
     ``owner`` is the stage of every parameter name. While the ranks have yet to tell it, each name is a stage of its own
-    (None), and the run is surveyed in case they watch. late: losses are not divided, and gradients are once added up.
+    (None), and the run is surveyed in case they watch. late: this part of the divisor is left to gradients, once they
+    are added up; where losses are scaled, it is more.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class ReferenceRun:
         *,
         owner: Mapping[str, int] | None = None,
         surveyed: bool = True,
-        late: bool = False,
+        late: float = 1.0,
     ) -> None:
         self.batches = task.batches(model)
         self._task, self.model, self._replicas = task, model, replicas
-        self._late = task.loss.divisor if late else 1.0
+        self._late = late
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._survey = Survey(model, replicas=replicas.count) if surveyed else None
         each = {name: number for number, name in enumerate(self._parameters)}
@@ -125,9 +126,9 @@ class ReferenceRun:
         model = self._built() if begun else self.model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
 
-    def divided_late(self, owner: Mapping[str, int], *, watched: bool) -> "ReferenceRun":
-        """Another run in these stages, from the same weights, that divides no loss."""
-        return ReferenceRun(self._task, self._built(), self._replicas, owner=owner, surveyed=watched, late=True)
+    def divided_late(self, owner: Mapping[str, int], *, watched: bool, late: float) -> "ReferenceRun":
+        """Another run in these stages, from the same weights, that leaves so much of the divisor to gradients."""
+        return ReferenceRun(self._task, self._built(), self._replicas, owner=owner, surveyed=watched, late=late)
 
     def _built(self) -> nn.Module:
         return self._task.built(next(self.model.parameters()).device.type)

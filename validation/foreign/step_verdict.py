@@ -53,6 +53,12 @@ def judged_runs(
         verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, missed))
     if not verdict.mismatches:
         return verdict
+    if first.scale == 1.0 and (scale := first.found.loss_scale) is not None:
+        # Types as narrow as fp16 round what is scaled otherwise.
+        alike = [replace(one, scale=scale.losses) for one in runs]
+        scaled = judged_runs(title, task, alike, second, halted=halted)
+        if scaled.verdict == "pass":
+            return scaled
     one = runs[number]
     return _explained(verdict, one, counted, Beside.of(one, second.like(one.task), runs[:number][::-1]))
 

@@ -13,6 +13,22 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "sign": "Look for a minus: a loss that is maximised, or a gradient that is subtracted where it is added.",
         "unequal-weights": "Are losses averaged over microbatches whose tokens differ? Divide sums of losses by the "
         "number of all tokens, or means by the number of microbatches, of all replicas, and do so on both sides.",
+        "scaled-twice": "Scale each loss once before its backward: does a wrapper of the loss, or of the backward, do "
+        "it as well?",
+        "not-scaled": "Scale each loss before its backward, on the last stage's rank: scaler.scale(loss).backward().",
+        "not-unscaled": "Divide gradients by the loss scale on every rank, once they are complete and before anyone "
+        "looks at them.",
+        "unscaled-twice": "Divide gradients by the loss scale once: does the optimizer, or clipping, do it, too?",
+        "unscaled-after-norm": "Divide gradients by the loss scale first, then take the norm and clip.",
+        "scales-differ": "Give all ranks one loss scale: reduce over them whether gradients overflow, by which it "
+        "grows, and update it last, once gradients are divided by it.",
+        "step-skipped": "All ranks must know whether any gradient overflows before one takes its step: reduce that "
+        "over all.",
+        "master-weights": "Make master copies of the weights that training begins with, and copy them back after each "
+        "step.",
+        "cast-on-wire": "Send and receive in the type that the stage puts out.",
+        "narrow-accumulation": "Add each microbatch's gradient to a sum in fp32, and clear the narrow one: main_grad, "
+        "or an accumulator of your own.",
         "dropped": "Find this microbatch's backward: is it in the schedule, does its loop run to the end, did "
         "its message come without requires_grad, and does anything clear gradients after it?",
         "doubled": "Find this microbatch's backward: does it run twice, or does anything add its gradient once more?",

@@ -116,7 +116,8 @@ def numbered(word: str, numbers: Sequence[int], count: int) -> str:
 class Likeness:
     """What a tensor is in place of the one that is due.
 
-    kind: missing, unexpected, shape, not-finite, zero, rounded, multiple (``factor`` times the due one), reordered
+    kind: missing, unexpected, shape, not-finite, zero, rounded, narrow-accumulation (what it is the sum of was added up
+    in ``narrow``), multiple (``factor`` times the due one), reordered
     (its ``line``s), other (whose: ``label``), counted (each microbatch in it so often: ``counts``), paired
     (activations met output gradients by ``pairs``), sum (``factor`` of its own and ``more`` of ``label``'s),
     uninitialised, noisy, different (like nothing known), or right (although what is around it is not).
@@ -226,6 +227,7 @@ _IS: Mapping[str, Callable[[Likeness], str]] = {
     "not-finite": lambda found: "not finite",
     "zero": lambda found: "zero",
     "rounded": _rounding,
+    "narrow-accumulation": lambda found: f"added up in {found.narrow}",
     "multiple": lambda found: f"{digits(found.factor or 0.0, 6)} times the expected",
     "reordered": lambda found: f"its own {found.line}s in another order",
     "other": _expected,

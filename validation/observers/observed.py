@@ -74,7 +74,8 @@ class Passed:
     added to the gradients was cleared.
     ``cut`` are the microbatches whose backward ran through the end of the stage, and came to none of its inputs.
     ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
-    do. ``times`` of actions, by their rank's count; empty where nobody knows.
+    do. ``times`` of actions, by their rank's count; empty where nobody knows. ``late``: how many times the reference's
+    gradients those are that flow there, where a runtime may divide them later; None where that does not show.
     """
 
     actions: tuple[Action, ...]
@@ -95,6 +96,7 @@ class Passed:
     detached: Mapping[int, frozenset[int]] = field(default_factory=dict)
     cut: frozenset[int] = frozenset()
     times: tuple[int, ...] = ()
+    late: float | None = None
 
     @property
     def untold(self) -> bool:

@@ -106,7 +106,7 @@ def _told(own: RankStages, against: Composed) -> dict[str, object]:
         "accumulation": str(against.accumulation),
     }
     if any(one.requires_grad for module in own.modules.values() for one in module.parameters()):
-        told["optimizer"] = _given(against.optimizer)
+        told |= {"optimizer": _given(against.optimizer), "masters": _given(against.masters)}
     return told
 
 

@@ -11,24 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.diagnosis.loss_scale import LossScale
+from pipeproof.diagnosis.rules.loss_scale import of_gradients
 from pipeproof.foreign.chain import Chain, without_trials
 from pipeproof.foreign.composed import Composed
-from pipeproof.foreign.composed_parts import HOOKED, LAWS, OwnPart, Told, Whole, norm_of, not_known
+from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.foreign.composed_verdict import verdict_of
 from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_calls import StageSeen, counting
-from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import OwnStage
-from pipeproof.foreign.own_update import OwnUpdate
-from pipeproof.foreign.part_sums import sketched
 from pipeproof.foreign.sources import Data
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
-from pipeproof.judging.comparison import Comparison, Due
+from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import FP32, coarsest, precision_among, precision_of
+from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
@@ -38,7 +37,8 @@ from pipeproof.records.by_hand import by_hand, sizes_seen
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
-from pipeproof.records.held_gradients import AllowedOf, all_dense, hooked, length_in_pieces
+from pipeproof.records.held_gradients import all_dense, length_in_pieces
+from pipeproof.records.own_gradients import OwnGradients
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_lines import RankLines
@@ -50,7 +50,7 @@ from pipeproof.records.stages_again import StagesAgain
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way
-from pipeproof.records.weights_after import enter_weights_after
+from pipeproof.records.weights_after import WeightsAfter, masters_of
 from pipeproof.reference.again import drawing_on, undisturbed
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
@@ -99,8 +99,9 @@ class ComposedCheck(CheckedStep):
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
-        self._update: OwnUpdate | None = None
+        self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, None))
         self._begun = Begun(against.keep)
+        self._scale = 1.0  # what losses were scaled by as the step began
         self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
         self._part_of_chain: OwnPart | None = None
 
@@ -173,6 +174,8 @@ class ComposedCheck(CheckedStep):
         if isinstance(self._by.loss_fn, LossOfAll):
             self._take_loss(self._by.loss_fn)
         self.begin(self._own.gradients)
+        self._scale = self._by.scale
+        self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, self._by.masters))
         last = max(stage for one in every for stage in one.stages)
         self._only = self._by.only(self._turn, last + 1)
         for stage, module in self._own.modules.items():
@@ -207,7 +210,7 @@ class ComposedCheck(CheckedStep):
         every = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
-        in_parts = self._lines.together > 1
+        lines, in_parts = self._lines, self._lines.together > 1
         own_chain = {s: one for part in self._lines.of_line(every) for s, one in part.items()}
         chain = Chain(without_trials(own_chain, self._data), self._data)
         first = self._only or 0
@@ -222,9 +225,10 @@ class ComposedCheck(CheckedStep):
         seen = {stage: chain.stages[stage] for stage in seen}
         again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, in_parts, others)
         with self.noting():
-            given, lines = (self._by.loss_divisor, self.microbatches), self._lines
+            given = self._by.loss_divisor, self.microbatches
             divisors = lines.divisor(*given), lines.own_divisor(*given)
-            again.way = Way(self._by, self._by.scale, *divisors, lines.replicas, sums=self._shards.sums(modules))
+            scales = dict.fromkeys((self._scale, self._by.scale))
+            again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(modules))
             again.way.in_parts = in_parts
             again.run(partial(self._begun.note_unreached, self._own))
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
@@ -242,24 +246,28 @@ class ComposedCheck(CheckedStep):
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, seen, in_parts=in_parts)
+        sums = self._shards, self._replicas, self._shares
+        placement = placement_of(lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
+        gradients = OwnGradients(self._own, self._ledger, *sums, self._way, lines, placement, self._by_scale)
+        gradients = replace(gradients, begun=self._begun, lost=self._lost, only=self._only)
         for own in stages:
-            part = self._compared(part, own, chain.orders[own.stage].numbers, due, found)
+            part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
-        self._foresee({part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()})
+        parts = {part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()}
+        self._foresee(parts, here)
         narrow = self._shards.reduced_in.values()
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
         links |= {own.stage: tuple(own.links) for own in stages}
-        foreseen = self._update is not None
-        part = replace(part, links=links, lengths=lengths, moved=moved)
+        part = replace(part, links=links, lengths=lengths, moved=moved, scale=self._scaling)
         forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
         inside = [precision_of(own.inside) for own in stages if own.inside is not None]
         precision = coarsest([precision_among(held), *inside])
         summed = coarsest([precision, *map(precision_of, narrow)])
-        return replace(part, foreseen=foreseen, forms=forms, precision=precision, summed=summed)
+        return replace(part, foreseen=self._after.foreseen, forms=forms, precision=precision, summed=summed)
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
@@ -270,97 +278,41 @@ class ComposedCheck(CheckedStep):
         self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
 
-    def _compared(
-        self,
-        part: OwnPart,
-        own: OwnStage,
-        numbers: Sequence[int],
-        due: Mapping[str, Tensor | None],
-        seen: Mapping[str, Any],
-    ) -> OwnPart:
-        """``part`` with what is wrong with the gradients of a stage, and why."""
-        every = {self._own.rename(own.stage, name): name for name in own.gradients}
-        names = {full: name for full, name in every.items() if not self._shards.is_empty(full)}
-        if not own.closed:
-            self._ledger.leave_out("gradient", list(names), not_known([own.stage]))
-            return part
-        for name, why in self._replicas.untiled.items():
-            self._ledger.leave_out("gradient", [name] if name in names else [], why)
-        for name, stages in self._shares.stages_of(names).items():
-            if self._only is not None:
-                del names[name]  # other stages' shares are not known
-            elif self._lost & stages:
-                self._ledger.leave_out("gradient", [name], not_known(self._lost & stages))
-                del names[name]
-        allowed, before = AllowedOf(FP32, own, names, self._replicas.floor), len(self._ledger.mismatches)
-        wanted = Due("train", (), (), gradients={name: due[name] for name in names})
-        otherwise = hooked(names, self._shards.parameters, seen, wanted, allowed)
-        self._ledger.leave_out("gradient", otherwise, HOOKED)
-        part = replace(part, hooked=(*part.hooked, *otherwise))
-        names = {full: name for full, name in names.items() if full not in otherwise}
-        at = Comparison(wanted, allowed, self._ledger)
-        for name in [one for one in reversed(names) if one in seen]:
-            at.gradient(name, seen[name], rank=self._exchange.rank, stage=own.stage)
-        at.close()
-        self._ledger.leave_out("gradient", [one for one in names if one not in seen], "not compared")
-        wrong = {one.parameter for one in self._ledger.mismatches[before:]}
-        if not wrong:
-            return part
-        seen = self._way.undivided(seen)
-        shared = {name for names in self._shares.copies.values() for name in names.values()}
-        copies = [
-            self._shares.looked_at(name, seen[name], allowed.gradient(name).limit) for name in names if name in shared
-        ]
-        alone = {name: at for name, at in names.items() if name not in shared}
-        part = replace(part, copies=(*part.copies, *copies))
-        if wrong <= shared:
-            return part
-        whole, mine = self._way.undivided(due), [name for name in names if name in wrong - shared]
-        if self._lines.together > 1:
-            part = replace(part, wrong={**part.wrong, **sketched(own.stage, mine, seen, whole)})
-        if self._lines.replicas > 1:
-            pairs = {n: (self._shards.part(n, whole[n]), self._shards.part(n, seen[n])) for n in mine}
-            return replace(part, causes=(*part.causes, *self._replicas.causes(own.stage, pairs, self._way.scale)))
-        if own.speaks:
-            told = f"the cause was not sought: stage {own.stage} speaks to other ranks when it is run"
-            return replace(part, undecided=(*part.undecided, told))
-        begun = {name: self._begun.get(name) for name in alone}
-        placement = placement_of(self._lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
-        found = own_causes(own, self._ledger, numbers, seen, alone, begun, placement=placement)
-        unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
-        return replace(
-            part, causes=(*part.causes, *found.cause), undecided=(*part.undecided, *found.undecided, *unsought)
-        )
+    @property
+    def _scaling(self) -> LossScale | None:
+        """How losses are scaled, if a scaler says so."""
+        return None if self._by.scaler is None else LossScale(self._way.scaled, self._by.scale, self._scale)
 
-    def _foresee(self, sizes: Mapping[Part, float]) -> None:
-        """Note what the optimizer is going to make of the gradients."""
+    def _by_scale(self, cause: Cause) -> Cause:
+        counts = self.microbatches, self._exchange.ranks, sum(len(one.stages) for one in self._starts)
+        return cause if (scale := self._scaling) is None else of_gradients(cause, scale, counts)
+
+    def _foresee(self, sizes: Mapping[Part, float], gradients: Mapping[str, Any]) -> None:
+        """Note what the optimizer is going to make of ``gradients``."""
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
         if self._only is not None:
             return
         if self._by.needs_norm and self._lost:
-            self._ledger.doubt("updated-parameters", not_known(self._lost))
-            self._update = OwnUpdate.unknown(not_known(self._lost)) if optimizers else None
+            self._after.give_up(not_known(self._lost), asked=bool(optimizers))
             return
         if self._by.needs_norm:
             every = self._gather(sizes, "the norms of gradients, by which they are clipped, or a step is skipped")
             parts = {part: one for each in every for part, one in each.items()}
             factor = self._by.factor(norm_of(lengths_of(parts), self._first))
         if optimizers:
-            self._update = OwnUpdate.by(optimizers, self._shards.parameters, factor=factor)
-            if self._update.why:
-                self._ledger.doubt("updated-parameters", self._update.why)
+            self._after.foresee(optimizers, self._shards.parameters, gradients, factor=factor)
 
     def _finish(self) -> None:
         if self._why or self._obstacle or self._absent is not None:
             return
         if self._part_of_chain is None:
             self.refuse("gradients() was not called: call it between backward and clipping, on every rank")
-        if self._update is not None:
-            enter_weights_after(self._ledger, self._update, self._own, self._weights, rank=self._exchange.rank)
+        self._after.enter(self._weights, rank=self._exchange.rank)
 
     def _part(self, about: RankReport) -> ChainPart:
         begun = self._shards.named(self._weights)
         own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told), weights=begun)
+        own = replace(own, causes=(*own.causes, *self._after.causes(rank=self._exchange.rank)))
         return ChainPart(about, own, self._why, self._crash, self._no_norm)
 
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:

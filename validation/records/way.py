@@ -27,14 +27,15 @@ _SPEAKS = (
 class Way:
     """Runs stages again, and finds out by what the losses of a step were divided, as all ranks do alike.
 
-    ``scaled``: what losses were multiplied by, and gradients divided by before they are looked at. ``whole`` is what
-    the loss of all ``replicas`` is divided by, ``own`` what this one's is. ``fitting``: the names of ways that fit what
-    flows here, which ranks tell each other. ``name``: the one that they agreed upon. ``sums``: the type in which the
-    gradients of a stage are added up, where its weights are narrower. ``in_parts``: stages are cut inside.
+    ``scales``: what losses may have been multiplied by, the likeliest first; ``scaled``: what they were, and gradients
+    divided by before they are looked at. ``whole`` is what the loss of all ``replicas`` is divided by, ``own`` what
+    this one's is. ``fitting``: the names of ways that fit what flows here, which ranks tell each other. ``name``: the
+    one that they agreed upon. ``sums``: the type in which the gradients of a stage are added up, where its weights are
+    narrower. ``in_parts``: stages are cut inside.
     """
 
     by: Composed
-    scaled: float = 1.0
+    scales: Sequence[float] = (1.0,)
     whole: float = 1.0
     own: float = 1.0
     replicas: int = 1
@@ -43,6 +44,10 @@ class Way:
     sums: Mapping[int, torch.dtype] = field(default_factory=dict)
     in_parts: bool = False
     _divisor: float | None = None  # by which the last stage was run, where anything flows
+    scaled: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scaled = self.scales[0]
 
     def run_again(
         self, stage: int, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
@@ -50,18 +55,19 @@ class Way:
         """A stage, run once more. ``targets``: those of its calls, if it is the last one."""
         if targets is None:
             return self._once_more(stage, module, calls, None)
-        best, most = None, -1
-        for divisor in dict.fromkeys(divisor for divisor, _ in self._ways.values()):
+        best, most, taken = None, -1, self.scaled
+        for scaled, divisor in self._tried:
             own = self._once_more(stage, module, calls, Ending(self._loss_fn, divisor, targets))
             if not own.flowing:
                 return own  # by zeros nobody tells; other ranks may know
             if own.fitting > most:
-                best, most, self._divisor = own, own.fitting, divisor
+                best, most, self._divisor, taken = own, own.fitting, divisor, scaled
             if own.speaks and own.fitting < own.flowing:
                 own.doubt(_SPEAKS.format(stage))
             if own.speaks or most == own.flowing:
                 break
         assert best is not None, "there is a way"
+        self.scaled = taken
         self.fitting = frozenset(name for name, (by, _) in self._ways.items() if most and by == self._divisor)
         return best
 
@@ -95,6 +101,15 @@ class Way:
     @property
     def _ways(self) -> dict[str, tuple[float, float]]:
         """What losses may be divided by, and then sums. The likeliest is the first."""
+        return self._ways_by(self.scaled)
+
+    @property
+    def _tried(self) -> list[tuple[float, float]]:
+        """What losses may be multiplied by, with all that they may then be divided by."""
+        every = ((scaled, divisor) for scaled in self.scales for divisor, _ in self._ways_by(scaled).values())
+        return [*dict.fromkeys(every)]
+
+    def _ways_by(self, scaled: float) -> dict[str, tuple[float, float]]:
         every = float(self.replicas)
         found = {
             "averaged": (self.own, every),
@@ -103,7 +118,7 @@ class Way:
             "late": (1.0, self.whole),
         }
         names = ["late"] if self.by.accumulation.late else [*found]
-        return {name: (found[name][0] / self.scaled, found[name][1] * self.scaled) for name in names}
+        return {name: (found[name][0] / scaled, found[name][1] * scaled) for name in names}
 
     def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """``sums`` by what they are too large."""

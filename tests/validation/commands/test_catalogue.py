@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.case import SCHEDULES, Case
+from pipeproof.cases.mixed import specimens as mixed
+from pipeproof.cases.mixed.specimens import MIXED
 from pipeproof.cases.specimens import CONTROLS, IN_SIMULATION, ON_DEVICES, PLUGINS, SPECIMENS, SpecimenError
 from pipeproof.cases.trial import Named, Trial
 from pipeproof.commands import catalogue
@@ -104,7 +106,8 @@ def test_the_list_has_a_line_for_each_specimen() -> None:
 
 
 def test_names_are_chosen_or_refused() -> None:
-    assert chosen("", device="cpu") == list(SPECIMENS)
+    assert chosen("", device="cpu") == [*SPECIMENS, *MIXED]
+    assert chosen("", device="cpu", shrinks=True) == list(SPECIMENS)
     assert chosen("", device="cuda") == [*SPECIMENS, *ON_DEVICES]
     assert chosen("clip-twice, clip-never", device="cpu") == ["clip-twice", "clip-never"]
     with pytest.raises(SpecimenError, match="unknown specimen 'gremlin': pipeproof specimens --list prints all"):
@@ -112,6 +115,27 @@ def test_names_are_chosen_or_refused() -> None:
     assert chosen("other-device", device="cuda") == ["other-device"]
     with pytest.raises(SpecimenError, match="'other-device' needs a device other than the CPU: name its type with"):
         chosen("other-device", device="cpu")
+
+
+def test_steps_by_hand_are_on_the_cpu_and_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
+    for refused in ({"device": "cuda"}, {"device": "cpu", "shrinks": True}):
+        with pytest.raises(
+            SpecimenError, match="'never-unscaled' is a step by hand, on the CPU and of one size: plant"
+        ):
+            chosen("never-unscaled", **refused)  # type: ignore[arg-type]
+    (line,) = listing(["never-unscaled"]).splitlines()
+    assert line.split()[:8] == "never-unscaled mixed mA not-unscaled by-hand r2 s2 m4".split()
+    assert try_all(["never-unscaled"], ["1f1b"], Setting("cpu")) == 1, "nothing was tried"
+    assert "left out, a step by hand: never-unscaled on 1f1b" in capsys.readouterr().out
+
+
+@pytest.mark.pipeproof_ranks
+def test_steps_by_hand_are_tried_beside_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    assert try_all(["never-unscaled", "stage-negated"], [], Setting("cpu", outputs=Outputs(str(file)))) == 0
+    assert "2 tried: 2 caught; of 2 diagnosed 2 named right" in capsys.readouterr().out
+    written = documented(file.read_text())["specimens"]
+    assert [one["specimen"] for one in written] == ["stage-negated", "never-unscaled"]
 
 
 def test_races_are_chosen_where_ranks_are_simulated() -> None:
@@ -223,5 +247,7 @@ def test_an_interruption_says_how_many_were_not_tried(
 def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Verdict("", "fail", "none", ())
     monkeypatch.setattr(catalogue, "validated", lambda case, world, measure: (failed, None))
-    said = catalogue._controls(World(), Setting("cpu"))
-    assert said.startswith(f"0 of {len(CONTROLS)} changes that are no faults pass; FALSE ALARM for slow-messages, ")
+    monkeypatch.setattr(catalogue, "validate_mixed", lambda case, world: failed)
+    said, count = catalogue._controls(World(), Setting("cpu")), len(CONTROLS) + len(mixed.RIGHT)
+    assert said.startswith(f"0 of {count} changes that are no faults pass; FALSE ALARM for slow-messages, ")
+    assert said.endswith(", main-grad, fp16")

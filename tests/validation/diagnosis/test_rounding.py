@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.diagnosis.rounding import held_in, rounded_as
+from pipeproof.diagnosis.rounding import added_up_in, held_in, rounded_as
 from pipeproof.diagnosis.sketches import is_rounded_sketch
 from pipeproof.observers.likeness import Likeness
 from pipeproof.observers.sketch import sketch
@@ -70,3 +70,23 @@ def test_what_a_narrower_type_can_hold_is_told() -> None:
     assert held_in(WHOLE) is None
     assert held_in(torch.zeros(3)) is None  # which any type can
     assert held_in(WHOLE.bfloat16()) is None  # it is no narrower
+
+
+def parts(count: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randn(64, generator=draw).bfloat16() for _ in range(count)]
+
+
+def test_what_was_added_up_in_a_narrower_type_is_told_from_a_sum_that_is_rounded_once() -> None:
+    four = parts(4)
+    narrow, wide = four[0] + four[1] + four[2] + four[3], sum(one.float() for one in four)
+    assert added_up_in(narrow.float(), four, "bf16") is True
+    assert added_up_in(wide.bfloat16().float(), four, "bf16") is None  # type: ignore[union-attr]
+    assert added_up_in(wide, four, "bf16") is None  # type: ignore[arg-type]
+    assert added_up_in(narrow.float(), four[::-1], "bf16") is None, "in another order it has other bits"
+    assert added_up_in(narrow.float() * 2, four, "bf16") is None
+
+
+def test_two_are_added_up_alike_in_either_way() -> None:
+    two = parts(2)
+    assert added_up_in((two[0] + two[1]).float(), two, "bf16") is False

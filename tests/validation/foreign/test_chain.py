@@ -64,7 +64,7 @@ BROKEN: dict[str, tuple[Faults, set[str], str, int | None]] = {
         "altered",
         1,
     ),
-    "a message cast": (Faults(received=lambda here, x: x.bfloat16().float()), {"boundaries"}, "rounded", 1),
+    "a message cast": (Faults(received=lambda here, x: x.bfloat16().float()), {"boundaries"}, "cast-on-wire", 1),
     "a gradient doubled on its way": (Faults(flow=lambda here, g: g * 2), {"boundaries"}, "scale", 1),
     "an input gradient changed before it is sent": (Faults(2, handed_on=at(1, double)), {"boundaries"}, "scale", 1),
     "an output changed before it is sent": (Faults(made=at(1, lambda y: y + 1)), {"boundaries"}, "altered", 2),

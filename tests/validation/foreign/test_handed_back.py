@@ -27,6 +27,8 @@ from pipeproof.pipeline.simulate import simulate
         (([], None, "x"), "step returned 'x' as the gradient norm"),
         (([], None, None, ["0X1"]), "step returned a trace that cannot be read: '0X1' is not an action"),
         (([], None, None, 3), "step returned a trace that cannot be read"),
+        (HandedBack([], loss_scale=0.0), "step returned 0.0 as loss_scale: expected a number above 0"),
+        (HandedBack([], loss_scale="x"), "step returned 'x' as loss_scale: expected a number above 0"),  # type: ignore[arg-type]
         ((), "step returned a tuple of 0"),
         ((one for one in ()), "step yields, and there is one step: pass steps=, the operations that it goes through"),
         (HandedBack([], outputs=[1]), "step returned a list as outputs: expected a mapping"),

@@ -177,7 +177,7 @@ def test_a_gradient_that_is_narrowed_and_altered_is_wrong(world: World) -> None:
 def test_what_digits_are_lost_of_is_wrong(world: World) -> None:
     verdict = world.run(step, Way(took=torch.Tensor.bfloat16), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
-    assert verdict.cause[0].kind == "rounded", str(verdict)
+    assert verdict.cause[0].kind == "cast-on-wire", str(verdict)
 
 
 def test_data_that_no_stage_was_given_is_missed(world: World) -> None:

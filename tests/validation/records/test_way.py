@@ -115,7 +115,7 @@ def test_a_loss_that_is_scaled_is_right(ranks: int, world: World) -> None:
 
 def test_each_rank_by_its_own_scale_is_wrong(world: World) -> None:
     verdict = world.run(chain_step, Chained(scale=each_its_own), ranks=2)[0]
-    assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "scale", 0), str(verdict)
+    assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "scales-differ", 0), str(verdict)
 
 
 def test_a_step_that_is_skipped_moves_nothing(world: World) -> None:
@@ -143,7 +143,7 @@ def overflowing(rank: int) -> nn.Module:
 def test_a_step_that_one_rank_alone_skips_is_wrong_on_the_others(world: World) -> None:
     verdict = world.run(chain_step, Chained(overflowing, scale=one_scale), ranks=2)[0]
     assert (verdict.verdict, verdict.law("updated-parameters").outcome) == ("fail", "fail"), str(verdict)
-    assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("update", 0), str(verdict)
+    assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("step-skipped", 0), str(verdict)
     assert "gradients overflow, so that every rank should skip its step" in str(verdict)
     assert not verdict.alternatives
 

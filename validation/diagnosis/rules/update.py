@@ -1,7 +1,7 @@
 """What is done with the gradients: the clipping and the update."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.judging.cause import Cause
+from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import FP32, precision_of
 from pipeproof.judging.verdict import Mismatch, Size
 from pipeproof.observers.recording import Site
@@ -19,6 +19,7 @@ from pipeproof.reference.step import clip_factor as factor_of
 
 _ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
 _ROOM = 16  # roundings
+_SKIPS = "gradients overflow, so that every rank should skip its step"
 
 
 class Factor(NamedTuple):
@@ -73,7 +74,7 @@ def update(evidence: Evidence) -> list[Cause]:
     others = len({m.parameter for m in found if m.parameter is not None}) - 1
     of = f"{first.parameter}: " if others > 0 else ""
     more = f"; {some(others, 'more parameter')} {'is' if others == 1 else 'are'} wrong, too" if others > 0 else ""
-    more += "; gradients overflow, so that every rank should skip its step" if evidence.skips else ""
+    more += f"; {_SKIPS}" if evidence.scale is not None and evidence.scale.skips else ""
     ranks = _ranks_of(found, evidence)
     alone = first.rank if one or _is_of_one(found, evidence) else None
     cause = Cause(
@@ -84,10 +85,37 @@ def update(evidence: Evidence) -> list[Cause]:
         parameter=first.parameter if one and others <= 0 else None,
         detail=f"{of}{first.seen}, expected {first.expected}{more}",
     )
+    if evidence.scale is not None and (alone_told := _skipped(found, evidence)):
+        return [replace(cause, kind="step-skipped", detail=alone_told)]
     # A foreign step that does not clip leaves its gradients as the optimizer had them, and these are right.
     foreign = evidence.members is not None and evidence.max_norm is None
     known = evidence.playable is not None or foreign
     return [cause if known else _or_clip(cause, evidence)]
+
+
+def _skipped(found: Sequence[Mismatch], evidence: Evidence) -> str:
+    """What one says of ranks that alone skipped their step, or alone took it; nothing where ``found`` is not that.
+
+    All weights of these ranks must tell that, and those of all others must be right.
+    """
+    ranks = {m.rank for m in found}
+    others, placement = set(evidence.placement) - ranks, evidence.placement
+    every = {site for site, length in evidence.sizes.items() if length and placement[site[0]] in ranks}
+    sizes = [(m.found, m.due) for m in found]
+    norms = [(s.norm, d.norm) for s, d in sizes if isinstance(s, Size) and isinstance(d, Size)]
+    whole = {(m.stage, m.parameter) for m in found} >= every and len(norms) == len(found)
+    several = evidence.members is not None and evidence.members.replicas.count > 1
+    if not whole or not others or several or evidence.verdict.law("updated-parameters").note:
+        return ""
+    if all(seen == 0 and due for seen, due in norms):
+        return f"no weight moved, and {_ranks(others)} took {'their' if len(others) > 1 else 'its'} step"
+    if evidence.scale is not None and evidence.scale.skips and all(seen and due == 0 for seen, due in norms):
+        return f"{_SKIPS}; {_ranks(others)} did"
+    return ""
+
+
+def _ranks(those: Collection[int]) -> str:
+    return f"rank{'s' * (len(those) > 1)} {listed(sorted(those))}"
 
 
 def _is_of_one(found: Sequence[Mismatch], evidence: Evidence) -> bool:

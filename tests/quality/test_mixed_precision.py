@@ -1,0 +1,176 @@
+"""Mixed precision: steps that are right pass, and each that forgets a convention is caught, named and located.
+
+Every sentence of a verdict is held against the truth, and the cause's is held word for word.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from truth_check import Counts, Truth, check
+
+from pipeproof.cases.mixed.specimens import MIXED, RANKS, RIGHT
+from pipeproof.cases.mixed.step import COUNT
+from pipeproof.cases.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS
+from pipeproof.cases.specimens.specimen import CLASSES
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.judge import LAWS
+from pipeproof.records.composed_check import LAWS as OF_A_CHAIN
+from pipeproof.records.mixed_check import try_mixed, validate_mixed
+from pipeproof.worlds.world import World
+from tests.support.mixed_by_hand import seen_from_outside
+
+_EVERY = "microbatches 0, 1, 2, 3, action"
+# What the verdict says of each, and what is wrong: what else it calls right must be so.
+SAYS: Mapping[str, tuple[list[str], str]] = {
+    "loss-scaled-twice": (
+        [
+            "rank 1, stage 1, action 1B0: output gradient of the module of every microbatch is 1024 times the expected "
+            "(1B0); 1024 is the loss scale"
+        ],
+        "boundary gradients norm",
+    ),
+    "loss-not-scaled": (
+        [
+            "rank 1, stage 1, action 1B0: output gradient of the module of every microbatch is 0.000976562 times the "
+            "expected (1B0); 1024 is the loss scale"
+        ],
+        "boundary gradients norm",
+    ),
+    "never-unscaled": (["everywhere: 1024 times, which is the loss scale"], "gradients norm"),
+    "unscaled-twice": (
+        ["rank 1, stage 1: 1/1024 of what they should be, and 1024 is the loss scale"],
+        "gradients norm",
+    ),
+    "clipped-before-unscaling": (
+        ["everywhere: clipped by a norm of 171.653, 1024 times the right one, which is the loss scale"],
+        "gradients norm clip",
+    ),
+    "norm-before-unscaling": (
+        ["everywhere: 171.653 in place of 0.16763: 1024 times the right one, which is the loss scale"],
+        "norm clip",
+    ),
+    "scale-grown-on-one-rank": (
+        ["rank 0, stage 0: divided by 2048, where losses were multiplied by 1024"],
+        "gradients norm",
+    ),
+    "scale-updated-early": (
+        ["everywhere: divided by 2048, and 1024 when the step began, where losses were multiplied by 1024"],
+        "gradients norm",
+    ),
+    "overflow-seen-by-one-rank": (
+        ["rank 0, stage 0: gradients overflow, so that every rank should skip its step; rank 1 did"],
+        "update",
+    ),
+    "step-skipped-on-one-rank": (["rank 1, stage 1: no weight moved, and rank 0 took its step"], "update"),
+    "accumulated-in-bf16": (["rank 0, stage 0: every parameter", "rank 1, stage 1: every parameter"], "sums gradients"),
+    "sum-rounded": (["rank 1, stage 1: every parameter"], "gradients"),
+    "activations-cast-on-wire": (
+        [f"rank 1, stage 1, {_EVERY} 1F0: input of every microbatch is bf16-rounded (1F0)"],
+        "boundary messages",
+    ),
+    "gradients-cast-on-wire": (
+        [f"rank 0, stage 0, {_EVERY} 0B0: output gradient of every microbatch is bf16-rounded (0B0)"],
+        "boundary messages",
+    ),
+    "masters-not-copied-back": (
+        [
+            "rank 0, stage 0: 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias: as before the step, while the master copy "
+            "moved"
+        ],
+        "update",
+    ),
+    "masters-of-other-weights": (
+        [
+            "rank 1, stage 1: 1.0.weight, 1.0.bias, 1.2.weight, 1.2.bias: as the step began, not the master copy in "
+            "its own type"
+        ],
+        "update",
+    ),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_step_in_mixed_precision_that_is_right_passes(name: str, world: World) -> None:
+    verdict = validate_mixed(RIGHT[name], world)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("updated-parameters").checked == 8 * (1 + bool(RIGHT[name].way.masters)), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", MIXED)
+def test_a_forgotten_convention_is_caught_named_and_located(name: str, world: World) -> None:
+    found = try_mixed(MIXED[name], world)
+    assert found.caught, found
+    assert found.recorded is not None
+    assert found.recorded.right, found
+    assert found.recorded.located, found
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", MIXED)
+def test_every_word_about_a_forgotten_convention_is_true(name: str, world: World) -> None:
+    verdict, (said, wrong), fault = validate_mixed(MIXED[name], world), SAYS[name], MIXED[name].fault
+    assert [str(cause) for cause in verdict.cause] == said
+    place = () if fault.rank is None else (fault.rank,)
+    truth = Truth((fault.kind,), frozenset(wrong.split()), ranks=place, stages=place, somewhere=not place)
+    found = check(verdict, truth, Counts(RANKS, RANKS, COUNT))
+    assert (found.naming, found.false, found.garbled) == ("right", (), ()), str(verdict)
+    assert not verdict.alternatives
+
+
+# What a white box calls by another name, or cannot see.
+_UNKNOWN = {
+    "overflow-seen-by-one-rank": "the reference's gradients overflow nowhere: it is another model",
+    "masters-not-copied-back": "updates of master copies are not compared",
+    "masters-of-other-weights": "updates of master copies are not compared",
+}
+_OTHERWISE = {
+    "scale-updated-early": "scale",  # what the scale was before nobody tells
+    "activations-cast-on-wire": "rounded",
+    "gradients-cast-on-wire": "rounded",
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_beside_one_device(name: str, whitebox: WhiteBox) -> None:
+    verdict = seen_from_outside(RIGHT[name], whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
+@pytest.mark.parametrize("name", [name for name in MIXED if name not in _UNKNOWN])
+def test_a_forgotten_convention_is_named_beside_one_device(name: str, watched: bool, whitebox: WhiteBox) -> None:
+    verdict, fault = seen_from_outside(MIXED[name], whitebox, watched=watched), MIXED[name].fault
+    kinds, place = (_OTHERWISE.get(name, fault.kind),), () if fault.rank is None else (fault.rank,)
+    if name in _OF_LOSSES:  # which are at no stage, but everywhere in gradients
+        place = ()
+    wrong = frozenset(SAYS[name][1].split()) - {"boundary" if name == "loss-not-scaled" else ""}  # nor does that one
+    truth = Truth(kinds, wrong, ranks=place, stages=place, somewhere=not place)
+    if not watched:
+        truth = replace(truth, alike=_SAME_WITHOUT_FLOWS.get(name, ()))
+    found = check(verdict, truth, Counts(RANKS, RANKS, COUNT), watched=watched)
+    assert found.caught, str(verdict)
+    assert found.false == (), str(verdict)
+    assert found.naming == "right" or (found.naming == "unknown" and not watched), str(verdict)
+
+
+_OF_LOSSES = ("loss-scaled-twice", "loss-not-scaled")
+_SAME_WITHOUT_FLOWS = {
+    "loss-scaled-twice": ("not-unscaled",),
+    "loss-not-scaled": ("unscaled-twice",),
+    "never-unscaled": ("scaled-twice",),
+}
+
+
+def test_every_fault_says_what_it_is() -> None:
+    assert SAYS.keys() == MIXED.keys()
+    assert not {*MIXED} & {*SPECIMENS, *ON_DEVICES, *IN_SIMULATION, *RIGHT}, "names are unique"
+    for name, one in MIXED.items():
+        assert (one.name, bool(one.summary), bool(one.origin)) == (name, True, True)
+        assert one.fault.law in {*LAWS, *OF_A_CHAIN}
+        assert one.classes
+        assert {*one.classes} <= CLASSES.keys()

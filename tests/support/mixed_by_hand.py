@@ -1,0 +1,76 @@
+"""Steps in mixed precision as a white box takes them: beside a model on one device that computes in the same types."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.cases.mixed.specimens import RANKS, MixedCase
+from pipeproof.cases.mixed.step import MixedPrecision, MixedStep, loss_fn, microbatches_of
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.foreign.handed_back import HandedBack
+from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.accumulation import Accumulation
+
+
+class Casting(nn.Sequential):
+    """Computes in a narrower type, as a stage under autocast does."""
+
+    def __init__(self, dtype: torch.dtype, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.dtype = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype):
+            made: Tensor = super().forward(input)
+            return made
+
+
+def model_of(way: MixedPrecision) -> nn.Sequential:
+    """The stages of all ranks, one after another."""
+    stages = [MixedStep(MixedPrecision(), rank, RANKS).stage for rank in range(RANKS)]
+    if way.autocast is not None:
+        stages = [Casting(way.autocast, *stage) for stage in stages]
+    return nn.Sequential(*stages).to(way.weights)
+
+
+def step_of(case: MixedCase, *, watched: bool) -> Callable[[Any, list[Any]], HandedBack]:
+    """The step, which hands back gradients when they are complete."""
+
+    def step(model: Any, microbatches: Sequence[Any]) -> HandedBack:
+        rank = dist.get_rank()
+        stage = watch(model[rank]) if watched else model[rank]
+        of_model = type("Here", (case.step,), {"built": lambda self: stage})
+        one, kept = of_model(case.way, rank, RANKS), dict[Any, Tensor]()
+
+        def look(gradients: dict[str, Tensor]) -> None:
+            kept.update({one.named[name]: gradient.clone() for name, gradient in gradients.items()})
+
+        one.run(microbatches, look)
+        return HandedBack(
+            one.stage,
+            one.losses or None,
+            one.norm,
+            gradients=kept,
+            max_norm=case.way.max_norm,
+            masters=case.way.masters,
+            accumulation=Accumulation(torch.float32) if case.way.main_grad else None,
+            loss_scale=one.scaler.get_scale() if case.way.scale else None,
+        )
+
+    return step
+
+
+def seen_from_outside(case: MixedCase, whitebox: WhiteBox, *, watched: bool = True) -> Verdict:
+    """The verdict of a white box."""
+    return whitebox.validate(
+        step_of(case, watched=watched),
+        reference=partial(model_of, case.way),
+        microbatches=list(microbatches_of(case.way)),
+        ranks=RANKS,
+        loss_fn=loss_fn,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+    )

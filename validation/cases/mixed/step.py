@@ -1,0 +1,210 @@
+"""A step in mixed precision as one writes it by hand: GPipe, one stage on each rank, and what is done with gradients.
+
+Our own runtime has none of this. A subclass that does one thing otherwise is a fault.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+WIDTH, ROWS, COUNT, LAYERS = 16, 8, 4, 2  # of every layer, of a microbatch, of microbatches, of a stage's layers
+_RATE, _MOMENTUM = 0.5, 0.9
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The conventions of a step, each a value.
+
+    weights: their type, and that of what stages are given. autocast: the type in which modules compute, if another.
+    main_grad: gradients of microbatches are added up in fp32, beside ``.grad``. masters: the optimizer moves copies of
+    the weights in fp32, which are then copied back. scale: what losses are multiplied by; 0: they are not. max_norm:
+    to what gradients are clipped.
+    """
+
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    main_grad: bool = False
+    masters: bool = False
+    scale: float = 0.0
+    max_norm: float = math.inf
+
+    def __str__(self) -> str:
+        words = [f"weights={_name(self.weights)}"]
+        words += [] if self.autocast is None else [f"autocast={_name(self.autocast)}"]
+        words += [word for word, there in (("main_grad", self.main_grad), ("masters", self.masters)) if there]
+        words += [f"scale={self.scale:g}"] if self.scale else []
+        words += [f"max_norm={self.max_norm:g}"] if math.isfinite(self.max_norm) else []
+        return " ".join(words)
+
+
+class MixedStep:
+    """One step of one rank's stage."""
+
+    def __init__(self, way: MixedPrecision, rank: int, ranks: int) -> None:
+        self.way, self.rank, self.last = way, rank, ranks - 1
+        self.stage = self.built().to(way.weights)
+        self.named = {f"{rank}.{name}": one for name, one in self.stage.named_parameters()}  # as in the whole model
+        self.sums = {name: self.empty_sum(one) for name, one in self.named.items()} if way.main_grad else {}
+        self.masters = {name: self.master_of(one) for name, one in self.named.items()} if way.masters else {}
+        self.held = {**self.named, **self.masters}  # what the optimizer moves
+        self.optimizer = torch.optim.SGD(self.held.values(), lr=_RATE, momentum=_MOMENTUM)
+        self.scaler = GradScaler("cpu", init_scale=self.first_scale(), enabled=way.scale > 0)
+        self.scaler.scale(torch.zeros(()))  # on ranks without a loss, too
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.losses: list[float] = []
+        self.norm = 0.0
+        for parameter in self.named.values() if way.main_grad else ():
+            parameter.register_post_accumulate_grad_hook(self.add_up)  # type: ignore[no-untyped-call]  # in torch
+
+    def run(self, microbatches: Pairs, look: Callable[[Gradients], None]) -> None:
+        """All of it; ``look`` at gradients when they are complete, before they are clipped."""
+        self.forwards(microbatches)
+        self.backwards()
+        self.give_to_optimizer()
+        self.unscale()
+        look(self.gradients)
+        self.norm = self.norm_of_all()
+        self.clip()
+        self.update()
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that the optimizer is going to have."""
+        return {name: one.grad for name, one in self.held.items() if one.grad is not None}
+
+    def built(self) -> nn.Sequential:
+        """The stage, in fp32."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.rank)
+            layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+            return nn.Sequential(*layers)
+
+    def first_scale(self) -> float:
+        """The loss scale that this rank begins with."""
+        return self.way.scale or 1.0
+
+    def empty_sum(self, parameter: Tensor) -> Tensor:
+        """What gradients of microbatches are added to."""
+        return torch.zeros_like(parameter, dtype=torch.float32)
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """The copy that the optimizer moves in place of a weight."""
+        return parameter.detach().float().clone().requires_grad_()
+
+    def add_up(self, parameter: Tensor) -> None:
+        """Add what a backward gave to its sum."""
+        name = next(name for name, one in self.named.items() if one is parameter)
+        assert parameter.grad is not None, "a hook is called when there is one"
+        self.sums[name] += parameter.grad
+        parameter.grad = None
+
+    def forwards(self, microbatches: Pairs) -> None:
+        """All forwards, with the losses of the last stage."""
+        for inputs, target in microbatches:
+            taken = self.receive(self.rank - 1, self.sent_as()).requires_grad_() if self.rank else inputs
+            with self.cast():
+                made = self.stage(taken)
+            if self.rank == self.last:
+                loss = loss_fn(made, target)
+                self.losses.append(loss.item())
+                made = self.scaled(loss / len(microbatches))
+            else:
+                self.send(made.detach(), self.rank + 1)
+            self.kept.append((taken, made))
+
+    def backwards(self) -> None:
+        """All backwards, in the order of forwards."""
+        for taken, made in self.kept:
+            flow = None if self.rank == self.last else self.receive(self.rank + 1, made.dtype)
+            torch.autograd.backward(made, flow)
+            if self.rank:
+                assert taken.grad is not None, "a stage has layers"
+                self.send(taken.grad, self.rank - 1)
+
+    def cast(self) -> AbstractContextManager[object]:
+        """What is there while modules compute."""
+        return torch.autocast("cpu", self.way.autocast) if self.way.autocast else nullcontext()
+
+    def sent_as(self) -> torch.dtype:
+        """The type of what a stage puts out."""
+        return self.way.autocast or self.way.weights
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Send what a stage made, or what flows back."""
+        dist.send(tensor, peer)
+
+    def receive(self, peer: int, dtype: torch.dtype) -> Tensor:
+        """Receive it."""
+        message = torch.empty(ROWS, WIDTH, dtype=dtype)
+        dist.recv(message, peer)
+        return message
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss that is differentiated."""
+        found: Tensor = self.scaler.scale(loss)
+        return found
+
+    def give_to_optimizer(self) -> None:
+        """Put what was added up where the optimizer takes it."""
+        for name, one in self.held.items():
+            gradient = self.sums.get(name, self.named[name].grad)
+            one.grad = None if gradient is None else gradient.to(one.dtype)
+
+    def unscale(self) -> None:
+        """Divide gradients by the loss scale."""
+        if self.way.scale:
+            self.scaler.unscale_(self.optimizer)
+
+    def norm_of_all(self) -> float:
+        """The norm over all ranks."""
+        square = torch.stack([one.double().square().sum() for one in self.gradients.values()]).sum()
+        dist.all_reduce(square)
+        return float(square.sqrt())
+
+    def clip(self) -> None:
+        """Clip gradients by the norm."""
+        factor = self.way.max_norm / (self.norm + 1e-6)
+        for one in self.gradients.values() if factor < 1 else ():
+            one.mul_(factor)
+
+    def overflows(self) -> bool:
+        """Whether the step is to be skipped, by what all ranks have."""
+        return not math.isfinite(self.norm)
+
+    def update(self) -> None:
+        """Move what the optimizer holds, and copy it back."""
+        if not self.overflows():
+            self.optimizer.step()
+            self.copy_back()
+
+    @torch.no_grad()
+    def copy_back(self) -> None:
+        """Make the weights those of their master copies."""
+        for name, master in self.masters.items():
+            self.named[name].copy_(master)
+
+
+def microbatches_of(way: MixedPrecision) -> Pairs:
+    """Inputs (ROWS, WIDTH) in the weights' type and targets (ROWS, WIDTH) in fp32, of every microbatch."""
+    draw = torch.Generator().manual_seed(7)
+    pairs = [torch.randn(2, ROWS, WIDTH, generator=draw) for _ in range(COUNT)]
+    return [(inputs.to(way.weights), target) for inputs, target in pairs]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """A microbatch's loss, in fp32."""
+    return nn.functional.mse_loss(output.float(), target)
+
+
+def _name(dtype: torch.dtype) -> str:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names[dtype]

@@ -1,0 +1,37 @@
+"""The loss scale: what losses are multiplied by, and gradients divided by, so that those in fp16 do not vanish."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+_NEAR = 1e-3  # how far apart, relative to their size, factors may be that are one: coarse types round
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How a step scales, as far as its scalers say so.
+
+    losses: what losses were multiplied by before their backwards. divided: what a rank's gradients are divided by.
+    before: what that was when the step began. skips: gradients overflow, so that every rank is to skip its step.
+    ranks: what each rank divides by, where several say so.
+    """
+
+    losses: float
+    divided: float
+    before: float
+    skips: bool = False
+    ranks: Mapping[int, float] = field(default_factory=dict)
+
+    def of(self, rank: int | None) -> "LossScale":
+        """The same, as ``rank`` has it."""
+        divided = self.divided if rank is None else self.ranks.get(rank, self.divided)
+        return self if divided == self.divided else replace(self, divided=divided, before=divided)
+
+    @property
+    def over(self) -> float:
+        """What is left in gradients where they are divided by another scale."""
+        return self.losses / self.divided
+
+
+def is_factor(factor: float | None, due: float) -> bool:
+    """Whether ``factor`` is the ``due`` one, and that is no 1."""
+    return factor is not None and due != 1.0 and abs(factor - due) <= _NEAR * abs(due)

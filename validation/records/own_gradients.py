@@ -1,0 +1,131 @@
+"""A rank's gradients, compared with what its stages give when they are run again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from pipeproof.foreign.composed_parts import HOOKED, OwnPart, not_known
+from pipeproof.foreign.own_causes import own_causes
+from pipeproof.foreign.own_links import OwnStage
+from pipeproof.foreign.part_sums import sketched
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.comparison import Comparison, Due
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.tolerance import FP32
+from pipeproof.records.begun import Begun
+from pipeproof.records.held_gradients import AllowedOf, hooked
+from pipeproof.records.own_shards import OwnShards
+from pipeproof.records.rank_lines import RankLines
+from pipeproof.records.rank_part import RankStages
+from pipeproof.records.replica_sums import ReplicaSums
+from pipeproof.records.shares import StageShares
+from pipeproof.records.way import Way
+
+Gradients = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class OwnGradients:
+    """What a rank knows of its own gradients, and enters into its ``ledger``.
+
+    ``shards``, ``replicas`` and ``shares``: who else has parts of them. ``placement``: the rank of every stage.
+    ``by_scale``: gives a cause the name that it has where losses are scaled. ``begun``: what they were before the step.
+    ``lost``: the stages of which it is not known what they give. ``only``: the one that is run again, if not all are.
+    """
+
+    own: RankStages
+    ledger: Ledger
+    shards: OwnShards
+    replicas: ReplicaSums
+    shares: StageShares
+    way: Way
+    lines: RankLines
+    placement: Sequence[int]
+    by_scale: Callable[[Cause], Cause]
+    begun: Begun = field(default_factory=lambda: Begun(Tensor.clone))
+    lost: frozenset[int] = frozenset()
+    only: int | None = None
+
+    def compared(
+        self, part: OwnPart, stage: OwnStage, numbers: Sequence[int], due: Gradients, seen: Mapping[str, Any]
+    ) -> OwnPart:
+        """``part`` with what is wrong with the gradients of ``stage``, and why.
+
+        ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
+        """
+        names = self._comparable(stage)
+        if not stage.closed:
+            return part
+        allowed, before = AllowedOf(FP32, stage, names, self.replicas.floor), len(self.ledger.mismatches)
+        wanted = Due("train", (), (), gradients={name: due[name] for name in names})
+        otherwise = hooked(names, self.shards.parameters, seen, wanted, allowed)
+        self.ledger.leave_out("gradient", otherwise, HOOKED)
+        names = {full: name for full, name in names.items() if full not in otherwise}
+        at = Comparison(wanted, allowed, self.ledger)
+        for name in [one for one in reversed(names) if one in seen]:
+            at.gradient(name, seen[name], rank=self.lines.rank, stage=stage.stage)
+        at.close()
+        self.ledger.leave_out("gradient", [one for one in names if one not in seen], "not compared")
+        wrong = {str(one.parameter) for one in self.ledger.mismatches[before:]}
+        seen, shared = self.way.undivided(seen), self._shared
+        copies = [
+            self.shares.looked_at(name, seen[name], allowed.gradient(name).limit)
+            for name in names
+            if wrong and name in shared
+        ]
+        part = replace(part, hooked=(*part.hooked, *otherwise), copies=(*part.copies, *copies))
+        if wrong <= shared:
+            return part
+        alone = {full: name for full, name in names.items() if full not in shared}
+        whole = {full: one for full, one in self.way.undivided(due).items() if full in wrong - shared}
+        return self._explained(part, stage, numbers, alone, whole, seen)
+
+    def _comparable(self, stage: OwnStage) -> dict[str, str]:
+        """The gradients of a stage that are compared here: by the model's names, those in the stage."""
+        every = {self.own.rename(stage.stage, name): name for name in stage.gradients}
+        names = {full: name for full, name in every.items() if not self.shards.is_empty(full)}
+        if not stage.closed:
+            self.ledger.leave_out("gradient", list(names), not_known([stage.stage]))
+            return names
+        for name, why in self.replicas.untiled.items():
+            self.ledger.leave_out("gradient", [name] if name in names else [], why)
+        for name, stages in self.shares.stages_of(names).items():
+            if self.only is not None:
+                del names[name]  # other stages' shares are not known
+            elif self.lost & stages:
+                self.ledger.leave_out("gradient", [name], not_known(self.lost & stages))
+                del names[name]
+        return names
+
+    @property
+    def _shared(self) -> set[str]:
+        """The parameters of which other stages have a copy."""
+        return {name for names in self.shares.copies.values() for name in names.values()}
+
+    def _explained(
+        self,
+        part: OwnPart,
+        stage: OwnStage,
+        numbers: Sequence[int],
+        names: Mapping[str, str],
+        due: Gradients,
+        seen: Mapping[str, Any],
+    ) -> OwnPart:
+        """``part`` with why those gradients are wrong of which it has what is ``due``, of all that have ``names``."""
+        mine = [full for full in names if full in due]
+        if self.lines.together > 1:
+            part = replace(part, wrong={**part.wrong, **sketched(stage.stage, mine, seen, due)})
+        if self.lines.replicas > 1:
+            pairs = {n: (self.shards.part(n, due[n]), self.shards.part(n, seen[n])) for n in mine}
+            told = self.replicas.causes(stage.stage, pairs, self.way.scale)
+            return replace(part, causes=(*part.causes, *map(self.by_scale, told)))
+        if stage.speaks:
+            why = f"the cause was not sought: stage {stage.stage} speaks to other ranks when it is run"
+            return replace(part, undecided=(*part.undecided, why))
+        begun = {full: self.begun.get(full) for full in names}
+        found = own_causes(stage, self.ledger, numbers, seen, names, begun, placement=self.placement)
+        unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
+        causes, undecided = map(self.by_scale, found.cause), (*found.undecided, *unsought)
+        return replace(part, causes=(*part.causes, *causes), undecided=(*part.undecided, *undecided))
