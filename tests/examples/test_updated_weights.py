@@ -168,8 +168,8 @@ def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(wh
     verdict = judged(whitebox, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
     assert verdict.verdict == "fail"
     assert not verdict.cause, verdict
-    told = "the weights after the step are right: hand back those of before, as gradients="
-    assert f"gradients were handed back after they were clipped, and {told}" in str(verdict)
+    told = "the weights after the step are right: give the check those of before it"
+    assert f"gradients are those of after the clipping, and {told}" in str(verdict)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

@@ -14,6 +14,7 @@ class Speaking(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # in torch
         self.spoke = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, None)[:2]  # by name there may be none
         self.spoke = self.spoke or func.namespace in _OF_RANKS
         return func(*args, **(kwargs or {}))

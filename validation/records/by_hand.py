@@ -1,7 +1,7 @@
 """Losses that a job multiplies, and gradients that it divides by as much, where no scaler tells: both are seen."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from pipeproof.foreign.crossings import near
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.records.held_gradients import length_in_pieces
+from pipeproof.records.rank_part import Rename
 from pipeproof.reference.step import dense
 
 _WHOLE = 1e-5  # how far, relative to its size, a factor may be from the whole number that it is taken for
@@ -20,12 +21,15 @@ def agreed_times(told: Sequence[float | None]) -> float | None:
     return _plain(found[0]) if found and found[0] > 0 and all(near(one, found[0]) for one in found) else None
 
 
-def sizes_seen(stages: Sequence[OwnStage], seen: Callable[[int, str], Any]) -> list[float]:
-    """How large the gradients of ``stages`` are ``seen`` to be, in multiples of what flowed to their calls gives."""
+def sizes_seen(stages: Sequence[OwnStage], seen: Mapping[str, Any], rename: Rename, *, scaled: float) -> list[float]:
+    """How large the gradients of ``stages`` are ``seen`` to be, in multiples of what flowed to their calls gives.
+
+    ``rename``: the model's names, by which they are seen. ``scaled``: what they are known to be divided by.
+    """
     found = []
     for own in stages:
-        due = _length([own.gradients[name] for name in own.single_names]) * abs(own.factor or 1.0)
-        here = _length([seen(own.stage, name) for name in own.single_names])
+        due = _length([own.gradients[name] for name in own.single_names]) * abs(own.factor or 1.0) / scaled
+        here = _length([seen.get(rename(own.stage, name)) for name in own.single_names])
         if due and here:
             found.append(here / due)
     return found

@@ -29,6 +29,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.observers.calls import Call
 from pipeproof.observers.sketch import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
@@ -195,57 +196,26 @@ class ComposedCheck(CheckedStep):
 
     def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
-        calls = {
-            stage: counting(self._watchers[stage].calls(module) or [], self.microbatches)
-            for stage, module in self._own.modules.items()
-        }
-        with self.noting():
-            if obstacle := self._shards.obstacle:
-                raise RecordError(obstacle)
-            self._begun.check_called(self._own, calls, self.microbatches)
-        seen = {
-            stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
-            for stage, own in calls.items()
-        }
-        every = self._gather(seen, "what stages received and sent in the checked step")
-        if not any(one.calls for part in every for one in part.values()):
-            self.refuse("no stage was called yet: call gradients() after the backwards of the step")
-        lines, in_parts = self._lines, self._lines.together > 1
-        own_chain = {s: one for part in self._lines.of_line(every) for s, one in part.items()}
+        every, calls = self._heard()
+        lines = self._lines
+        own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
         chain = Chain(without_trials(own_chain, self._data), self._data)
-        first = self._only or 0
-        others = {stage: self._lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
-        if in_parts and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):
-            self.refuse(obstacle)
         for stage in on_several_inputs(chain):
             self.refuse(several_calls(stage, "on several inputs of each microbatch"))
         calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
+        others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
+        first = self._only or 0
+        if lines.together > 1 and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):
+            self.refuse(obstacle)
         modules = self._shards.modules(self._peers)
-        chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=self._lines.of_line)
-        seen = {stage: chain.stages[stage] for stage in seen}
-        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, in_parts, others)
-        with self.noting():
-            given = self._by.loss_divisor, self.microbatches
-            divisors = lines.divisor(*given), lines.own_divisor(*given)
-            scales = dict.fromkeys((self._scale, self._by.scale))
-            again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(modules))
-            again.way.in_parts = in_parts
-            again.run(partial(self._begun.note_unreached, self._own))
-        every = self._gather(again.told, "which stages give the same again, and how losses are divided")
-        again.agree(every, self._lines.of_line(every))
-        here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
-        if again.times is not None:
-            sizes = sizes_seen(again.stages, lambda stage, name: here.get(self._own.rename(stage, name)))
-            again.take_times([one for own in self._gather(sizes, "how large gradients are") for one in own])
-        if again.times is not None:
-            self._ledger.remark("boundaries", by_hand(again.times))
-        with self.noting():
-            again.as_agreed()
+        chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=lines.of_line)
+        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, lines.together > 1, others)
+        here = self._once_more(again, named)
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
-        seen = {stage: chain.stages[stage] for stage in seen}
+        seen = {stage: chain.stages[stage] for stage in calls}
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
-        part = OwnPart(self._ledger, seen, in_parts=in_parts)
+        part = OwnPart(self._ledger, seen, in_parts=lines.together > 1)
         sums = self._shards, self._replicas, self._shares
         placement = placement_of(lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
         gradients = OwnGradients(self._own, self._ledger, *sums, self._way, lines, placement, self._by_scale)
@@ -268,6 +238,46 @@ class ComposedCheck(CheckedStep):
         precision = coarsest([precision_among(held), *inside])
         summed = coarsest([precision, *map(precision_of, narrow)])
         return replace(part, foreseen=self._after.foreseen, forms=forms, precision=precision, summed=summed)
+
+    def _heard(self) -> tuple[list[Mapping[int, StageSeen]], dict[int, list[Call]]]:
+        """What all ranks saw of their stages, and the calls of this one's."""
+        calls = {
+            stage: counting(self._watchers[stage].calls(module) or [], self.microbatches)
+            for stage, module in self._own.modules.items()
+        }
+        with self.noting():
+            if obstacle := self._shards.obstacle:
+                raise RecordError(obstacle)
+            self._begun.check_called(self._own, calls, self.microbatches)
+        seen = {
+            stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
+            for stage, own in calls.items()
+        }
+        every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")
+        if not any(one.calls for part in every for one in part.values()):
+            self.refuse("no stage was called yet: call gradients() after the backwards of the step")
+        return every, calls
+
+    def _once_more(self, again: StagesAgain, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
+        """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
+        lines, known = self._lines, (self._by.loss_divisor, self.microbatches)
+        with self.noting():
+            scales = dict.fromkeys((self._scale, self._by.scale))
+            divisors = lines.divisor(*known), lines.own_divisor(*known)
+            again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(again.modules))
+            again.way.in_parts = again.in_parts
+            again.run(partial(self._begun.note_unreached, self._own))
+        every = self._gather(again.told, "which stages give the same again, and how losses are divided")
+        again.agree(every, lines.of_line(every))
+        here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
+        if again.times is not None:
+            sizes = sizes_seen(again.stages, here, self._own.rename, scaled=again.way.scaled)
+            again.take_times([one for those in self._gather(sizes, "how large gradients are") for one in those])
+        if again.times is not None:
+            self._ledger.remark("boundaries", by_hand(again.times))
+        with self.noting():
+            again.as_agreed()
+        return here
 
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""

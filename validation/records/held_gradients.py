@@ -12,6 +12,7 @@ from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.comparison import Due
 from pipeproof.judging.tolerance import Floor, same_bits, unmeasured
+from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import dense
 
@@ -20,8 +21,8 @@ _PIECE = 1 << 18  # elements
 
 def length_in_pieces(gradient: Tensor) -> float:
     """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
-    pieces = torch.split(gradient.reshape(-1), _PIECE)
-    return length_of(gradient) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
+    pieces = torch.split(gradient.detach().reshape(-1), _PIECE)
+    return length_of(gradient.detach()) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
 
 
 def all_dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,13 +37,20 @@ def hooked(
     found = []
     for name in names:
         one, wanted = seen.get(name), due.gradients[name]
-        hooks = parameters[name]._backward_hooks, getattr(parameters[name], "_post_accumulate_grad_hooks", None)
-        if not any(hooks) or not isinstance(one, Tensor) or wanted is None:
+        if not isinstance(one, Tensor) or wanted is None or not _has_hooks(parameters[name], one):
             continue
         here, there = one.detach().cpu(), wanted.cpu()
         if not same_bits(here, there) and allowed.gradient(name).compared(here, there)[1] != "pass":
             found.append(name)
     return found
+
+
+def _has_hooks(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether hooks may have made ``gradient`` of another. Those that run when it is there make others of ``.grad``."""
+    own = parameter.grad if parameter.is_leaf else None
+    last = getattr(parameter, "_post_accumulate_grad_hooks", None) if own is not None else None
+    changed = bool(last) and held_here(own).data_ptr() == gradient.data_ptr()  # type: ignore[arg-type]  # it is there
+    return bool(parameter._backward_hooks) or changed
 
 
 @dataclass(frozen=True)

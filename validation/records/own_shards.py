@@ -127,7 +127,8 @@ class OwnShards:
 
     def sizes(self, stage: int, seen: Mapping[str, Tensor | None]) -> dict[Part, float]:
         """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""
-        own = {name: one for name, one in seen.items() if self.own.places.get(name) == stage and one is not None}
+        names = [self.own.rename(stage, name) for name, _ in self.own.modules[stage].named_parameters()]
+        own = {name: one for name in names if (one := seen.get(name)) is not None}
         return {(stage, name, str(self._shard(name) or "")): length_in_pieces(one) for name, one in own.items()}
 
     def is_empty(self, name: str) -> bool:

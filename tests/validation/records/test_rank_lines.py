@@ -33,7 +33,8 @@ def test_other_lines_are_replicas(given: list[tuple[str, ...]]) -> None:
 
 def test_it_is_known_whose_microbatches_are_whose_where_all_say_so_or_all_run_the_same() -> None:
     apart = Run(RUN.replicas, RUN.microbatches, ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)))
-    assert lines([("a", "b")] * 4, together=2).split
+    assert lines([("a", "b")] * 4, together=4).split
+    assert not lines([("a", "b")] * 4, together=2).split
     assert not lines([("a", "b")] * 4, together=1).split
     assert lines([("a",), ("b",), ("c",), ("d",)], together=1, run=apart).split
 

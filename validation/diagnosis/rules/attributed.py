@@ -36,7 +36,7 @@ def handed_late(evidence: Evidence) -> Sequence[str]:
     if evidence.differs("presence") and laws["gradient"].checked == 0:
         told = "no gradient was handed back, and {}: leave gradients as the update had them"
     elif _are_clipped(evidence):
-        told = "gradients were handed back after they were clipped, and {}: hand back those of before, as gradients="
+        told = "gradients are those of after the clipping, and {}: give the check those of before it"
     else:
         return ()
     return (told.format("the weights after the step are right"),)

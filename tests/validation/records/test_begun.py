@@ -1,0 +1,46 @@
+"""A module whose calls say nothing of its microbatches is refused in a sentence."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof import Composed, check_step
+from tests.support.pipeline_here import DATA, MSE, layers
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(self.inner(x))
+
+
+def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
+    inner = layers(torch.tanh)[0]
+    with check_step(inner, DATA, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(inner.forward(x), target) / 3).backward()
+        check.gradients()
+    assert "no call of stage 0's module was seen" in str(check.verdict), str(check.verdict)
+
+
+def test_a_module_that_is_called_on_what_it_gave_is_refused() -> None:
+    inner = layers(torch.tanh)[0]
+    with check_step(inner, DATA, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(Around(inner)(x), target) / 3).backward()
+        check.gradients()
+    assert "stage 0's module is called on what it gave itself" in str(check.verdict), str(check.verdict)
+
+
+def test_a_module_that_is_called_on_several_inputs_is_refused() -> None:
+    inner = layers(torch.tanh)[0]
+    data = [((x, x + 1), target) for x, target in DATA]
+    with check_step(inner, data, against=Composed(MSE)) as check:
+        for (x, other), target in data:
+            (MSE(inner(x) * inner(other), target) / 3).backward()
+        check.gradients()
+    assert "stage 0's module is called on several inputs of each microbatch" in str(check.verdict), str(check.verdict)
