@@ -13,7 +13,10 @@ def spoke(context: RankContext) -> list[bool]:
     group = dist.group.WORLD
     assert group is not None
     others = context.rank ^ 1
+    alone = [dist.new_group([rank]) for rank in range(2)][context.rank]
     ways = [
+        lambda: dist.all_reduce(torch.ones(2), group=alone),
+        lambda: functional.all_reduce(torch.ones(2), "sum", alone).sum(),
         lambda: torch.ones(2) @ torch.ones(2),
         lambda: dist.all_reduce(torch.ones(2)),
         lambda: functional.all_reduce(torch.ones(2), "sum", group).sum(),
@@ -29,4 +32,4 @@ def spoke(context: RankContext) -> list[bool]:
 
 
 def test_what_is_sent_received_or_reduced_is_noted(world: World) -> None:
-    assert world.run(spoke, ranks=2) == [[False, True, True, True, True]] * 2
+    assert world.run(spoke, ranks=2) == [[False, False, False, True, True, True, True]] * 2
