@@ -182,7 +182,7 @@ class Called:
 
     ``wanting`` are the numbers of those tensors that want a gradient. Of one that was given in several places the first
     counts, and ``repeated`` has its number for the others. ``flows`` are the gradients that came to what it gave, by
-    number; whoever sees them come notes them here.
+    number, in its first backward, and ``sums`` those of all; whoever sees them come notes them here.
     """
 
     tensors: tuple[Tensor, ...]
@@ -192,6 +192,7 @@ class Called:
     wanting: frozenset[int]
     repeated: Mapping[int, int]
     flows: dict[int, Tensor] = field(default_factory=dict)
+    sums: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(

@@ -160,9 +160,12 @@ def test_every_specimen_says_what_it_is() -> None:
     assert {name for one in SPECIMENS.values() for name in one.classes} == set(CLASSES)
 
 
+_OF_SHARDS = {"reduced-once", "unsharded"}  # tests/pipeline shows them broken
+
+
 def test_static_laws_are_all_shown_broken() -> None:
-    """But for the one that no program can break: a schedule with messages in it."""
-    assert len(laws.LAWS) + len(program_laws.LAWS) - 1 == len(STATIC), "placement is a law of both"
+    """But for the one that no program can break, a schedule with messages in it, and those of shards: we have none."""
+    assert len(laws.LAWS) + len(program_laws.LAWS) - 1 == len(STATIC | _OF_SHARDS), "placement is a law of both"
     shown = {one.law for one in SPECIMENS.values() if one.reorder is not unchanged}
     assert shown == STATIC - {"compute-only"}
 

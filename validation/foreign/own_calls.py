@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 
@@ -23,6 +24,10 @@ class StageSeen:
     rank: int
     calls: tuple[Call, ...]
     meant: Mapping[int, int] = field(default_factory=dict)
+
+    def together(self) -> Self:
+        """The same, where consumers of its outputs may have had backwards of their own."""
+        return replace(self, calls=tuple(call.together() for call in self.calls))
 
 
 def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:

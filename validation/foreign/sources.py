@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from pipeproof.foreign.own_calls import StageSeen
+from pipeproof.foreign.own_calls import StageSeen, as_sent
 from pipeproof.observers.sketch import Sketch, is_rounded
 
 Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by number: its inputs, then its targets
@@ -126,6 +126,12 @@ class Sources:
     def inputs(self, stage: int) -> int:
         """How many inputs a stage has."""
         return max((len(call.inputs) for call in self.stages[stage].calls), default=0)
+
+
+def shared(stages: Mapping[int, StageSeen], data: Data) -> set[int]:
+    """The stages that have an output which went to several inputs."""
+    every = Counter(Sources(as_sent(stages), data).of_inputs.values())
+    return {stage for (stage, _), count in every.items() if stage is not None and count > 1}
 
 
 def _forms(tensors: Sequence[Sketch]) -> set[tuple[tuple[int, ...], bool]]:

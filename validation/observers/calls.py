@@ -65,6 +65,22 @@ class Mode(Enum):
     AGAIN = "recompute"  # inside a backward
 
 
+Place = tuple[bool, int]  # at a call: whether it is an output, and the number of the tensor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What flowed to one tensor of a call in several backwards: their sum, their sizes added up, and who they are.
+
+    ``more``: how many of them were counted as backwards of the call, after the first.
+    """
+
+    whole: Sketch
+    size: float
+    digests: frozenset[bytes]
+    more: int = 0
+
+
 @dataclass
 class Call:
     """One call of a watched module. Gradients are by the number of the tensor that they belong to.
@@ -77,7 +93,8 @@ class Call:
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
     ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
-    ``in_parts``: by input, the sizes of the parts in which its gradient came, where those were several.
+    ``parts``: by place, what its backwards brought there; ``in_parts``: by input, the sizes of those of its gradient,
+    where they were put ``together``.
     ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
     very tensor of another one, with that one's number; and ``given_again`` the inputs that are so.
     """
@@ -100,7 +117,8 @@ class Call:
     unread: bool = False
     began: int | None = None
     flowed: dict[int, int] = field(default_factory=dict)
-    in_parts: dict[int, float] = field(default_factory=dict)
+    parts: dict["Place", "Parts"] = field(default_factory=dict)
+    in_parts: Mapping[int, float] = field(default_factory=dict)
     again: Called | None = None
     repeated: Mapping[int, int] = field(default_factory=dict)
     given_again: frozenset[int] = frozenset()
@@ -110,19 +128,43 @@ class Call:
         """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
         return self.backwards or [*self.flowed.values()][:1]
 
-    def add(self, into: dict[int, Sketch], number: int, seen: Sketch, kept: Tensor | None) -> None:
-        """Note what flowed to a tensor, ``into`` its gradients: of all consumers together. ``kept``: a copy of it."""
-        flows = {} if self.again is None else self.again.flows
-        if number not in into:
-            into[number] = seen
-            flows |= {} if kept is None else {number: kept}
-        elif kept is not None:
-            flows[number] = flows[number] + kept
-            into[number] = sketch(flows[number])
-        elif into[number].shape == seen.shape:
-            if into is self.input_gradients:
-                self.in_parts[number] = self.in_parts.get(number, into[number].norm) + seen.norm
-            into[number] = into[number].plus(seen)
+    def note_part(self, at: "Place", seen: Sketch, kept: Tensor | None, *, counts: bool) -> None:
+        """Note what a backward brought to a tensor, beside what others brought; ``kept`` is a copy of it.
+
+        ``counts``: there this call's backwards are counted.
+        """
+        assert self.again is not None, "parts are of use where calls are run again"
+        known, (is_output, number) = self.parts.get(at), at
+        if known is not None and seen.digest in known.digests:
+            return  # it is a half of a backward, or the same once more
+        if is_output and kept is not None:
+            own = self.again.sums.get(number)
+            self.again.sums[number] = kept if own is None else own + kept
+        if known is None:
+            self.parts[at] = Parts(seen, seen.norm, frozenset({seen.digest}))
+            return
+        whole = sketch(self.again.sums[number]) if is_output and kept is not None else known.whole.plus(seen)
+        self.parts[at] = Parts(whole, known.size + seen.norm, known.digests | {seen.digest}, known.more + counts)
+
+    def together(self) -> "Call":
+        """The same, where each of several consumers of what it made had a backward of its own: as if it were one."""
+        several = {at: one for at, one in self.parts.items() if len(one.digests) > 1}
+        if not several:
+            return self
+        outputs = {number: one.whole for (is_output, number), one in several.items() if is_output}
+        inputs = {number: one for (is_output, number), one in several.items() if not is_output}
+        again = self.again
+        if again is not None:
+            again = replace(again, flows=again.flows | {number: again.sums[number] for number in outputs})
+        return replace(
+            self,
+            output_gradients=self.output_gradients | outputs,
+            input_gradients=self.input_gradients | {number: one.whole for number, one in inputs.items()},
+            backwards=self.backwards[: len(self.backwards) - sum(one.more for one in several.values())],
+            in_parts={number: one.size for number, one in inputs.items()},
+            again=again,
+            parts={},
+        )
 
     def later(self, time: int, *, rank: int) -> "Call":
         """The same on ``rank``, by so much later."""

@@ -52,7 +52,7 @@ class _Watched:
             return None
         if equal or len(self.waiting) == 1:
             again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
-            again.in_parts = found.in_parts
+            again.parts = found.parts
         self.waiting = [call for call in self.waiting if call is not found]
         found.kept.update(enumerate(again.inputs))
         again.backwards, again.flowed, again.stacks, again.came = (
@@ -250,7 +250,6 @@ class Watcher:
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
         keep = self._keep if into is call.output_gradients else None
-        parts = set[bytes]()  # consumers may bring some each, in backwards of their own; halves of one bring the same
 
         def note(gradient: Tensor) -> Callable[[], None]:
             seen = None if (held := held_whole(gradient)) is None else sketch(held)
@@ -261,11 +260,13 @@ class Watcher:
             kept = None if keep is None or held is None else keep(held)
 
             def write() -> None:
-                again, more = seen is not None and seen.digest in parts, bool(parts)
-                if seen is not None and not again:
-                    parts.add(seen.digest)
-                    call.add(into, number, seen, kept)
-                if counts and (again or not more):
+                if seen is not None and call.again is not None:
+                    call.note_part((into is call.output_gradients, number), seen, kept, counts=counts)
+                if seen is not None and (self._keep is None or number not in into):  # of halves, the first has it all
+                    into[number] = seen
+                if kept is not None and call.again is not None:
+                    call.again.flows.setdefault(number, kept)
+                if counts:
                     call.backwards.append(next(self._times))
 
             return write

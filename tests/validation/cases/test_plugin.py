@@ -77,8 +77,8 @@ GOOD = OWN.read_text()
         (GOOD.replace(NAME, "clip-twice"), "there is a specimen 'clip-twice' already"),
         (GOOD.replace(NAME, "slow-messages"), "there is a specimen 'slow-messages' already"),
         (
-            GOOD.replace('Fault("scale"', 'Fault("scaled"'),
-            f"specimen '{NAME}' has the fault 'scaled': did you mean 'scale'? ",
+            GOOD.replace('Fault("scale"', 'Fault("scael"'),
+            f"specimen '{NAME}' has the fault 'scael': did you mean 'scale'? ",
         ),
         (GOOD.replace("fault=", 'classes=("zz",), fault='), f"specimen '{NAME}' has the classes zz: known are tA, "),
         (GOOD.replace('law="gradient"', 'law="gradeint"'), "breaks the law 'gradeint': did you mean 'gradient'? "),
