@@ -315,10 +315,11 @@ class Whole:
         flow = None if cause.stage is None else self._passed.get(cause.stage)
         if flow is None:
             return cause
-        if any(part.in_parts for part in self.parts):
-            return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
         moved = any(cause.stage in part.moved for part in self.parts)
-        return on_the_wire(repeated(cause, flow, moved=moved), flow, last=self.chain.last)
+        found = repeated(cause, flow, moved=moved)
+        if found != cause and any(part.in_parts for part in self.parts):  # what is put together is other code
+            return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
+        return on_the_wire(found, flow, last=self.chain.last)
 
     def _of_copies(self) -> Iterator[Cause]:
         """What is wrong with parameters that stages share."""

@@ -73,6 +73,13 @@ def test_a_part_that_is_wrong_is_named_with_its_rank(tensor: int, world: World) 
     assert (cause.kind, cause.rank, cause.factor, cause.parameter) == ("scale", 3, 3.0, "1.0.weight")
 
 
+def test_other_causes_say_nothing_of_what_is_put_together(world: World) -> None:
+    verdict = verdicts(world, Sharded(fault="dropped", tensor=2))[0]
+    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.cause, str(verdict)
+    assert "put together" not in str(verdict)
+
+
 def test_a_microbatch_that_is_lost_is_named_where_it_was(world: World) -> None:
     verdict = verdicts(world, Sharded(fault="dropped"))[0]
     (cause,) = verdict.cause
