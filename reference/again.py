@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from pipeproof.reference.copied import hooks_of
+from pipeproof.reference.drawn_from import DrawnFrom, putting_back
+from pipeproof.reference.generators import Generator, Kept, generators_in, set_states_on, states_on
 
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
 
@@ -23,8 +25,9 @@ class State:
     """What a call of a module depends on besides its inputs and its weights, as it was when the call began.
 
     ``drawn``: the state of each device's random numbers, by device; ``python`` and ``arrays``: of Python's own and of
-    numpy's. ``training``: of each module inside, in order. ``autocast``: by device, whether it is on, and its type.
-    ``buffers`` by name, also those that are none yet; what several names share is one here as well.
+    numpy's; ``generators``: other ones, and their states. ``training``: of each module inside, in order. ``autocast``:
+    by device, whether it is on, and its type. ``buffers`` by name, also those that are none yet; what several names
+    share is one here as well.
     """
 
     drawn: Mapping[torch.device, Tensor]
@@ -33,13 +36,14 @@ class State:
     buffers: Mapping[str, Tensor | None]
     python: Any
     arrays: Any
+    generators: tuple[Kept, ...] = ()
 
     @staticmethod
-    def of(module: nn.Module) -> "State":
-        """The state that a call of ``module`` would have now."""
+    def of(module: nn.Module, generators: Sequence[Generator] = ()) -> "State":
+        """The state that a call of ``module`` would have now, which may draw from these ``generators`` too."""
         devices = _devices(module)
         return State(
-            _drawn(devices),
+            states_on(devices),
             tuple(part.training for part in module.modules()),
             {
                 device.type: (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
@@ -48,6 +52,7 @@ class State:
             _copies(_buffers(module)),
             random.getstate(),
             numpy.random.get_state(),
+            tuple(map(Kept.of, _each(generators, module))),
         )
 
     @contextmanager
@@ -88,17 +93,20 @@ class State:
     @property
     def drew(self) -> bool:
         """Whether anything was drawn since, where a device draws."""
-        now = _drawn(self.drawn)
-        return any(not torch.equal(now[device], state) for device, state in self.drawn.items())
+        now = states_on(self.drawn)
+        on_devices = any(not torch.equal(now[device], state) for device, state in self.drawn.items())
+        return on_devices or any(kept.moved for kept in self.generators)
 
     def in_training(self) -> "State":
         """The same with everything in training mode."""
         return replace(self, training=(True,) * len(self.training))
 
     def _draw(self) -> None:
-        _draw_from(self.drawn)
+        set_states_on(self.drawn)
         random.setstate(self.python)
         numpy.random.set_state(self.arrays)
+        for kept in self.generators:
+            kept.put_back()
 
 
 @contextmanager
@@ -114,26 +122,31 @@ def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def drawing_on(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While this is open, what is drawn where ``modules`` are changes nothing for what is drawn there later."""
-    drawn = _drawn({device for module in modules for device in _devices(module)})
+def drawing_on(modules: Iterable[nn.Module], generators: Sequence[Generator] = ()) -> Iterator[None]:
+    """While this is open, what is drawn where ``modules`` are changes nothing for what is drawn there later.
+
+    Nor does what calls that are run again draw from ``generators``, or from any others.
+    """
+    every = list(modules)
+    drawn = states_on({device for module in every for device in _devices(module)})
+    kept = [Kept.of(one) for one in _each(generators, *every)]
     try:
-        yield
+        with putting_back():
+            yield
     finally:
-        _draw_from(drawn)
+        set_states_on(drawn)
+        for one in kept:
+            one.put_back()
+
+
+def _each(generators: Sequence[Generator], *modules: nn.Module) -> list[Generator]:
+    """These and those of ``modules``, each once."""
+    every = [*generators, *(one for module in modules for one in generators_in(module))]
+    return list({id(one): one for one in every}.values())
 
 
 def _devices(module: nn.Module) -> set[torch.device]:
     return {torch.device("cpu"), *(one.device for one in module.parameters() if not one.is_meta)}
-
-
-def _drawn(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    return {device: _random(device).get_rng_state(*_at(device)) for device in devices}
-
-
-def _draw_from(drawn: Mapping[torch.device, Tensor]) -> None:
-    for device, state in drawn.items():
-        _random(device).set_rng_state(state, *_at(device))
 
 
 def _switch(module: nn.Module, modes: Sequence[bool]) -> None:
@@ -163,15 +176,6 @@ def _put_back(buffers: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
         part._buffers.update(own)
 
 
-def _random(device: torch.device) -> Any:
-    """Who has the random numbers of ``device``."""
-    return torch if device.type == "cpu" else torch.get_device_module(device)
-
-
-def _at(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "cpu" else (device,)
-
-
 class _Here:
     """In the place of a tensor that is kept apart."""
 
@@ -181,11 +185,13 @@ class Called:
     """A call of a module, as it was when it began: its tensors, what else it was given, and its state.
 
     ``wanting`` are the numbers of those tensors that want a gradient. Of one that was given in several places the first
-    counts, and ``repeated`` has its number for the others. ``flows`` are the gradients that came to what it gave, by
-    number, in its first backward, and ``sums`` those of all; whoever sees them come notes them here.
+    counts, and ``repeated`` has its number for the others. ``places`` are the devices that they were on: they may be
+    kept elsewhere. ``flows`` are the gradients that came to what it gave, by number, in its first backward, and
+    ``sums`` those of all; whoever sees them come notes them here.
     """
 
     tensors: tuple[Tensor, ...]
+    places: tuple[torch.device, ...]
     others: tuple[object, ...]
     form: TreeSpec
     state: State
@@ -202,6 +208,7 @@ class Called:
         *,
         tensors: Tensors,
         copy: Callable[[Tensor], Tensor],
+        generators: Sequence[Generator] = (),
     ) -> "Called":
         """The call that begins now; ``copy`` copies a tensor to where it is kept."""
         leaves, form = tree_flatten((tuple(arguments), dict(named)))
@@ -210,11 +217,13 @@ class Called:
         others = tuple(_Here() if id(one) in own else one for one in leaves)
         repeated = repeats(seen)
         wanting = frozenset(k for k, one in enumerate(seen) if one.requires_grad and k not in repeated)
-        return Called(tuple(copy(one.detach()) for one in seen), others, form, State.of(module), wanting, repeated)
+        kept, places = tuple(copy(one.detach()) for one in seen), tuple(one.device for one in seen)
+        return Called(kept, places, others, form, State.of(module, generators), wanting, repeated)
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it was called with, with these in place of its tensors: copies, for the module may write to them."""
-        own = [one if one.requires_grad else one.clone() for one in tensors]
+        there = [one.to(place) for one, place in zip(tensors, self.places, strict=True)]
+        own = [one if one.requires_grad else one.clone() for one in there]
         rest = iter([own[self.repeated.get(k, k)] for k in range(len(own))])
         leaves = [next(rest) if isinstance(one, _Here) else one for one in self.others]
         arguments, named = tree_unflatten(leaves, self.form)
@@ -234,29 +243,45 @@ def repeats(tensors: Sequence[Tensor]) -> dict[int, int]:
 class Again(nn.Module):
     """A ``stage``, called as it was: of a call and its tensors, what the stage makes of them.
 
-    It has the stage's own members, under the names that they have there.
+    It has the stage's own members, under the names that they have there. ``others``: the generators of random numbers
+    that its first call drew from, and whose states are not known; None before that. That call raises ``KeptElsewhere``
+    where a state is.
     """
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.__dict__["stage"] = stage
         self.__dict__["drew"] = False  # whether any call drew random numbers
+        self.__dict__.update(others=None, known=[])
         for members in ("_parameters", "_buffers", "_modules"):
             self.__dict__[members] = stage.__dict__[members]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Again":
         stage: nn.Module = self.__dict__["stage"]
-        memo.update((id(one), one) for one in hooks_of(stage))  # as its twin has them
-        return Again(copy.deepcopy(stage, memo))
+        memo.update((id(one), one) for one in (*hooks_of(stage), *self.__dict__["known"]))  # as its twin has them
+        made = Again(copy.deepcopy(stage, memo))
+        made.__dict__.update(others=self.__dict__["others"], known=self.__dict__["known"])
+        return made
 
     def forward(self, called: Called, *tensors: Tensor) -> Any:
         """What the stage returns."""
         stage: nn.Module = self.__dict__["stage"]
         arguments, named = called.given(tensors)
-        with called.state.resumed(stage):
+        with called.state.resumed(stage), self._looking(called.state):
             made = stage(*arguments, **named)
             self.__dict__["drew"] = self.__dict__["drew"] or called.state.drew
             return made
+
+    @contextmanager
+    def _looking(self, state: State) -> Iterator[None]:
+        """While the first call runs, note what it draws from."""
+        if self.__dict__["others"] is not None:
+            yield
+            return
+        known = self.__dict__["known"] = [kept.generator for kept in state.generators]
+        with DrawnFrom(known, state.drawn) as drawn:
+            yield
+        self.__dict__["others"] = tuple(drawn.others)
 
 
 class _Flow(torch.autograd.Function):

@@ -28,6 +28,7 @@ from pipeproof.foreign.frameworks.megatron_whole import (
     MegatronError,
     Whole,
     bare,
+    core,
     forget_group,
 )
 from pipeproof.records.checked_step import CheckedStep
@@ -107,7 +108,8 @@ def _against(
             "whole model alone"
         )
     scaler = LossScale(optimizer) if scale_of(optimizer) != 1.0 else None
-    return replace(reference, loss_fn=LossOf(found, forward_step), loss_divisor=None, scaler=scaler)
+    drawn = [*reference.generators, core("tensor_parallel.random").get_cuda_rng_tracker()]
+    return replace(reference, loss_fn=LossOf(found, forward_step), loss_divisor=None, scaler=scaler, generators=drawn)
 
 
 def _step(

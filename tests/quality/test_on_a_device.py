@@ -48,6 +48,55 @@ if __name__ == "__main__":
 """
 
 
+AGAINST_ITSELF = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeproof import Composed, World, check_step
+
+loss_fn, count = nn.functional.mse_loss, 3
+
+
+def steps(context, factor):
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).to(context.device)
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(2, 4, generator=draw), torch.zeros(2, 4).to(context.device)) for _ in range(count)]
+    told = None if context.rank else [(x.to(context.device), target) for x, target in data]
+    by = Composed(loss_fn, host=True)
+    with check_step(stage, told or data, against=by, rename=lambda stage, name: f"{stage}.{name}") as check:
+        losses, live = [], []
+        for number, (x, target) in enumerate(data):
+            if context.rank:
+                dist.recv(x, 0)
+                x = x.to(context.device).requires_grad_()
+                y = stage(x)
+                losses.append(loss_fn(y, target))
+                live.append((x, losses[-1] / count))
+            else:
+                live.append((x, stage(told[number][0])))
+                dist.send(live[-1][1].detach().cpu(), 1)
+        for number, (x, y) in enumerate(live):
+            if context.rank:
+                y.backward()
+                dist.send(x.grad.cpu(), 0)
+            else:
+                came = torch.empty(2, 4)
+                dist.recv(came, 1)
+                y.backward(came.to(context.device) * (factor if number else 1.0))  # here
+        check.gradients()
+        check.report(losses=losses or None)
+    return str(check.verdict)
+
+
+if __name__ == "__main__":
+    with World(device="pretend", silent=True) as world:
+        for factor in (1.0, 1.5):
+            print(world.run(steps, factor, ranks=2)[0])
+"""
+
+
 ORDERS = ("late", "ahead")
 HIDDEN = {"late": "device-buffer-reused", "ahead": "side-stream-not-waited-for"}  # races that go well in this order
 
@@ -120,6 +169,16 @@ def test_a_running_job_is_checked_there(machine: Pretending, tmp_path: Path) -> 
     (tmp_path / "checked.py").write_text(CHECKED)
     ran = machine.run(tmp_path, "checked.py", "pretend")
     assert ran.stdout.startswith("PASS 36 comparisons, bitwise"), ran.stdout
+
+
+def test_what_the_host_kept_is_run_again_there_and_a_backward_has_its_line(machine: Pretending, tmp_path: Path) -> None:
+    (tmp_path / "links.py").write_text(AGAINST_ITSELF)
+    ran = machine.run(tmp_path, "links.py")
+    right, _, wrong = ran.stdout.partition("FAIL ")
+    assert right.startswith("PASS "), ran.stdout
+    assert "cause     scale: " in wrong, ran.stdout
+    assert "  ran at    0B1 " in wrong
+    assert "steps: y.backward(came.to(context.device) * (factor if number else 1.0))  # here" in wrong
 
 
 @pytest.mark.parametrize("name", [*ON_DEVICES, *DEVICE_CONTROLS])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.task import WhiteBoxError, check_builds, check_divisor, check_loss_fn
 from pipeproof.reference.accumulation import PLAIN, Accumulation
+from pipeproof.reference.generators import Generator, is_generator
 from pipeproof.reference.step import clip_factor
 
 _ONE_BY_ONE = "one by one"
@@ -37,7 +38,9 @@ class Composed:
     step are compared with what a copy of it makes of the gradients, clipped to max_norm. masters: the copies in a wider
     type that the optimizer holds in place of weights, by weight: a copy moves, and then the weight is that, cast.
     scaler: the one that scales this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before
-    ``gradients()``.
+    ``gradients()``. generators: what stages draw random numbers from besides torch's, Python's, numpy's and their
+    modules' own generators: generators of these three, and keepers with ``get_states`` and ``set_states``, such as
+    Megatron's tracker.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | LossOfAll | None = None
@@ -49,6 +52,7 @@ class Composed:
     max_norm: float = math.inf
     masters: Mapping[nn.Parameter, Tensor] | None = None
     scaler: Any = None
+    generators: Sequence[Generator] = ()
     every: int = 1
     stages: Literal["all", "one by one"] = "all"
     _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
@@ -77,6 +81,11 @@ class Composed:
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             raise WhiteBoxError(
                 f"scaler is {self.scaler!r}: expected a torch.amp.GradScaler, or one that has get_scale()"
+            )
+        if not isinstance(self.generators, Sequence) or not all(map(is_generator, self.generators)):
+            raise WhiteBoxError(
+                f"generators is {self.generators!r}: expected a list of generators of torch, Python or numpy, or of "
+                "keepers that have get_states() and set_states()"
             )
         if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
             raise WhiteBoxError(f"max_norm is {self.max_norm!r}: expected a number above 0")

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
+from torch import nn
 
 from pipeproof.foreign.call_matching import Column
 from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch, is_rounded
+from pipeproof.reference.copied import twin
 
 Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 
@@ -28,6 +30,12 @@ class StageSeen:
     def together(self) -> Self:
         """The same, where consumers of its outputs may have had backwards of their own."""
         return replace(self, calls=tuple(call.together() for call in self.calls))
+
+
+def own_twin(module: nn.Module, calls: Sequence[Call]) -> nn.Module:
+    """``module`` once more, to run its ``calls`` again: it draws from the very generators that they drew from."""
+    kept = [one for call in calls if call.again is not None for one in call.again.state.generators]
+    return twin(module, sharing={id(one.generator): one.generator for one in kept}.values())
 
 
 def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.crossings import near
 from pipeproof.foreign.links import Ending, Link, Made, Point
+from pipeproof.foreign.own_calls import own_twin
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
@@ -23,12 +24,18 @@ from pipeproof.observers.speaking import Speaking
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, flowed
-from pipeproof.reference.copied import copied, twin
+from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
+from pipeproof.reference.drawn_from import KeptElsewhere
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.otherwise import widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 from pipeproof.worlds.drawing import draw_some
+
+_DRAWS = "stage {} draws from a {} of {} that is not part of it: pass it in generators= of Composed"
+_KEPT_ELSEWHERE = (
+    "stage {} draws from a state of random numbers that is kept elsewhere: pass who keeps it in generators= of Composed"
+)
 
 
 class OwnStage:
@@ -50,7 +57,7 @@ class OwnStage:
     ) -> None:
         self.in_parts = in_parts
         self.stage, self._calls, self._ending = stage, list(calls), ending
-        self._model = Again(twin(module))
+        self._model = Again(own_twin(module, calls))
         loss: LossFn = self._flow if ending is None else self._ending_loss
         recipe = Recipe(Loss(loss, 1.0 if ending is None else ending.divisor), accumulation=accumulation)
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
@@ -75,7 +82,7 @@ class OwnStage:
                 made = self._again(self._reference, self._batches[k], onto=onto)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 self._note_form(k, self._noted)
-                told = self.other_form or f"run again, stage {self.stage} raised {raised(error)}"
+                told = self.other_form or self._told_of(error)
                 found[k] = Link({}, obstacle=told)
                 continue
             self._note_form(k, made.tensors)
@@ -86,6 +93,11 @@ class OwnStage:
             if made.contribution is not None and self._calls[k].ran:
                 self._add(made.contribution)
         self.links = [found[k] for k in range(len(self._calls))]
+
+    def _told_of(self, error: Exception) -> str:
+        if isinstance(error, KeptElsewhere):
+            return _KEPT_ELSEWHERE.format(self.stage)
+        return f"run again, stage {self.stage} raised {raised(error)}"
 
     @property
     def _in_place(self) -> bool:
@@ -273,7 +285,11 @@ class OwnStage:
         contribution = made.contribution
         loss = None if self._ending is None or contribution is None else contribution.loss
         link = self._received(k, made.more, Link(gives, loss=loss, mode_matters=self._mode_matters(k)))
-        return self._measured(k, link, made, other) if (other := self._others(k, gives)) else link
+        if not (other := self._others(k, gives)):
+            return link
+        if drawn := self._model.__dict__["others"]:
+            return Link({}, obstacle=_draws(self.stage, drawn[0]))
+        return self._measured(k, link, made, other)
 
     def _others(self, k: int, gives: Mapping[Point, Sketch]) -> list[Point]:
         """Where what the call gives again is not as it was to the bit."""
@@ -344,6 +360,11 @@ class OwnStage:
     @cached_property
     def _wide(self) -> Reference:
         return self._reference.of(widened(copied(self._model)))
+
+
+def _draws(stage: int, generator: object) -> str:
+    kind = type(generator)
+    return _DRAWS.format(stage, kind.__name__, kind.__module__.partition(".")[0])
 
 
 def _fits(seen: Sketch, due: Sketch) -> bool:

@@ -120,9 +120,10 @@ def required_of(
         unlike = unlike or "optimizer= makes the reference's, and was not given"
     every, plan = scenarios(task.plan), task.plan[: len(runs)]
     later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
+    laws = laws_of(task)
     return Requirements(
         title,
-        laws_of(task),
+        laws,
         plan,
         len(first.made),
         found.due,
@@ -132,7 +133,7 @@ def required_of(
         missed=dict(missed(found, observed, unlike)) | dict.fromkeys(later, halted),
         remarks=found.remarks
         | unreported(observed, first.made[0].outputs)
-        | ({"updated-parameters": unlike} if unlike else {}),
+        | (dict.fromkeys({*UPDATED} & {*laws}, unlike) if unlike else {}),
         unmatched=found.unmatched,
         unseen=frozenset[int]().union(*(one.found.unseen for one in runs)),
         uncalled=found.uncalled,

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.backward_lines import backward_stack
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
+from pipeproof.reference.generators import Generator
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.posted_messages import Came, received_at
 from pipeproof.worlds.stack import Stack, own_stack
@@ -84,12 +86,13 @@ class _Entry:
 class Watcher:
     """Notes the calls of watched modules. ``compiled``: ``torch.compile`` took some in, whose calls it cannot see.
 
-    keep: copies a tensor to where it is kept, so that calls can be run again; None: none is kept.
+    keep: copies a tensor to where it is kept, so that calls can be run again; None: none is kept. generators: of random
+    numbers, those that calls may draw from besides torch's, Python's, numpy's and the modules' own.
     """
 
-    def __init__(self, *, keep: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, *, keep: Callable[[Tensor], Tensor] | None = None, generators: Sequence[Generator] = ()) -> None:
         self.compiled = False
-        self._keep = keep
+        self._keep, self._generators = keep, generators
         self._hooks: list[RemovableHandle] = []
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
@@ -162,7 +165,7 @@ class Watcher:
             self.compiled = True
         elif self._watched[id(module)].when():
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
-            keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep)
+            keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep, generators=self._generators)
             again = keep(module, arguments, named) if keep else None
             self._entering[get_ident()].append(_Entry.of(inputs, again))
 
@@ -254,7 +257,7 @@ class Watcher:
         def note(gradient: Tensor) -> Callable[[], None]:
             seen = None if (held := held_whole(gradient)) is None else sketch(held)
             if Kind.BACKWARD not in call.stacks:
-                call.stacks[Kind.BACKWARD] = own_stack()
+                call.stacks[Kind.BACKWARD] = backward_stack()
             if into is call.output_gradients and (came := received_at(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
             kept = None if keep is None or held is None else keep(held)
@@ -277,7 +280,7 @@ class Watcher:
         """Of a gradient of which this rank has a part, only that it came."""
 
         def write() -> None:
-            call.stacks.setdefault(Kind.BACKWARD, own_stack())
+            call.stacks.setdefault(Kind.BACKWARD, backward_stack())
             if counts:
                 call.backwards.append(next(self._times))
 

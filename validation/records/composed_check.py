@@ -141,7 +141,7 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             known = None if named is None else all_dense(gradients_of(named, self._own.places))
         own = self._own.modules.values()
-        with self.noting(), drawing_apart(), drawing_on(own), undisturbed(own):
+        with self.noting(), drawing_apart(), drawing_on(own, self._by.generators), undisturbed(own):
             try:
                 self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
@@ -181,7 +181,7 @@ class ComposedCheck(CheckedStep):
         self._only = self._by.only(self._turn, last + 1)
         for stage, module in self._own.modules.items():
             kept = self._only is None or stage in (self._only, last)
-            self._watchers[stage] = Watcher(keep=self._by.keep if kept else None)
+            self._watchers[stage] = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators)
             self._watchers[stage].watch(module)
             if self._only in (None, stage):
                 self._weights[stage] = contents(module)

@@ -52,6 +52,7 @@ class How:
     """What the step does, and what it says that it does. lost: a microbatch of which the last rank adds nothing."""
 
     told: Accumulation | None
+    masters: bool = False
     wide: bool = False
     late: bool = False
     lost: int | None = None
@@ -88,7 +89,7 @@ def step(how: How, model: Tied, microbatches: list[Any]) -> HandedBack:
     dist.all_reduce(sums["words.weight"])
     if how.late and how.divided:
         sums = {name: one / COUNT for name, one in sums.items()}
-    return HandedBack(own, losses or None, gradients=sums, accumulation=how.told)
+    return HandedBack(own, losses or None, gradients=sums, masters=how.masters, accumulation=how.told)
 
 
 def judged(whitebox: WhiteBox, how: How) -> Verdict:
@@ -100,6 +101,7 @@ RIGHT = {
     "copies in bf16": How(Accumulation()),
     "copies in fp32": How(Accumulation(FP32), wide=True),
     "divided late": How(LATE, wide=True, late=True),
+    "copies are updated in fp32, and no optimizer is compared": How(Accumulation(), masters=True),
 }
 
 

@@ -59,7 +59,7 @@ def _reseed(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() == 2:
-                parameter.normal_(std=0.1, generator=generator)
+                parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
 
 
 def _under_autocast(call: Call) -> AbstractContextManager[object]:

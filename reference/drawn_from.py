@@ -1,0 +1,149 @@
+"""What a computation draws random numbers from."""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pipeproof.reference.generators import OF_ONE_STATE, Generator, Kept, content, is_generator, states_on
+
+_SEEDING = frozenset({"seed", "manual_seed", "set_state", "setstate"})  # what comes after does not depend on before
+_READING = frozenset({"get_state", "graphsafe_get_state", "clone_state"})
+_SETTING = frozenset({"set_state", "graphsafe_set_state"})
+_SHORT = 100  # members that are looked at
+_found: ContextVar[dict[int, Kept] | None] = ContextVar("generators that are put back", default=None)
+
+
+class KeptElsewhere(Exception):
+    """A computation goes on drawing from a state that is kept out of sight: only who keeps it can put it back."""
+
+
+@contextmanager
+def putting_back() -> Iterator[None]:
+    """While this is open, generators that a ``DrawnFrom`` sees are noted; then they are as they were before."""
+    found: dict[int, Kept] = {}
+    token = _found.set(found)
+    try:
+        yield
+    finally:
+        _found.reset(token)
+        for kept in found.values():
+            kept.put_back()
+
+
+class DrawnFrom(TorchFunctionMode):
+    """While this is open, ``others`` are the generators that a computation draws from, without those that are known.
+
+    Torch's, Python's and numpy's own are known. One that is seeded before it is drawn from is no other, whoever has it.
+    Raises ``KeptElsewhere``, in the computation, where torch's own are set to a state that they did not have since this
+    was opened, and that none of ``devices`` has, if no keeper of states is known.
+    """
+
+    def __init__(self, known: Iterable[Generator], devices: Iterable[torch.device]) -> None:
+        super().__init__()
+        self.others: list[Generator] = []
+        devices = list(devices)
+        given, own = list(known), list(_own(devices))
+        self._without = [one for one in devices if not _has_generators(one)]
+        self._torch = {id(one) for one in own if isinstance(one, torch.Generator)}
+        self._known = {id(one): one for one in (*own, *given)}
+        self._keeper = any(not isinstance(one, OF_ONE_STATE) for one in given)
+        self._states = {Kept.of(one).content for one in own if id(one) in self._torch}
+        self._mentioned: dict[int, Kept] = {}
+        self._read: set[CodeType] = set()
+        self._outer: Any = None
+
+    def __enter__(self) -> "DrawnFrom":
+        super().__enter__()  # type: ignore[no-untyped-call]  # in torch
+        self._outer = sys.getprofile()
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(self._outer)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # in torch
+        for kept in self._mentioned.values():
+            if id(kept.generator) not in self._known and kept.moved:
+                self._note(kept, seeded=False)
+
+    def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, None, None)[:2]
+        for one in (*(args or ()), *(kwargs or {}).values()):
+            if isinstance(one, torch.Generator):
+                self._used(one, "")
+        return func(*(args or ()), **(kwargs or {}))
+
+    def _profile(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            self._read_code(frame)
+        elif event in ("c_call", "c_return"):
+            one, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+            if isinstance(one, OF_ONE_STATE) and is_generator(one):
+                self._method(one, name, begins=event == "c_call")
+
+    def _read_code(self, frame: FrameType) -> None:
+        """Numpy's generators are compiled, and no profiler is told of their methods: look for them by name."""
+        if frame.f_code in self._read:
+            return
+        self._read.add(frame.f_code)
+        free = frame.f_code.co_freevars
+        around = frame.f_locals if free else {}
+        named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
+        for one in _with_members([*named, *(around.get(name) for name in free)]):
+            if isinstance(one, numpy.random.Generator | numpy.random.RandomState):
+                self._mentioned.setdefault(id(one), Kept.of(one))
+
+    def _method(self, one: Generator, name: str, *, begins: bool) -> None:
+        """A method of a generator begins, or has returned."""
+        if id(one) not in self._torch:
+            if begins:
+                self._used(one, name)
+        elif begins and name in _READING:
+            self._states.add(Kept.of(one).content)
+        elif not begins and name in _SETTING and not self._keeper and not self._is_known(Kept.of(one)):
+            raise KeptElsewhere
+
+    def _is_known(self, kept: Kept) -> bool:
+        """Whether it is a state that torch's own had, or that of a device which has none and draws by them."""
+        return kept.content in self._states or kept.content in map(content, states_on(self._without).values())
+
+    def _used(self, one: Generator, name: str) -> None:
+        if id(one) in self._known:
+            return
+        self._known[id(one)] = one
+        with suppress(AttributeError):  # it is just being made, and has no state yet
+            self._note(Kept.of(one), seeded=name in _SEEDING)
+
+    def _note(self, kept: Kept, *, seeded: bool) -> None:
+        """A generator is used, or was, that had this state before."""
+        if not seeded:
+            self.others.append(kept.generator)
+        if (found := _found.get()) is not None:
+            found.setdefault(id(kept.generator), kept)
+
+
+def _with_members(named: Iterable[Any]) -> Iterator[Any]:
+    """These, and what is in those that are short lists or mappings."""
+    for one in named:
+        yield one
+        if isinstance(one, dict | list | tuple) and len(one) <= _SHORT:
+            yield from one.values() if isinstance(one, dict) else one
+
+
+def _own(devices: Iterable[torch.device]) -> Iterator[Generator]:
+    """Python's, numpy's, and torch's own on ``devices``."""
+    yield from (random.random.__self__, numpy.random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+    for device in devices:
+        if device.type != "cpu" and _has_generators(device):
+            yield from torch.get_device_module(device).default_generators
+
+
+def _has_generators(device: torch.device) -> bool:
+    return device.type == "cpu" or hasattr(torch.get_device_module(device), "default_generators")

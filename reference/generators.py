@@ -1,0 +1,117 @@
+"""Generators of random numbers: those of devices, and others, which a module may have; their states."""
+
+import pickle
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+Generator = Any  # of torch, Python or numpy, or a keeper of several states, such as Megatron's tracker
+OF_ONE_STATE = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A generator, and the state that it had."""
+
+    generator: Generator
+    state: Any
+
+    @staticmethod
+    def of(generator: Generator) -> "Kept":
+        """It as it is now."""
+        if isinstance(generator, torch.Generator | numpy.random.RandomState):
+            return Kept(generator, generator.get_state())
+        if isinstance(generator, random.Random):
+            return Kept(generator, generator.getstate())
+        if isinstance(generator, numpy.random.Generator):
+            return Kept(generator, generator.bit_generator.state)
+        return Kept(generator, {name: _kept(state) for name, state in generator.get_states().items()})
+
+    def put_back(self) -> None:
+        """The generator has that state again."""
+        if isinstance(self.generator, torch.Generator | numpy.random.RandomState):
+            self.generator.set_state(self.state)
+        elif isinstance(self.generator, random.Random):
+            self.generator.setstate(self.state)
+        elif isinstance(self.generator, numpy.random.Generator):
+            self.generator.bit_generator.state = self.state
+        else:
+            self.generator.set_states({name: _as_given(state) for name, state in self.state.items()})
+
+    @property
+    def content(self) -> bytes:
+        """The state, to be compared."""
+        return content(self.state)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the generator has another state now."""
+        return self.content != Kept.of(self.generator).content
+
+
+def states_on(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+    """The state of each device's random numbers."""
+    return {device: _random(device).get_rng_state(*_at(device)) for device in devices}
+
+
+def set_states_on(states: Mapping[torch.device, Tensor]) -> None:
+    """Each device draws on from this state."""
+    for device, state in states.items():
+        _random(device).set_rng_state(state, *_at(device))
+
+
+def content(state: Any) -> bytes:
+    """A state, to be compared."""
+    return pickle.dumps(_plain(state))
+
+
+def is_generator(one: object) -> bool:
+    """Whether random numbers come from ``one``, whose state can be taken: a keeper has get_states and set_states."""
+    if isinstance(one, OF_ONE_STATE):
+        return not isinstance(one, random.SystemRandom)
+    return not isinstance(one, type) and all(
+        callable(getattr(one, name, None)) for name in ("get_states", "set_states")
+    )
+
+
+def generators_in(module: nn.Module) -> list[Generator]:
+    """Those that the modules in it have as members, each once."""
+    members = (one for part in module.modules() for one in vars(part).values())
+    return list({id(one): one for one in members if is_generator(one)}.values())
+
+
+def _random(device: torch.device) -> Any:
+    """Who has the random numbers of ``device``."""
+    return torch if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _at(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "cpu" else (device,)
+
+
+def _kept(state: Any) -> Any:
+    """A copy of one of a keeper's states: it may be a generator, which moves on."""
+    if isinstance(state, torch.Generator):
+        return Kept.of(state)
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def _as_given(state: Any) -> Any:
+    """What a keeper is given back for a copy that was made so."""
+    if isinstance(state, Kept):
+        state.put_back()
+        return state.generator
+    return _kept(state)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Kept):
+        return _plain(state.state)
+    if isinstance(state, Mapping):
+        return {name: _plain(one) for name, one in state.items()}
+    return state.cpu().numpy().tobytes() if isinstance(state, Tensor) else state

@@ -1,0 +1,148 @@
+"""What a computation draws from is seen, and put back."""
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pipeproof.reference.drawn_from import DrawnFrom, KeptElsewhere, putting_back
+from pipeproof.reference.generators import Kept
+
+TORCH, PYTHON = torch.Generator().manual_seed(3), random.Random(3)
+NUMPY, BEFORE = {"mine": numpy.random.default_rng(3)}, numpy.random.RandomState(3)
+AWAY = torch.Generator().manual_seed(9).get_state()
+
+
+def of_torch() -> None:
+    torch.ones(3).normal_(generator=TORCH)
+
+
+def of_python() -> None:
+    PYTHON.random()
+
+
+def of_numpy() -> None:
+    NUMPY["mine"].random(3)
+
+
+def of_numpy_before() -> None:
+    BEFORE.random_sample(3)
+
+
+def around() -> Callable[[], None]:
+    own = numpy.random.default_rng(4)
+
+    def draw() -> None:
+        own.random()
+
+    return draw
+
+
+DRAWS: list[tuple[Callable[[], None], Any]] = [
+    (of_torch, TORCH),
+    (of_python, PYTHON),
+    (of_numpy, NUMPY["mine"]),
+    (of_numpy_before, BEFORE),
+]
+
+
+@pytest.mark.parametrize(("draw", "generator"), DRAWS)
+def test_generators_that_are_drawn_from_are_seen_and_put_back(draw: Callable[[], None], generator: Any) -> None:
+    before = Kept.of(generator)
+    with putting_back(), DrawnFrom([], [torch.device("cpu")]) as drawn:
+        draw()
+        draw()
+    assert drawn.others == [generator]
+    assert not before.moved
+
+
+@pytest.mark.parametrize(("draw", "generator"), DRAWS)
+def test_those_that_are_known_are_no_others(draw: Callable[[], None], generator: Any) -> None:
+    with DrawnFrom([generator], []) as drawn:
+        draw()
+    assert drawn.others == []
+
+
+def test_one_around_a_function_is_seen() -> None:
+    draw = around()
+    with putting_back(), DrawnFrom([], []) as drawn:
+        draw()
+    assert len(drawn.others) == 1
+
+
+def named_alone() -> None:
+    assert NUMPY
+
+
+def of_all_own() -> None:
+    torch.rand(2)
+    random.random()
+    numpy.random.random()
+
+
+def seeded() -> None:
+    TORCH.manual_seed(5)
+    torch.rand(2, generator=TORCH)
+    random.Random(5).random()
+
+
+@pytest.mark.parametrize("draw", [named_alone, of_all_own, seeded])
+def test_what_gives_the_same_each_time_is_none(draw: Callable[[], None]) -> None:
+    before = Kept.of(TORCH)
+    with putting_back(), DrawnFrom([], [torch.device("cpu")]) as drawn:
+        draw()
+    assert drawn.others == []
+    assert not before.moved
+
+
+def swapped() -> float:
+    """Draws from a state that is kept elsewhere."""
+    outer = torch.get_rng_state()
+    torch.set_rng_state(AWAY)
+    drawn = torch.rand(()).item()
+    torch.set_rng_state(outer)
+    return drawn
+
+
+def test_a_state_that_is_kept_elsewhere_is_not_drawn_from() -> None:
+    before = torch.get_rng_state()
+    with DrawnFrom([], [torch.device("cpu")]), pytest.raises(KeptElsewhere):
+        swapped()
+    torch.set_rng_state(before)
+
+
+def test_where_a_keeper_is_known_it_is() -> None:
+    class Keeper:
+        get_states = set_states = dict
+
+    before = torch.get_rng_state()
+    with DrawnFrom([Keeper()], [torch.device("cpu")]):
+        swapped()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_states_that_were_there_may_be_set_again() -> None:
+    x = torch.ones(4, requires_grad=True)
+    with DrawnFrom([], [torch.device("cpu")]), torch.random.fork_rng():
+        torch.manual_seed(7)
+        checkpoint(torch.nn.functional.dropout, x, use_reentrant=False).sum().backward()
+
+
+def test_a_profiler_of_the_users_own_goes_on() -> None:
+    import sys
+
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, arg: seen.append(event))
+    try:
+        own = sys.getprofile()
+        with suppress(ZeroDivisionError), DrawnFrom([], []):
+            1 / 0  # noqa: B018
+        assert sys.getprofile() is own
+    finally:
+        sys.setprofile(None)
+    assert seen

@@ -1,0 +1,143 @@
+"""A step that draws random numbers from wherever goes on with the bits that it would have."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof import Composed, check_step
+from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+LOSS = nn.functional.mse_loss
+WIDTH, ROWS, COUNT = 4, 3, 3
+Mask = Callable[[], Tensor]
+
+
+class Tracker:
+    """Keeps a state of torch's random numbers by name, as Megatron's does."""
+
+    def __init__(self) -> None:
+        self.states = {"mine": torch.Generator().manual_seed(5).get_state()}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states["mine"])
+        try:
+            yield
+        finally:
+            self.states["mine"] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+
+class Masked(nn.Module):
+    """A layer that is multiplied by what it draws."""
+
+    def __init__(self, draw: Callable[["Masked"], Any], **own: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.draw = draw
+        for name, one in own.items():
+            setattr(self, name, one)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) * self.draw(self))
+
+
+def of_tracker(tracker: Tracker) -> Tensor:
+    with tracker.fork():
+        return torch.rand(WIDTH)
+
+
+def masked(kind: str) -> tuple[Masked, Any]:
+    """A stage, and what it draws from, where that is no part of it."""
+    generator = torch.Generator().manual_seed(5)
+    arrays, numbers, tracker = numpy.random.default_rng(5), random.Random(5), Tracker()
+    stages: dict[str, tuple[Masked, Any]] = {
+        "its own of torch": (Masked(lambda s: torch.rand(WIDTH, generator=s.own), own=generator), None),
+        "its own of numpy": (Masked(lambda s: torch.from_numpy(s.own.random(WIDTH)).float(), own=arrays), None),
+        "its own of Python": (Masked(lambda s: s.own.random(), own=numbers), None),
+        "its own tracker": (Masked(lambda s: of_tracker(s.own), own=tracker), None),
+        "of torch": (Masked(lambda s: torch.rand(WIDTH, generator=generator)), generator),
+        "of numpy": (Masked(lambda s: torch.from_numpy(arrays.random(WIDTH)).float()), arrays),
+        "of Python": (Masked(lambda s: numbers.random()), numbers),
+        "tracker": (Masked(lambda s: of_tracker(tracker)), tracker),
+    }
+    return stages[kind]
+
+
+KINDS = ("its own of torch", "its own of numpy", "its own of Python", "its own tracker")
+OTHERS = {
+    "of torch": "a Generator of torch that is not part of it",
+    "of numpy": "a Generator of numpy that is not part of it",
+    "of Python": "a Random of random that is not part of it",
+    "tracker": "a state of random numbers that is kept elsewhere",
+}
+
+
+def job(context: RankContext, kind: str, checked: bool, told: bool) -> tuple[list[Verdict], list[float]]:
+    """Two steps, and the weights after them."""
+    torch.manual_seed(0)
+    stage, drawn = masked(kind)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(COUNT)]
+    by = Composed(LOSS, optimizer=optimizer, generators=[drawn] if told else [])
+    verdicts = []
+    for _ in range(2):
+        if checked:
+            with check_step({0: stage}, data, against=by) as check:
+                losses = backwards(stage, data)
+                check.gradients()
+                optimizer.step()
+                check.report(losses=losses)
+            verdicts.append(check.verdict)
+        else:
+            backwards(stage, data)
+            optimizer.step()
+        optimizer.zero_grad()
+    return verdicts, [one.double().sum().item() for one in stage.parameters()]
+
+
+def backwards(stage: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    losses = [LOSS(stage(x), target) for x, target in data]
+    for loss in losses:
+        (loss / COUNT).backward()
+    return losses
+
+
+@pytest.mark.parametrize(("kind", "told"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in OTHERS)])
+def test_what_a_stage_draws_from_where_it_is_known_it_draws_again(kind: str, told: bool, world: World) -> None:
+    ((verdicts, weights),) = world.run(job, kind, True, told, ranks=1)
+    assert [(one.verdict, one.tier) for one in verdicts] == [("pass", "bitwise")] * 2, str(verdicts[0])
+    assert weights == world.run(job, kind, False, told, ranks=1)[0][1]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_where_it_is_not_that_is_said_and_the_job_goes_on_with_its_bits(kind: str, world: World) -> None:
+    ((verdicts, weights),) = world.run(job, kind, True, False, ranks=1)
+    for verdict in verdicts:
+        assert verdict.verdict == "unknown"
+        assert f"stage 0 draws from {OTHERS[kind]}: pass " in str(verdict)
+    assert weights == world.run(job, kind, False, False, ranks=1)[0][1]
+
+
+@pytest.mark.parametrize("given", [3, [torch.rand], [None]])
+def test_generators_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(
+        WhiteBoxError, match=r"generators is .*: expected a list of generators of torch, Python or numpy"
+    ):
+        Composed(LOSS, generators=given).check()

@@ -1,0 +1,29 @@
+"""Where in the user's own code the backward was called that runs now."""
+
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+from pipeproof.worlds.stack import Stack, own_stack, stack_of
+
+_ENGINE = "_engine_run_backward"  # all that torch has in Python to start a backward
+
+
+def backward_stack() -> Stack:
+    """The lines through which it came; empty where they cannot be told.
+
+    A device's part of a backward runs in a thread of torch's own, and the one that called for it waits. Where several
+    wait, it may be any of them.
+    """
+    here = own_stack()
+    if here or torch._C._current_graph_task_id() == -1:
+        return here
+    waiting = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    callers = [frame for frame in waiting if _waits(frame)]
+    return stack_of(callers[0]) if len(callers) == 1 else ()
+
+
+def _waits(frame: FrameType) -> bool:
+    return frame.f_code.co_name == _ENGINE
