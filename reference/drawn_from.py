@@ -43,7 +43,8 @@ class DrawnFrom(TorchFunctionMode):
 
     Torch's, Python's and numpy's own are known. One that is seeded before it is drawn from is no other, whoever has it.
     Raises ``KeptElsewhere``, in the computation, where torch's own are set to a state that they did not have since this
-    was opened, and that none of ``devices`` has, if no keeper of states is known.
+    was opened, and that none of ``devices`` has, if no keeper of states is known. While the job runs under cProfile,
+    the generators that operators of torch are given are all that is seen.
     """
 
     def __init__(self, known: Iterable[Generator], devices: Iterable[torch.device]) -> None:
@@ -63,15 +64,22 @@ class DrawnFrom(TorchFunctionMode):
     def __enter__(self) -> "DrawnFrom":
         super().__enter__()  # type: ignore[no-untyped-call]  # in torch
         self._outer = sys.getprofile()
-        sys.setprofile(self._profile)
+        if self._can_profile:
+            sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        sys.setprofile(self._outer)
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # in torch
+        if self._can_profile:
+            sys.setprofile(self._outer)
         for kept in self._mentioned.values():
             if id(kept.generator) not in self._known and kept.moved:
                 self._note(kept, seeded=False)
+
+    @property
+    def _can_profile(self) -> bool:
+        """Whether the profiler that there is can be put back: nobody can do that for one in C, such as cProfile."""
+        return self._outer is None or callable(self._outer)
 
     def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
         args, kwargs = (*given, None, None)[:2]

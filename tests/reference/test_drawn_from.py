@@ -1,6 +1,8 @@
 """What a computation draws from is seen, and put back."""
 
+import cProfile
 import random
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -134,8 +136,6 @@ def test_states_that_were_there_may_be_set_again() -> None:
 
 
 def test_a_profiler_of_the_users_own_goes_on() -> None:
-    import sys
-
     seen: list[str] = []
     sys.setprofile(lambda frame, event, arg: seen.append(event))
     try:
@@ -146,3 +146,10 @@ def test_a_profiler_of_the_users_own_goes_on() -> None:
     finally:
         sys.setprofile(None)
     assert seen
+
+
+def test_under_a_profiler_in_c_nothing_breaks_and_what_operators_are_given_is_seen() -> None:
+    with cProfile.Profile(), putting_back(), DrawnFrom([], []) as drawn:
+        of_torch()
+    assert drawn.others == [TORCH]
+    assert not torch.overrides._get_current_function_mode_stack()

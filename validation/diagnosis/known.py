@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.judging.tolerance import error
+from pipeproof.observers.elements import bits
 from pipeproof.observers.likeness import Label
-from pipeproof.observers.sketch import bits
 
 _SAMPLED = 256
 _TELLING = 0.25  # where rounding may have made more of a tensor than that, it is like any other

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pipeproof.foreign.shared_stages import began
 from pipeproof.foreign.stages_in_order import Stage
 from pipeproof.judging.tolerance import same_bits, stands_for_none
+from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
-from pipeproof.observers.sketch import digest
 
 
 def kept(stage: Stage, operation: str) -> Iterator[Claim]:

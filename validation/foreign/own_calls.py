@@ -9,8 +9,9 @@ from torch import nn
 
 from pipeproof.foreign.call_matching import Column
 from pipeproof.observers.calls import Call
+from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import RECEIVED
-from pipeproof.observers.sketch import Sketch, is_rounded
+from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import twin
 
 Limited = tuple[str, int, int]  # where, the tensor's number there, its call's

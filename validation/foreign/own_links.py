@@ -18,8 +18,9 @@ from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call
+from pipeproof.observers.elements import all_finite, is_rounded
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
-from pipeproof.observers.sketch import Sketch, all_finite, is_rounded, sketch
+from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
@@ -78,8 +79,7 @@ class OwnStage:
         for k in self._order:
             onto = self._sums if self._calls[k].ran and self._in_place else {}
             try:
-                self._find_cast(k)
-                made = self._again(self._reference, self._batches[k], onto=onto)
+                made = self._find_cast(k) or self._again(self._reference, self._batches[k], onto=onto)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 self._note_form(k, self._noted)
                 told = self.other_form or self._told_of(error)
@@ -281,7 +281,7 @@ class OwnStage:
         return Made(tensors, self._more, contribution)
 
     def _link(self, k: int, made: Made) -> Link:
-        gives = {at: sketch(one) for at, one in made.tensors.items()}
+        gives = self._sketched(k, made)
         contribution = made.contribution
         loss = None if self._ending is None or contribution is None else contribution.loss
         link = self._received(k, made.more, Link(gives, loss=loss, mode_matters=self._mode_matters(k)))
@@ -303,16 +303,21 @@ class OwnStage:
                 told = f"gave an output of shape {list(seen.shape)} and, run again, gives {list(one.shape)}"
                 self.other_form = f"stage {self.stage} {told}: if ranks pass on parts of it, that is not checked so"
 
-    def _find_cast(self, k: int) -> None:
-        """Find out whether the loss was cast as the call was: which way it gives what it gave."""
+    def _find_cast(self, k: int) -> Made | None:
+        """Find out whether the loss was cast as the call was: which way it gives what it gave. What it gives, then."""
         if self._cast_is_known or not self._loss_is_cast:
-            return
+            return None
         for self._loss_is_cast in (True, False):
-            made = self._again(self._reference, self._batches[k]).tensors
-            if self.speaks or not self._others(k, {at: sketch(one) for at, one in made.items()}):
+            made = self._again(self._reference, self._batches[k])
+            if self.speaks or not self._others(k, self._sketched(k, made)):
                 self._cast_is_known = True
-                return
+                return made if not self._sums else None
         self._loss_is_cast = True
+        return None
+
+    def _sketched(self, k: int, made: Made) -> dict[Point, Sketch]:
+        """What the call gives again; where it is what was seen, that."""
+        return {at: sketch(one, known=_seen(self._calls[k], at)) for at, one in made.tensors.items()}
 
     def _mode_matters(self, k: int) -> bool:
         """Whether a call that was in evaluation mode would have given something else in training mode."""

@@ -12,9 +12,9 @@ from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, 
 from pipeproof.foreign.matching import Local, Names, renamed
 from pipeproof.foreign.operations import Operation, Operations
 from pipeproof.observers.calls import Call
+from pipeproof.observers.digest import contents, digest
 from pipeproof.observers.initial_weights import FirstUse, step_begins
 from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, flat_shard, placed_as, shard_at, shard_of
-from pipeproof.observers.sketch import contents, digest
 from pipeproof.observers.watching import Watcher, watching
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import Accumulation

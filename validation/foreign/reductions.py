@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.observers.sketch import digest
+from pipeproof.observers.digest import digest
 
 Hit = Callable[[], None]  # called whenever something is changed
 Left = Callable[[Tensor, Tensor], Tensor]  # what becomes of a tensor and of the sum over ranks that it is part of

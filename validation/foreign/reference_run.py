@@ -14,7 +14,7 @@ from pipeproof.foreign.task import ReferenceRaised, Task
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.tolerance import FP32, scalar_error
 from pipeproof.judging.verdict import Crash, raised
-from pipeproof.observers.sketch import contents
+from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, LossError, Recipe, Reference, Site

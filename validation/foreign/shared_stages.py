@@ -17,10 +17,10 @@ from pipeproof.foreign.matching import Local, match
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.judging.tolerance import error, same_bits, stands_for_none
 from pipeproof.observers.calls import Call
+from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site
 from pipeproof.observers.shards import Shard, flat_shard, gathered, untiled
-from pipeproof.observers.sketch import digest
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import added_onto
 

@@ -7,7 +7,8 @@ from functools import cached_property
 import torch
 
 from pipeproof.foreign.own_calls import StageSeen, as_sent
-from pipeproof.observers.sketch import Sketch, is_rounded
+from pipeproof.observers.elements import is_rounded
+from pipeproof.observers.sketch import Sketch
 
 Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by number: its inputs, then its targets
 Source = tuple[int | None, int]  # the stage that a tensor is an output of, and its number; None: of the data

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.diagnosis.sketches import of_sketches
+from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.observed import INPUT
-from pipeproof.observers.sketch import Sketch, is_rounded, sketch
+from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.reference.data import Batch
 from pipeproof.reference.handed_on import Cut, Graph
 from pipeproof.reference.outputs import outputs_noted

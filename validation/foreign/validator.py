@@ -28,7 +28,7 @@ from pipeproof.foreign.step_verdict import judged_runs, random_reference, undeci
 from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_steps, name_of
 from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
-from pipeproof.observers.sketch import contents
+from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds

@@ -14,8 +14,8 @@ from torch import Tensor
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import names_of
+from pipeproof.observers.elements import all_finite, any_nonzero
 from pipeproof.observers.observed import Claim
-from pipeproof.observers.sketch import all_finite, any_nonzero
 from pipeproof.pipeline.action import Action
 
 _LISTED = 4  # numbers in a sentence
@@ -176,19 +176,18 @@ class Comparison:
         if wanted.numel() and not any_nonzero(wanted) and not any_nonzero(seen):
             self._ledger.empty("gradient", "zero, as is due: no fault shows there")
         place = self._at("gradient", parameter=name, rank=rank, stage=stage)
-        self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(self._allowed.gradient, name))
+        self._ledger.tensors(place, seen.detach(), wanted, partial(self._allowed.gradient, name))
 
     def parameter(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter after the optimizer: how far it moved is what is judged."""
-        wanted, before, gradient = self._due.parameters[name].cpu(), self._due.before[name].cpu(), None
-        if name in self._due.gradients:
-            gradient = self._due.gradients[name]
+        wanted, before = self._due.parameters[name], self._due.before[name]
+        gradient = self._due.gradients[name] if name in self._due.gradients else None
         moves = gradient is not None and any_nonzero(gradient)
         if moves:
             self._trained[name] = stage, not same_bits(wanted, before)
         self._ledger.tensors(
             self._at("updated-parameters", parameter=name, rank=rank, stage=stage),
-            _here(seen),
+            seen.detach(),
             wanted,
             lambda: update_floor(self._allowed.update(name), before, wanted, gradient),
             base=before,
@@ -198,8 +197,8 @@ class Comparison:
     def start(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter before the operation."""
         place = self._at("initial-weights", parameter=name, rank=rank, stage=stage)
-        wanted = self._due.before[name].cpu()
-        self._ledger.tensors(place, _here(seen), wanted, partial(_exact, wanted))
+        wanted = self._due.before[name]
+        self._ledger.tensors(place, seen.detach(), wanted, partial(_exact, wanted))
 
     def buffer(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
         """A buffer after the operation; None: nobody has it."""
@@ -208,7 +207,7 @@ class Comparison:
         if seen is None or wanted is None:
             self._ledger.hold(place, False, seen is not None, wanted is not None, what="buffer")
         else:
-            self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(_exact, wanted))
+            self._ledger.tensors(place, seen.detach(), wanted, partial(_exact, wanted))
 
     def outputs(
         self,
@@ -227,7 +226,7 @@ class Comparison:
             return
         for microbatch, one in zip(share, seen, strict=True):
             place = self._at("outputs", microbatch=microbatch, rank=rank, output=name)
-            self._ledger.tensors(place, _here(one), due[microbatch].cpu(), partial(floor, microbatch))
+            self._ledger.tensors(place, one.detach(), due[microbatch], partial(floor, microbatch))
 
     def close(self) -> None:
         """Say what follows from all of it together: where nothing could be seen, or zeros stand for nothing."""
@@ -282,10 +281,6 @@ def hold_claim(ledger: Ledger, claim: Claim, number: int, laws: frozenset[str] =
 def _exact(wanted: Tensor) -> Floor:
     """The floor of what is only copied, or computed in one order alone."""
     return Floor(0.0, 0.0, 0.0, precision_of(wanted.dtype))
-
-
-def _here(seen: Tensor) -> Tensor:
-    return seen.detach().cpu()
 
 
 def _text(values: Sequence[float]) -> str:

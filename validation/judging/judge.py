@@ -19,8 +19,8 @@ from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.oracle import Answer, Floors, Requirements
 from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits
 from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
+from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.observed import Observed
-from pipeproof.observers.sketch import any_nonzero
 from pipeproof.reference.step import Expected, Site
 
 LAWS = (
@@ -212,9 +212,9 @@ class Judge:
             if seen is None or due is None or answer.floors is None or not _wider(seen, due):
                 continue
             wide = answer.floors.added_in(seen.dtype, site)
-            if wide is not None and error(seen, wide.cpu()) <= precision_of(seen.dtype).least:
+            if wide is not None and error(seen, wide) <= precision_of(seen.dtype).least:
                 found[site[1]] = wide
-            elif wide is not None and rounded_to(precision_of(due.dtype), seen, wide.cpu()):
+            elif wide is not None and rounded_to(precision_of(due.dtype), seen, wide):
                 narrow[site[1]] = wide
         return found | narrow if found else {}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeproof.judging.measured import Compared
 from pipeproof.judging.tolerance import Floor, Precision, pieces, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
-from pipeproof.observers.sketch import is_rounded
+from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.step import Site
 
 _KEPT = ("loss", "gradient", "grad-norm")  # laws whose comparisons are kept one by one
@@ -276,10 +276,10 @@ def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Siz
     sums = torch.zeros(4, dtype=torch.float64)  # of squares: seen, expected, where both began; and of products
     for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
         seen, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
-        start = origin[0] if origin else torch.zeros(())
+        start = origin[0] if origin else torch.zeros_like(one[:0])
         sums += torch.stack(
             [(seen * seen).sum(), (wanted * wanted).sum(), (start * start).sum(), (seen * wanted).sum()]
-        )
+        ).cpu()
     product = sums[3].item()
     seen_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
     began, factor, cosine = None if base is None else start_norm, None, None

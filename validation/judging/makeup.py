@@ -47,8 +47,8 @@ def most_of(one: Tensor, other: Tensor, parts: Sequence[Tensor]) -> float:
     products, along = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     for mine, its, *rows in pieces(one, other, *parts):
         stacked = torch.stack(rows)  # (M, D)
-        products += stacked @ stacked.T
-        along += stacked @ (mine - its)
+        products += (stacked @ stacked.T).cpu()
+        along += (stacked @ (mine - its)).cpu()
     norms = products.diagonal().sqrt()
     if not bool(products.isfinite().all()) or not bool(norms.all()):
         return torch.inf

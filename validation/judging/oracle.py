@@ -23,7 +23,7 @@ from pipeproof.judging.tolerance import (
     unmeasured,
 )
 from pipeproof.judging.verdict import raised
-from pipeproof.observers.sketch import is_rounded
+from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import in_double, one_place_off
@@ -138,9 +138,9 @@ class Floors:
         expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
-        floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), self._parts(site), again=lambda: self._again(site))
+        floor = floor_of(expected, [other], apart, self._parts(site), again=lambda: self._again(site))
         nudged = self._again(site) if self.obstacle else None
-        return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged))
+        return floor if nudged is None else replace(floor, nudged=error(expected, nudged))
 
     def gradient_by_microbatch(self, site: Site) -> Floor:
         """The same, which also tells whether each microbatch is there where rounding is as large as half of one."""
@@ -152,12 +152,12 @@ class Floors:
         late, homes = self._reference.late, self._reference.homes(site)
         contributions = [one for pending in self._pending for one in pending.expected.contributions]
         parts = [one.gradients[home] for one in contributions for home in homes]
-        return [None if part is None else part.cpu() / late for part in parts]
+        return [None if part is None else part / late for part in parts]
 
     def _makeup(self, site: Site) -> Makeup:
         """What the gradient at ``site``, where there is one, is made of, and how well that can be told."""
         totals = [total[site] for total in (self._last.gradients, self._reversed_total, self._apart_total)]
-        expected, *others = [total.cpu() for total in totals if total is not None]
+        expected, *others = [total for total in totals if total is not None]
         return Makeup.measured(expected, others, self._parts(site), factor=self._precision.factor)
 
     def update(self, site: Site) -> Floor:
@@ -176,12 +176,11 @@ class Floors:
 
     def _moved(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:
         """How far apart two updates are, relative to the one that is due."""
-        due, before = self._last.parameters[site].cpu(), self._last.before[site[1]].cpu()
-        return error(parameters[site].cpu(), due, base=before, rounded=True)
+        due, before = self._last.parameters[site], self._last.before[site[1]]
+        return error(parameters[site], due, base=before, rounded=True)
 
     def _again(self, site: Site) -> Gradient:
-        nudged = self._nudged_total.get(site)
-        return None if nudged is None else nudged.cpu()
+        return self._nudged_total.get(site)
 
     def added_in(self, dtype: torch.dtype, site: Site) -> Tensor | None:
         """One site's gradient, if what the microbatches give is added up in ``dtype``."""
@@ -207,14 +206,14 @@ class Floors:
         own, apart = self._last.contributions[microbatch].outputs[name], self._apart[-1][microbatch].outputs[name]
 
         def again() -> Tensor | None:
-            return None if self._nudged is None else self._nudged[-1][microbatch].outputs[name].cpu()
+            return None if self._nudged is None else self._nudged[-1][microbatch].outputs[name]
 
         if not is_rounded(own.dtype):
             return Floor(0.0, 0.0, 0.0, self._precision)
         if not self.obstacle:
-            return rounding_of(own.cpu(), apart.cpu(), again=again)
+            return rounding_of(own, apart, again=again)
         other = again()
-        return unmeasured(precision_of(own.dtype), nudged=0.0 if other is None else error(own.cpu(), other))
+        return unmeasured(precision_of(own.dtype), nudged=0.0 if other is None else error(own, other))
 
     def total(self) -> Floor:
         """The floor of what all losses are together: none was measured, but where they are rounding alone."""

@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeproof.observers.sketch import any_nonzero, bits, in_fp64, is_rounded
+from pipeproof.observers.elements import any_nonzero, bits, has_fp64, in_fp64, is_rounded
 
 _PIECE = 1 << 14  # elements that are compared at once
+_PIECE_ON_DEVICE = 1 << 26  # of all tensors together
 _AS_FAR = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
 _ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
 _MANY = 16  # numbers that need more digits: by chance so many sums do not all need fewer
@@ -188,7 +189,7 @@ def same_bits(observed: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are equal bit for bit, signs of zero and NaNs included."""
     if observed.shape != expected.shape or observed.dtype != expected.dtype:
         return False
-    return torch.equal(bits(observed), bits(expected))
+    return torch.equal(bits(observed.to(expected.device)), bits(expected))
 
 
 def agrees(seen: Tensor, due: Tensor, limit: float) -> bool:
@@ -237,8 +238,8 @@ def _relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """The larger of |top| / |bottom| in both norms, of tensors that come piece by piece."""
     squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for pair in pairs:
-        squares += torch.stack([each.square().sum() for each in pair])
-        largest = torch.maximum(largest, torch.stack([each.abs().amax() for each in pair]))
+        squares += torch.stack([each.square().sum() for each in pair]).cpu()
+        largest = torch.maximum(largest, torch.stack([each.abs().amax() for each in pair]).cpu())
     return max(_ratio(*squares.sqrt()), _ratio(*largest))
 
 
@@ -276,13 +277,16 @@ def _of_noise(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | No
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of one shape side by side, flat and in fp64, piece by piece: whole ones would take much memory.
 
-    Complex numbers come as their real and imaginary parts, and go with real ones that have none.
+    They come on a device where any of them is on one that has fp64, else on the host. Complex numbers come as their
+    real and imaginary parts, and go with real ones that have none.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     pairs = any(tensor.is_complex() for tensor in flat)
-    for start in range(0, max(1, flat[0].numel()), _PIECE):
-        parts = (tensor[start : start + _PIECE] for tensor in flat)
-        yield tuple(in_fp64(part.to(torch.complex128) if pairs else part).cpu() for part in parts)
+    place = next((one.device for one in flat if not one.is_cpu and has_fp64(one.device)), torch.device("cpu"))
+    size = _PIECE if place.type == "cpu" else _PIECE_ON_DEVICE // len(flat)
+    for start in range(0, max(1, flat[0].numel()), size):
+        parts = (tensor[start : start + size].to(place) for tensor in flat)
+        yield tuple(in_fp64(part.to(torch.complex128) if pairs else part) for part in parts)
 
 
 def scalar_error(observed: float, expected: float) -> float:

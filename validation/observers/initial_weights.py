@@ -11,8 +11,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pipeproof.observers.digest import digest
 from pipeproof.observers.shards import InShards, is_plain
-from pipeproof.observers.sketch import digest
 from pipeproof.worlds.belongings import belongs_to_rank
 
 SumOf = Callable[[nn.Parameter], object]

@@ -1,98 +1,22 @@
-"""A tensor's elements, and the tensor in a few numbers, enough to recognise it again: its content tells its origin."""
+"""A tensor in a few numbers, enough to recognise it again: its content tells its origin."""
 
 import functools
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from pipeproof.observers.digest import digest, rows_of
+from pipeproof.observers.elements import bits, has_fp64, is_rounded, numbers, plain
 from pipeproof.observers.likeness import ROUNDED_TO
-from pipeproof.observers.shards import held_here
 
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
-_PART = 1 << 16  # elements that are looked at at once
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The elements as integers, flat: equal where all bits are equal. A quantised tensor counts as its values."""
-    flat = _plain(tensor).contiguous().reshape(-1)
-    return flat.view(_WORDS[min(8, flat.element_size())])
-
-
-def numbers(tensor: Tensor) -> Tensor:
-    """The elements as real numbers, flat: a complex one as two. Bytes, of a type that has no arithmetic."""
-    flat = _plain(tensor).reshape(-1)
-    if flat.is_complex():
-        return torch.view_as_real(flat).reshape(-1)
-    return flat if _counts(flat.dtype) else flat.contiguous().view(torch.uint8)
-
-
-def in_fp64(tensor: Tensor) -> Tensor:
-    """The elements as real numbers in fp64, flat."""
-    return numbers(tensor).double()
-
-
-def is_rounded(dtype: torch.dtype) -> bool:
-    """Whether numbers of ``dtype`` are rounded when they are stored: integers and truth values are not."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is infinite or not a number."""
-    if not is_rounded(tensor.dtype):
-        return True
-    return all(bool(part.isfinite().all()) for part in _parts(tensor))
-
-
-def any_nonzero(tensor: Tensor) -> bool:
-    """Whether some element is not zero."""
-    return any(bool(part.any()) for part in _parts(tensor))
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements part by part, those of a single byte in a type that torch can compute with."""
-    flat = numbers(tensor)
-    for start in range(0, flat.numel(), _PART):
-        part = flat[start : start + _PART]
-        yield part if part.element_size() > 1 else part.float()
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor without a conjugation or a sign that is still to come, and without a scale of its own."""
-    found = tensor.detach()
-    return found.dequantize() if found.is_quantized else found.resolve_conj().resolve_neg()
-
-
-def _counts(dtype: torch.dtype) -> bool:
-    """Whether torch can make fp64 of ``dtype``."""
-    name = str(dtype).removeprefix("torch.")
-    return not name.startswith(("bits", "float4"))
-
-
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _DIRECTIONS = 4
 _FEW = 16
 _ROW = 65_521  # signs in a direction
-
-
-def digest(tensor: Tensor) -> bytes:
-    """Equal for tensors of one shape and type that are equal bit for bit, and for no others."""
-    # A copy: numpy would pin the storage, which its owner may want to free, as fully_shard does.
-    whole = tensor.detach().to("cpu", copy=True)
-    found = hashlib.sha256(f"{whole.dtype}{list(whole.shape)}".encode())  # processors have instructions for it
-    content: Any = bits(whole).view(torch.uint8).numpy()
-    found.update(content)
-    return found.digest()
-
-
-def contents(model: nn.Module) -> dict[str, bytes]:
-    """The digest of every parameter by name, each name of a tied one too; of what this rank has of it."""
-    return {name: digest(held_here(one)) for name, one in model.named_parameters(remove_duplicate=False)}
 
 
 @dataclass(frozen=True)
@@ -171,24 +95,24 @@ class Sketch:
 
 
 def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
-    """The sketch of ``tensor``: ``known`` itself, where it is one of an equal tensor."""
+    """The sketch of ``tensor``: ``known`` itself, where it is one of an equal tensor. It is made where that lies."""
     content = digest(_unsigned(tensor))
     if known is not None and known.digest == content:
         return known
-    flat = numbers(tensor.cpu())
+    flat = numbers(tensor if has_fp64(tensor.device) else tensor.cpu())
     flat = flat.to(flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float64)
-    form, size = (tuple(tensor.shape), tensor.dtype, content), flat.norm().item()
     narrow = list(_narrow(flat)) if is_rounded(tensor.dtype) else []
     own = tensor if narrow and tensor.dtype in (torch.float32, torch.float64) else None
     said = frozenset() if own is None else frozenset(digest(_unsigned(own.to(ROUNDED_TO[name]))) for name in narrow)
-    projections = tuple(_projections(flat).tolist())
-    return Sketch(*form, size, projections, next(iter(narrow), ""), _bits(tensor.cpu()), said)
+    size, *projections = torch.cat([flat.norm().double()[None], _projections(flat)]).tolist()
+    form = tuple(tensor.shape), tensor.dtype, content
+    return Sketch(*form, size, tuple(projections), next(iter(narrow), ""), _bits(tensor), said)
 
 
 def _unsigned(tensor: Tensor) -> Tensor:
     """``tensor``, but that no zero has a sign: whoever adds up messages loses that, and it is equal without."""
-    plain = _plain(tensor)
-    return plain + 0.0 if plain.dtype in _ADDED else plain
+    found = plain(tensor)
+    return found + 0.0 if found.dtype in _ADDED else found
 
 
 def _bits(tensor: Tensor) -> int:
@@ -199,8 +123,9 @@ def _bits(tensor: Tensor) -> int:
 
 def _narrow(flat: Tensor) -> Iterator[str]:
     """The narrower types that hold ``flat`` as it is; a few elements soon say that there is none."""
+    few = flat[:_FEW].cpu()
     for name, dtype in ROUNDED_TO.items():
-        held = (torch.equal(part.to(dtype).to(part.dtype), part) for part in (flat[:_FEW], flat))
+        held = (torch.equal(part.to(dtype).to(part.dtype), part) for part in (few, flat))
         if dtype != flat.dtype and all(held) and flat.any():
             yield name
 
@@ -208,23 +133,28 @@ def _narrow(flat: Tensor) -> Iterator[str]:
 def _projections(flat: Tensor) -> Tensor:
     """The sums of the elements with signs, in each direction: so many signs are kept, and turned from row to row.
 
-    Their number is a prime, so that nothing that lies in rows of its own falls on the same signs again and again.
+    Their number is a prime, so that nothing that lies in rows of its own falls on the same signs again and again. They
+    are made in fp64: no setting of products rounds them, nor autocast.
     """
-    signs = _signs(_DIRECTIONS, _ROW).to(flat.dtype)
-    even = flat.numel() // _ROW * _ROW
-    whole, rest = flat[:even].view(-1, _ROW), flat[even:]
-    found = (whole @ signs.T * _turns(len(whole)).to(flat.dtype)).sum(0)
-    return found + signs[:, : rest.numel()] @ rest
+    even, rest = flat.numel() // _ROW * _ROW, flat.numel() % _ROW
+    signs = _signs(flat.device)
+    found = flat[even:].double() @ signs[:rest].double()
+    if not even:
+        return found
+    wide = signs.double()
+    sums = torch.cat([part.double() @ wide for part in rows_of(flat[:even], _ROW)])
+    return found + (sums * _turns(len(sums)).to(flat.device)).sum(0)
 
 
 @functools.cache
-def _signs(*shape: int) -> Tensor:
-    """Signs, the same in every process; a byte each, which is less than the models that are looked at have."""
-    generator = torch.Generator().manual_seed(math.prod(shape))
-    return (1 - 2 * torch.randint(2, shape, generator=generator)).to(torch.int8)
+def _signs(device: torch.device) -> Tensor:
+    """Signs (65521, 4), the same in every process; a byte each, for a model that is looked at may have little more."""
+    generator = torch.Generator().manual_seed(_DIRECTIONS * _ROW)
+    drawn = torch.randint(2, (_DIRECTIONS, _ROW), generator=generator, device="cpu")
+    return (1 - 2 * drawn).T.to(torch.int8, memory_format=torch.contiguous_format).to(device)
 
 
 def _turns(rows: int) -> Tensor:
     """For each row and direction, whether its signs are turned (N, 4)."""
     generator = torch.Generator().manual_seed(_ROW)
-    return 1 - 2 * torch.randint(2, (rows, _DIRECTIONS), generator=generator)
+    return 1 - 2 * torch.randint(2, (rows, _DIRECTIONS), generator=generator, device="cpu")

@@ -12,8 +12,8 @@ from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.wiring import several_calls
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
+from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.shards import held_here, is_plain
-from pipeproof.observers.sketch import any_nonzero
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense

@@ -30,7 +30,7 @@ from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.calls import Call
-from pipeproof.observers.sketch import contents
+from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun

@@ -39,7 +39,7 @@ def hooked(
         one, wanted = seen.get(name), due.gradients[name]
         if not isinstance(one, Tensor) or wanted is None or not _has_hooks(parameters[name], one):
             continue
-        here, there = one.detach().cpu(), wanted.cpu()
+        here, there = one.detach(), wanted
         if not same_bits(here, there) and allowed.gradient(name).compared(here, there)[1] != "pass":
             found.append(name)
     return found

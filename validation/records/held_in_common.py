@@ -18,10 +18,10 @@ from pipeproof.foreign.shared_stages import claims, whole_gradient
 from pipeproof.judging.comparison import hold_claim
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import stands_for_none
+from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site
 from pipeproof.observers.shards import InShards, Shard, sized, untiled
-from pipeproof.observers.sketch import digest
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.worlds.side_store import Exchange
 

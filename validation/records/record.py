@@ -25,9 +25,9 @@ from pipeproof.judging.tolerance import (
     precision_of,
     same_bits,
 )
+from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard
-from pipeproof.observers.sketch import bits
 from pipeproof.reference.step import Expected
 
 

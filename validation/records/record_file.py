@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
 from pipeproof.judging.tolerance import PRECISIONS, Floor
+from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
-from pipeproof.observers.sketch import bits
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.records.record import (
     RankStage,

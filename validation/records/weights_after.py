@@ -12,8 +12,8 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import precision_among
+from pipeproof.observers.digest import digest
 from pipeproof.observers.shards import held_here
-from pipeproof.observers.sketch import digest
 from pipeproof.records.master_weights import MasterWeights
 from pipeproof.records.rank_part import RankStages
 

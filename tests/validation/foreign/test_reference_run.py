@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.task import ReferenceRaised, Task
-from pipeproof.observers.sketch import contents
+from pipeproof.observers.digest import contents
 from pipeproof.reference.step import Recipe, Reference, Site
 
 MICROBATCHES = 3

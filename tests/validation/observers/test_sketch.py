@@ -13,16 +13,10 @@ from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.tolerance import Floor, error, same_bits
 from pipeproof.judging.verdict import Mismatch, Verdict
+from pipeproof.observers.digest import digest
+from pipeproof.observers.elements import all_finite, any_nonzero, bits
 from pipeproof.observers.recorder import Snapshot
-from pipeproof.observers.sketch import (
-    UNSOUGHT,
-    _signs,
-    all_finite,
-    any_nonzero,
-    bits,
-    digest,
-    sketch,
-)
+from pipeproof.observers.sketch import UNSOUGHT, _signs, sketch
 from pipeproof.records.record import ContentError, Record, RecordedOperation
 from pipeproof.records.record import digest as recorded_digest
 from pipeproof.records.record_file import read, write
@@ -88,7 +82,7 @@ def test_what_is_kept_for_sketches_is_small_whatever_was_sketched() -> None:
     for size in (1, 1000, 65_521, 65_522, 500_000):
         sketch(torch.ones(size))
     assert _signs.cache_info().currsize == 1
-    assert _signs(4, 65_521).nbytes < 300_000
+    assert _signs(torch.device("cpu")).nbytes < 300_000
 
 
 @pytest.mark.parametrize("size", [100, 65_521, 65_522, 200_000])

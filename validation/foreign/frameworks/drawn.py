@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.observers.sketch import digest
+from pipeproof.observers.digest import digest
 
 Content = frozenset[tuple[bytes, int]]  # the digests of what is in a microbatch, in no order; equal ones are counted
 NOT_GIVEN = (
