@@ -5,8 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from pipeproof.judging.tolerance import error, precision_of
+from pipeproof.observers.elements import all_finite
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Contribution
 
@@ -69,3 +72,33 @@ class Made:
     tensors: Mapping[Point, Tensor]
     more: Mapping[int, Tensor]
     contribution: Contribution | None
+
+
+def limits_of(
+    made: Mapping[Point, Tensor], by: Mapping[Point, Tensor], at: Sequence[Point], inside: torch.dtype | None
+) -> dict[Point, float]:
+    """How far what was seen may be from what was ``made``, by how far that is from what it is otherwise.
+
+    inside: the narrowest type in which a stage in parts computes.
+    """
+    finite = {one: all_finite(made[one]) for one in at}
+    return {one: _limit(made[one], by.get(one), inside) if finite[one] else math.inf for one in at}
+
+
+def _limit(made: Tensor, other: Tensor | None, inside: torch.dtype | None) -> float:
+    own = [precision_of(one) for one in (made.dtype, inside) if one is not None]
+    precision = max(own, key=lambda one: one.unit)
+    floor = 0.0 if other is None or other.shape != made.shape else error(made, other)
+    return min(precision.most, max(precision.least, precision.factor * floor))
+
+
+def draws_elsewhere(stage: int, generator: object = None) -> str:
+    """Why it is not known what ``stage`` gives, which draws from this; None: from a state that somebody else keeps."""
+    if generator is None:
+        return f"stage {stage} draws from a state of random numbers that is kept elsewhere: pass who keeps it {_WHERE}"
+    kind = type(generator)
+    maker = kind.__module__.partition(".")[0]
+    return f"stage {stage} draws from a {kind.__name__} of {maker} that is not part of it: pass it {_WHERE}"
+
+
+_WHERE = "in generators= of Composed"

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.crossings import near
-from pipeproof.foreign.links import Ending, Link, Made, Point
+from pipeproof.foreign.links import Ending, Link, Made, Point, draws_elsewhere, limits_of
 from pipeproof.foreign.own_calls import own_twin
+from pipeproof.foreign.run_once_more import RunOnceMore
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call
-from pipeproof.observers.elements import all_finite, is_rounded
+from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
@@ -32,11 +33,6 @@ from pipeproof.reference.model import LossFn
 from pipeproof.reference.otherwise import widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 from pipeproof.worlds.drawing import draw_some
-
-_DRAWS = "stage {} draws from a {} of {} that is not part of it: pass it in generators= of Composed"
-_KEPT_ELSEWHERE = (
-    "stage {} draws from a state of random numbers that is kept elsewhere: pass who keeps it in generators= of Composed"
-)
 
 
 class OwnStage:
@@ -96,7 +92,7 @@ class OwnStage:
 
     def _told_of(self, error: Exception) -> str:
         if isinstance(error, KeptElsewhere):
-            return _KEPT_ELSEWHERE.format(self.stage)
+            return draws_elsewhere(self.stage)
         return f"run again, stage {self.stage} raised {raised(error)}"
 
     @property
@@ -123,11 +119,16 @@ class OwnStage:
         return all(link.closed for link in self.links)
 
     @cached_property
-    def inside(self) -> torch.dtype | None:
-        """The narrowest type in which a stage in parts computes, so that sums over ranks are rounded there."""
+    def narrowest(self) -> torch.dtype | None:
+        """The narrowest type in which it computes."""
         casts = [kind for k in range(len(self._calls)) for on, kind in self._kept(k).state.autocast.values() if on]
         types = [*casts, *(one.dtype for one in self._model.parameters() if is_rounded(one.dtype))]
-        return max(types, key=lambda one: precision_of(one).unit, default=None) if self.in_parts else None
+        return max(types, key=lambda one: precision_of(one).unit, default=None)
+
+    @property
+    def inside(self) -> torch.dtype | None:
+        """That of a stage in parts: sums over ranks are rounded there."""
+        return self.narrowest if self.in_parts else None
 
     @property
     def drew(self) -> bool:
@@ -193,6 +194,13 @@ class OwnStage:
     def floors(self) -> Floors:
         """What rounding alone may do to these gradients: each call is run several times more."""
         return Floors(self._reference, [Pending(self.expected, self.batches, {self.stage: range(len(self.batches))})])
+
+    @cached_property
+    def once_more(self) -> RunOnceMore:
+        """What these gradients are in another run."""
+        made = (self._reference.contribution(one, self.loss.function, self.loss.divisor) for one in self.batches)
+        orders = {self.stage: [0]}
+        return RunOnceMore.of(made, lambda one, onto: self._reference.accumulate([one], orders=orders, onto=onto))
 
     @cached_property
     def expected(self) -> Expected:
@@ -288,7 +296,7 @@ class OwnStage:
         if not (other := self._others(k, gives)):
             return link
         if drawn := self._model.__dict__["others"]:
-            return Link({}, obstacle=_draws(self.stage, drawn[0]))
+            return Link({}, obstacle=draws_elsewhere(self.stage, drawn[0]))
         return self._measured(k, link, made, other)
 
     def _others(self, k: int, gives: Mapping[Point, Sketch]) -> list[Point]:
@@ -345,31 +353,29 @@ class OwnStage:
     def _measured(self, k: int, link: Link, made: Made, other: Sequence[Point]) -> Link:
         """``link``, where some points are not as they were: whether they are ever the same, and how rounded."""
         if self.speaks:
-            return replace(
-                link, limits={**link.limits, **{at: _limit(made.tensors[at], None, self.inside) for at in other}}
-            )
+            return replace(link, limits={**link.limits, **limits_of(made.tensors, {}, other, self.inside)})
         self._draws_others = True  # nobody knows when a loss drew its own
         twice = self._again(self._reference, self._batches[k]).tensors
         self._draws_others = False
+        found = limits_of(made.tensors, twice, other, self.inside)
+        if any(self._distance(k, at, link.gives[at]) > found[at] for at in other):  # two runs are nearer than that
+            found = limits_of(made.tensors, self._in_fp64(k), other, self.inside)
+        strange = frozenset(at for at in other if not _near(made.tensors[at], twice.get(at), found[at]))
+        return replace(link, limits={**link.limits, **found}, strange=strange)
+
+    def _distance(self, k: int, at: Point, due: Sketch) -> float:
+        seen = _seen(self._calls[k], at)
+        return math.inf if seen is None else seen.distance(due)
+
+    def _in_fp64(self, k: int) -> Mapping[Point, Tensor]:
         try:
-            wide = self._again(self._wide, self._batches[k].cast(torch.float64)).tensors
+            return self._again(self._wide, self._batches[k].cast(torch.float64)).tensors
         except Exception:  # no one type: it is the user's code, which may know of one type only
-            wide = {}
-        limits = {
-            at: _limit(made.tensors[at], wide.get(at), self.inside) if all_finite(made.tensors[at]) else math.inf
-            for at in other
-        }
-        strange = frozenset(at for at in other if not _near(made.tensors[at], twice.get(at), limits[at]))
-        return replace(link, limits={**link.limits, **limits}, strange=strange)
+            return {}
 
     @cached_property
     def _wide(self) -> Reference:
         return self._reference.of(widened(copied(self._model)))
-
-
-def _draws(stage: int, generator: object) -> str:
-    kind = type(generator)
-    return _DRAWS.format(stage, kind.__name__, kind.__module__.partition(".")[0])
 
 
 def _fits(seen: Sketch, due: Sketch) -> bool:
@@ -385,10 +391,3 @@ def _seen(call: Call, at: Point) -> Sketch | None:
 
 def _near(made: Tensor, again: Tensor | None, limit: float) -> bool:
     return again is not None and again.shape == made.shape and error(again, made) <= limit
-
-
-def _limit(made: Tensor, wide: Tensor | None, inside: torch.dtype | None) -> float:
-    own = [precision_of(one) for one in (made.dtype, inside) if one is not None]
-    precision = max(own, key=lambda one: one.unit)
-    floor = 0.0 if wide is None or wide.shape != made.shape else error(made, wide.to(made.device))
-    return min(precision.most, max(precision.least, precision.factor * floor))

@@ -14,7 +14,7 @@ from pipeproof.judging.comparison import Due
 from pipeproof.judging.tolerance import Floor, same_bits, unmeasured
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
-from pipeproof.reference.step import dense
+from pipeproof.reference.step import Gradient, Site, dense
 
 _PIECE = 1 << 18  # elements
 
@@ -57,14 +57,31 @@ def _has_hooks(parameter: Tensor, gradient: Tensor) -> bool:
 class AllowedOf(Unmeasured):
     """What rounding may do to a stage's gradients, measured where one is not as it was to the bit.
 
-    ``over``: what it does to the sum over all replicas, of a parameter's name and what it does to this one's.
+    ``over``: what it does to the sum over all replicas, of a parameter's name and what it does to this one's. ``seen``
+    and ``due``: the gradients by those names. Where another run differs as much as ``seen`` does, that is enough.
     """
 
     own: OwnStage
     names: Mapping[str, str]
     over: Callable[[str, Floor], Floor]
+    seen: Mapping[str, Any]
+    due: Mapping[str, Gradient]
 
     def gradient(self, name: str) -> Floor:
         site = self.own.stage, self.names[name]
-        floor = unmeasured(self.precision) if self.own.speaks else self.own.floors.gradient_by_microbatch(site)
+        if self.own.speaks:
+            return self._over(name, unmeasured(self.precision))
+        again = self._of_another_run(name, site)
+        return again or self._over(name, self.own.floors.gradient_by_microbatch(site))
+
+    def _of_another_run(self, name: str, site: Site) -> Floor | None:
+        """The floor of another run, where what was seen passes by it."""
+        seen, due, own = self.seen.get(name), self.due.get(name), self.own.gradients[self.names[name]]
+        if not isinstance(seen, Tensor) or due is None or own is None:
+            return None
+        floor = self.own.once_more.floor(site, own, self.own.narrowest)
+        found = None if floor is None else self._over(name, floor)
+        return found if found is not None and found.compared(seen.detach(), due)[1] == "pass" else None
+
+    def _over(self, name: str, floor: Floor) -> Floor:
         return self.over(name, floor if self.own.inside is None else floor.through(self.own.inside))

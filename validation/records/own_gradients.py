@@ -58,7 +58,8 @@ class OwnGradients:
         names = self._comparable(stage)
         if not stage.closed:
             return part
-        allowed, before = AllowedOf(FP32, stage, names, self.replicas.floor), len(self.ledger.mismatches)
+        allowed = AllowedOf(FP32, stage, names, self.replicas.floor, seen, due)
+        before = len(self.ledger.mismatches)
         wanted = Due("train", (), (), gradients={name: due[name] for name in names})
         otherwise = hooked(names, self.shards.parameters, seen, wanted, allowed)
         self.ledger.leave_out("gradient", otherwise, HOOKED)
