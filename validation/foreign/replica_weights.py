@@ -37,3 +37,25 @@ def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> list[Cause]:
         )
         for (at, rank, stage), names in apart.items()
     ]
+
+
+def not_one(ranks: Sequence[Weights]) -> str:
+    """Why weights of several stages are not one that they have in common, though they have one name; empty if they are.
+
+    ``ranks``: of one replica.
+    """
+    first: dict[tuple[str, str], tuple[int, bytes]] = {}
+    apart: dict[str, tuple[int, int]] = {}
+    for (stage, name), (part, digest) in (pair for weights in ranks for pair in weights.items()):
+        at, due = first.setdefault((name, part), (stage, digest))
+        if digest != due and at != stage:
+            apart.setdefault(name, (at, stage))
+    if not apart:
+        return ""
+    name, (one, other) = next(iter(apart.items()))
+    more = f", and {len(apart) - 1} more" * (len(apart) > 1)
+    return (
+        f"stages {one} and {other} both have a weight that is called {name}{more}, and they begin with others in it: "
+        "rename= gives each weight its name in the whole model, as lambda stage, name: f'{stage}.{name}'; if it is one "
+        "weight, its copies are apart"
+    )

@@ -23,6 +23,7 @@ from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_calls import StageSeen, counting
 from pipeproof.foreign.own_links import OwnStage
+from pipeproof.foreign.replica_weights import not_one
 from pipeproof.foreign.sources import Data, shared
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.cause import Cause
@@ -336,6 +337,8 @@ class ComposedCheck(CheckedStep):
         obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
         if self._lines.together > 1:
             obstacle = obstacle or cut_by_hand([one.own.weights for one in parts], self._lines.replica_of_rank)
+        if ended is None and not obstacle:
+            obstacle = not_one([one.own.weights for one in self._lines.of_line(parts)])
         if ended is not None or obstacle:
             laws = (LawResult("comparable", "unknown", note=obstacle),) if obstacle else ()
             blank = Verdict("a step of this job", "unknown", "none", laws, seconds=seconds, rerun=rerun)

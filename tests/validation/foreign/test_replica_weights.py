@@ -1,7 +1,7 @@
-"""Replicas that begin a step with other weights are told, whatever else agrees."""
+"""Replicas that begin a step with other weights are told, and weights that have one name and are two."""
 
 from pipeproof.foreign.composed_verdict import OF_REPLICAS
-from pipeproof.foreign.replica_weights import enter_weights
+from pipeproof.foreign.replica_weights import enter_weights, not_one
 from pipeproof.judging.ledger import Ledger
 
 SAME = {(0, "a"): ("", b"1"), (0, "b"): ("[0:2]", b"2")}
@@ -27,3 +27,16 @@ def test_where_nobody_has_the_same_the_law_does_not_apply() -> None:
     enter_weights(ledger, [{(0, "b"): ("[0:2]", b"2")}, {(0, "b"): ("[2:4]", b"3")}])
     (law,) = [one for one in ledger.laws() if one.name == "initial-weights"]
     assert law.outcome == "not applicable"
+
+
+def test_one_weight_of_several_stages_is_one_where_they_have_the_same_in_it() -> None:
+    other_half = {(1, "b"): ("[2:4]", b"3")}
+    assert not_one([SAME, {(1, "a"): ("", b"1")} | other_half, SAME]) == ""
+
+
+def test_one_name_of_several_weights_is_said_with_its_cure() -> None:
+    told = not_one([SAME, {(1, "a"): ("", b"5"), (1, "b"): ("[0:2]", b"6")}])
+    assert told.startswith(
+        "stages 0 and 1 both have a weight that is called a, and 1 more, and they begin with others in"
+    )
+    assert "rename=" in told

@@ -374,3 +374,19 @@ def test_ranks_that_make_no_chain_are_told(
     said = simulated.run(told_otherwise, numbers, max_norms, ranks=2)
     assert sentence in said[0]
     assert said[0] == said[1]
+
+
+def of_one_name(context: RankContext) -> str:
+    module = nn.Linear(8, 8)  # of a seed that its rank has
+    with check_step({context.rank: module}, DATA, against=Composed(MSE), timeout_s=10.0) as check:
+        for x, _ in DATA:
+            module(x).sum().backward()
+        check.gradients()
+    return str(check.verdict)
+
+
+def test_weights_of_one_name_that_are_not_one_are_told_with_the_cure(simulated: World) -> None:
+    (said, *_) = simulated.run(of_one_name, ranks=2)
+    assert said.startswith(
+        "UNKNOWN comparable: stages 0 and 1 both have a weight that is called weight, and 1 more, and"
+    )
