@@ -377,7 +377,8 @@ def test_ranks_that_make_no_chain_are_told(
 
 
 def of_one_name(context: RankContext) -> str:
-    module = nn.Linear(8, 8)  # of a seed that its rank has
+    torch.manual_seed(context.rank)
+    module = nn.Linear(8, 8)
     with check_step({context.rank: module}, DATA, against=Composed(MSE), timeout_s=10.0) as check:
         for x, _ in DATA:
             module(x).sum().backward()
