@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeproof.foreign.own_calls import on_its_own
 from pipeproof.foreign.own_links import OwnStage
@@ -17,6 +17,12 @@ from pipeproof.observers.shards import held_here, is_plain
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense
+
+_CALLED = (
+    "pass the very module that is called, and call it itself, not its forward; of a compiled one, that is what "
+    "torch.compile returned"
+)
+_COMPILED = "its compile() hides them; compile the modules in it, or pass and call what torch.compile returns of it"
 
 
 class Begun:
@@ -51,8 +57,7 @@ class Begun:
             grown = any(self.has_grown(own.rename(stage, name), gradient) for name, gradient in wanting)
             if not calls[stage] and (grown or not wanting):
                 raise RecordError(
-                    f"no call of stage {stage}'s module was seen: pass the very module that is called, "
-                    "and call it itself, not its forward, nor compiled"
+                    f"no call of stage {stage}'s module was seen: {_COMPILED if _in_place(module) else _CALLED}"
                 )
             if len(calls[stage]) >= 2 * microbatches and on_its_own(calls[stage]):
                 raise RecordError(several_calls(stage, "on what it gave itself"))
@@ -64,3 +69,8 @@ class Begun:
         if other and not any(link.obstacle for link in stage.links):
             told = f"no backward through stage {stage.stage} gives what is in .grad of {names_of(other)}"
             stage.links[0] = replace(stage.links[0], obstacle=f"{told}: it is put off, or other code writes it")
+
+
+def _in_place(module: nn.Module) -> bool:
+    """Whether its ``compile`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,35 @@ def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
             (MSE(inner.forward(x), target) / 3).backward()
         check.gradients()
     assert "no call of stage 0's module was seen" in str(check.verdict), str(check.verdict)
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (
+            "in place",
+            "its compile() hides them; compile the modules in it, or pass and call what torch.compile returns",
+        ),
+        ("beside", "of a compiled one, that is what torch.compile returned"),
+        ("blocks", "PASS"),
+        ("returned", "PASS"),
+    ],
+)
+def test_of_a_compiled_module_it_is_said_what_to_pass(how: str, sentence: str) -> None:
+    given = called = nn.Sequential(*layers(torch.tanh))
+    if how == "in place":
+        given.compile(backend="eager")
+    elif how == "blocks":
+        for block in given:
+            block.compile(backend="eager")
+    else:
+        called = torch.compile(given, backend="eager")  # type: ignore[assignment]  # it is a module, too
+        given = called if how == "returned" else given
+    with check_step(given, DATA, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(called(x), target) / 3).backward()
+        check.gradients()
+    assert sentence in str(check.verdict), str(check.verdict)
 
 
 def test_a_module_that_is_called_on_what_it_gave_is_refused() -> None:
