@@ -129,6 +129,44 @@ def speed(wanted: Wanted, tell: Tell) -> None:
             tell(_measured(f"{row.name}, {how}", row))
 
 
+def jobs(wanted: Wanted, tell: Tell) -> None:
+    """Running jobs that are held against themselves, right ones and faulty ones."""
+    import accelerator_jobs
+
+    with _world(accelerator.first_of(wanted.device)) as world:
+        for faulty, each in enumerate((accelerator_jobs.RIGHT, accelerator_jobs.FAULTY)):
+            for what, job in each.items():
+                (word, told, goes_on, steady), *_ = world.run(accelerator_jobs.judged, job, ranks=2)
+                bits = "none twice" if not steady else "as without" if goes_on else "OTHERS"
+                wrong = bits == "OTHERS" or word == ("fail", "pass")[faulty]
+                tell(
+                    Row(
+                        what,
+                        ("caught" if word == "fail" else word) if faulty else word,
+                        {"job's bits": bits, "said": told},
+                        wrong,
+                    )
+                )
+
+
+def large(wanted: Wanted, tell: Tell) -> None:
+    """What it costs jobs, small and large, to be held against themselves."""
+    import accelerator_jobs
+
+    with _world(accelerator.first_of(wanted.device)) as world:
+        for what, job in accelerator_jobs.large(wanted.device):
+            each = world.run(accelerator_jobs.costs, job, min(3, wanted.rounds), ranks=2)
+            for rank, found in enumerate(each):
+                plain = found["plain"][0]
+                cells = {name: f"{time:.0f} ms, {memory:.0f} MB" for name, (time, memory) in found.items()}
+                adds = {
+                    f"{name} adds": f"{time / plain - 1:.2f} steps"
+                    for name, (time, _) in found.items()
+                    if name != "plain"
+                }
+                tell(Row(f"{what}, rank {rank}", "measured", cells | adds))
+
+
 SETTINGS: Mapping[str, tuple[str, Arithmetic]] = {
     "fp32": ("fp32", Arithmetic()),
     "fp32, TF32 products": ("fp32", Arithmetic(tf32=True)),
@@ -151,14 +189,16 @@ def settings(wanted: Wanted, tell: Tell) -> None:
 
 
 PARTS: Mapping[str, Part] = {
-    "host": Part("every schedule on one device, through the host", 75, on_one_device),
-    "each": Part("one rank per device, by the device's own backend", 50, a_device_each),
-    "floors": Part("bitwise, or how far off, beside what rounding does", 60, floors),
-    "fuzz": Part("random cases", 75, fuzzing, needs=("hypothesis",)),
-    "catalogue": Part("planted faults on 1f1b and zb-h1", 90, catalogue),
-    "overhead": Part("what recording and checking a step costs", 35, overhead),
-    "speed": Part("steps beside torch's pipelining and a bare loop", 45, speed),
-    "settings": Part("TF32, bf16 and deterministic settings", 40, settings),
+    "host": Part("every schedule on one device, through the host", 65, on_one_device),
+    "each": Part("one rank per device, by the device's own backend", 40, a_device_each),
+    "jobs": Part("running jobs held against themselves, right ones and faulty ones", 40, jobs),
+    "large": Part("what that costs, in time and in memory", 50, large),
+    "floors": Part("bitwise, or how far off, beside what rounding does", 45, floors),
+    "fuzz": Part("random cases", 60, fuzzing, needs=("hypothesis",)),
+    "catalogue": Part("planted faults on 1f1b and zb-h1", 75, catalogue),
+    "overhead": Part("what recording and checking a step costs", 30, overhead),
+    "speed": Part("steps beside torch's pipelining and a bare loop", 35, speed),
+    "settings": Part("TF32, bf16 and deterministic settings", 30, settings),
 }
 
 

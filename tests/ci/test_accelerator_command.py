@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import accelerator_jobs
 import accelerator_main
 import accelerator_parts
 import pytest
@@ -193,6 +194,16 @@ def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -
     assert (each["ended"], each["reason"]) == ("not run", "one device")
     assert (out / "accelerator.md").read_text().startswith("# device cpu, torch ")
     assert ran.stdout.endswith("0 wrong; each not run\n")
+
+
+@pytest.mark.long
+def test_right_jobs_pass_there_and_go_on_with_their_bits_and_faulty_ones_are_caught(tmp_path: Path) -> None:
+    ran = run("--device", "cpu", "--bound", "4000", "--parts", "jobs", "--out", str(tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (found,) = json.loads((tmp_path / "accelerator.json").read_text())["parts"]
+    outcomes = [row["outcome"] for row in found["rows"]]
+    assert outcomes == ["pass"] * len(accelerator_jobs.RIGHT) + ["caught"] * len(accelerator_jobs.FAULTY)
+    assert {row["cells"]["job's bits"] for row in found["rows"]} == {"as without"}
 
 
 @pytest.mark.parametrize(
