@@ -64,7 +64,8 @@ def check_step(
     and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
     composed = reference if isinstance(reference, Composed) else None
-    step = partial(_step, chunks, optimizer, microbatches, forward_step, partial(_against, reference, floors))
+    against = partial(_against, reference, floors)
+    step = partial(_step, chunks, optimizer, microbatches, forward_step, against, composed is not None)
     try:
         with ExitStack() as stack:
             if composed is not None:
@@ -118,13 +119,14 @@ def _step(
     microbatches: Sequence[Any] | None,
     forward_step: ForwardStep,
     against: Callable[[Any, Any, ForwardStep], SingleDevice | Composed],
+    composed: bool,
 ) -> JobStep:
     check_forward_step(forward_step)
-    step = step_of(chunks, optimizer)
+    step = step_of(chunks, optimizer, draws=composed)
     if microbatches is not None:
         MEGATRON.listed(microbatches)
     held = against(chunks, optimizer, forward_step)
-    pair = _pair_alone if isinstance(held, Composed) else _pair
+    pair = _pair_alone if composed else _pair
     return JobStep(step, pairs_of(microbatches, pair), held, contents(microbatches))
 
 

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
 
 import pipeproof
 from pipeproof.cases.frameworks import tiny_gpt
@@ -74,6 +76,49 @@ def checked_and_unchecked(_: RankContext, layout: Layout, by_itself: bool = Fals
             found.append([first, left(chunks, optimizer)])
     dist.barrier()
     return check.verdict, differences(*found)
+
+
+@contextmanager
+def with_dropout() -> Iterator[None]:
+    """While this is open, models are made with dropout, and Megatron's tracker keeps states of the CPU's numbers."""
+    config_of = tiny_gpt.config_of
+
+    def dropping(layout: Layout) -> Any:
+        config = config_of(layout)
+        config.attention_dropout = config.hidden_dropout = 0.1
+        return config
+
+    with ExitStack() as stack:
+        for name, on_cpu in {"_get": torch.get_rng_state, "_set": torch.set_rng_state}.items():
+            stub = partial(_without_options, on_cpu)
+            stack.enter_context(mock.patch.object(megatron_random, f"{name}_cuda_rng_state", stub))
+        stack.enter_context(mock.patch.object(tiny_gpt, "config_of", dropping))
+        megatron_random.initialize_rng_tracker()
+        yield
+
+
+def _without_options(function: Any, *given: Any, **_: Any) -> Any:
+    return function(*given)
+
+
+def drew_by_the_tracker(_: RankContext, layout: Layout) -> tuple[Verdict, list[str]]:
+    """The verdict on a step whose attention drops by Megatron's tracker, and what is another in the job after it."""
+    found, tracked = [], []
+    with with_dropout():
+        for check_it in (False, True):
+            seed()
+            tracker = megatron_random.get_cuda_rng_tracker()
+            tracker.set_states({"model-parallel-rng": torch.Generator().manual_seed(5).get_state()})
+            with job_of(layout) as (chunks, optimizer, microbatches):
+                check = check_of(chunks, optimizer, microbatches, layout, by_itself=True) if check_it else nullcontext()
+                with check as checked:
+                    train(chunks, optimizer, microbatches, layout)
+                train(chunks, optimizer, microbatches, layout)
+                found.append([left(chunks, optimizer)])
+            tracked.append(tracker.get_states()["model-parallel-rng"])
+    dist.barrier()
+    other = [] if torch.equal(*tracked) else ["the tracker's state"]
+    return checked.verdict, [*differences(*found), *other]
 
 
 def drew_others(_: RankContext, layout: Layout) -> Verdict:

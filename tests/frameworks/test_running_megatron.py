@@ -69,6 +69,12 @@ def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World
 
 
 @pytest.mark.pipeproof_ranks
+def test_what_megatrons_tracker_draws_is_drawn_again_and_the_job_draws_on(world: World) -> None:
+    for verdict, harmed in world.run(gpt_job.drew_by_the_tracker, Layout(optimizer=True), ranks=2):
+        assert (verdict.verdict, harmed) == ("pass", []), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
 def test_a_step_whose_gradients_are_divided_by_tokens_is_not_held_against_itself(world: World) -> None:
     layout, _ = RIGHT["replicas-per-token"]
     for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):

@@ -147,13 +147,13 @@ def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
         yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
 
 
-def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
-    """The step of these chunks, which ``optimizer`` takes, if there is one.
+def step_of(chunks: Any, optimizer: Any, *, draws: bool = False) -> FrameworkStep:
+    """The step of these chunks, which ``optimizer`` takes, if there is one; ``draws``: it may have dropout.
 
     Raises ``MegatronError`` for what is not covered.
     """
     chunks = chunks_of(chunks)
-    check_config(bare(chunks[0]).config)
+    check_config(bare(chunks[0]).config, draws=draws)
     state, losses, drawn = core("parallel_state"), list[Tensor](), Drawn()
     rank, ranks = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
     stages = {rank + ranks * number: bare(chunk) for number, chunk in enumerate(chunks)}

@@ -50,15 +50,14 @@ _COVERED = {
     "fp16": False,
     "fp8": None,
     "fp4": None,
-    # Megatron's own default is 0.1: stages would draw other numbers than the whole model.
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
 }
+# Megatron's own default is 0.1: stages would draw other numbers than the whole model.
+_STEADY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-def check_config(config: Any) -> None:
-    """Raise ``MegatronError`` for what would be judged wrongly."""
-    MEGATRON.covers(vars(config), _COVERED)
+def check_config(config: Any, *, draws: bool = False) -> None:
+    """Raise ``MegatronError`` for what would be judged wrongly; ``draws``: what is drawn can be drawn again."""
+    MEGATRON.covers(vars(config), _COVERED if draws else _COVERED | _STEADY)
 
 
 def undivided(results: Sequence[Any], config: Any) -> Tensor:
