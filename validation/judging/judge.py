@@ -195,11 +195,19 @@ class Judge:
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
                 self.ledger.remark("gradient", answer.floors.obstacle)
-        elif self._required.by_numbers and self.ledger.entered("loss", number) and not self._others_wrong():
-            stages = range(self._observed.schedule.n_stages)
-            self._execution.by_numbers(stages, laws, what="the losses")
+        elif self._required.by_numbers:
+            self._losses_tell(number, name, laws)
         at.close()
         leave_out(self.ledger, due, number=number, names=())
+
+    def _losses_tell(self, number: int, name: str, laws: Scenarios) -> None:
+        """Say what the losses tell of an operation that makes no update, and what is not known without them."""
+        if self.ledger.entered("loss", number):
+            if not self._others_wrong():
+                self._execution.by_numbers(range(self._observed.schedule.n_stages), laws, what="the losses")
+        elif name == "eval":
+            why = "reports no losses, so it is not known what it computed: hand them back"
+            self.ledger.doubt("eval", f"operation {number + 1} {why}")
 
     def _wide(self, number: int, answer: Answer) -> dict[str, Tensor]:
         """Gradients that were added up in a wider type than their own, where they are just that.
@@ -253,6 +261,12 @@ class Judge:
                 floor = partial(floors.output, name=name)
                 share = range(len(made)) if own.share is None else own.share
                 at.outputs(name, seen, [one[name] for one in made], floor, share=share, rank=rank)
+        told = {name for rank in self._observed.ranks for name in rank[number].outputs}
+        ever = {name for rank in self._observed.ranks for one in rank for name in one.outputs}
+        why = f"not handed back in operation {number + 1}"
+        self.ledger.leave_out(
+            "outputs", [name for name in (made[0] if made else ()) if name in ever - told], why, hides=False
+        )
 
     def _buffers(self, at: Comparison, number: int, expected: Expected) -> None:
         if "buffers" not in self._required.laws:

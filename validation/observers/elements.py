@@ -38,6 +38,11 @@ def has_fp64(device: torch.device) -> bool:
         return False
 
 
+def version(tensor: Tensor) -> int | None:
+    """How often it was written to; None where nobody counts, as in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def is_rounded(dtype: torch.dtype) -> bool:
     """Whether numbers of ``dtype`` are rounded when they are stored: integers and truth values are not."""
     return dtype.is_floating_point or dtype.is_complex

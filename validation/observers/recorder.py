@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.elements import version
 from pipeproof.observers.recording import (
     FLOWED,
     GIVEN,
@@ -75,17 +76,17 @@ class Mark:
     """Which gradients there were, and how often each had been written to: tells whether anybody touched them since."""
 
     tensors: Held
-    versions: Sequence[int]
+    versions: Sequence[int | None]
 
     @classmethod
     def of(cls, tensors: Held) -> "Mark":
         """A mark of ``tensors``, which it keeps: no other tensor can come to be in the place of one let go."""
-        return cls(tensors, [tensor._version for tensor in tensors if tensor is not None])
+        return cls(tensors, [version(tensor) for tensor in tensors if tensor is not None])
 
     def stands(self, tensors: Held) -> bool:
         """Whether ``tensors`` are those of the mark and nothing was written to them, as far as torch counts writes."""
         same = len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
-        return same and self.versions == [tensor._version for tensor in tensors if tensor is not None]
+        return same and self.versions == [version(tensor) for tensor in tensors if tensor is not None]
 
 
 def gradients(named: Named) -> Held:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeproof.observers.backward_lines import backward_stack
 from pipeproof.observers.calls import Call, Flows, Mode, Note
+from pipeproof.observers.elements import version
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
@@ -71,7 +72,7 @@ class _Entry:
 
     given: list[Tensor]
     taken: list[Sketch]
-    versions: list[int]
+    versions: list[int | None]
     stack: Stack
     came: dict[tuple[Kind, int], Came]
     again: Called | None
@@ -79,7 +80,7 @@ class _Entry:
     @staticmethod
     def of(inputs: Sequence[Tensor], again: Called | None) -> "_Entry":
         came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
-        versions = [tensor._version for tensor in inputs]
+        versions = [version(tensor) for tensor in inputs]
         return _Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again)
 
 
@@ -199,7 +200,7 @@ class Watcher:
                 return  # of a checkpoint whose forward had gradients: they flow through that
         else:
             watched.calls.append(call)
-            unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == entry.versions[k]]
+            unchanged = [k for k, tensor in enumerate(inputs) if version(tensor) == entry.versions[k]]
             self._look_again(call, {k: inputs[k] for k in unchanged}, giving)
         parts = [one for one in _leaves(result, InShards) if one.requires_grad]
         call.unread = bool(parts)

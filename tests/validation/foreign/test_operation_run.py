@@ -1,8 +1,8 @@
 """Right runs of several operations on other runtimes, and what is not compared where little is handed back."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,8 +45,13 @@ def run(
     watched: bool = False,
     clear_first: bool = False,
     made: Callable[[nn.Module, list[float]], Any] = lambda model, losses: (model, losses),
+    evaluating: Callable[[], AbstractContextManager[object]] = torch.no_grad,
+    reports: Collection[str] = ("train", "accumulate", "eval"),
 ) -> Iterator[Any]:
-    """Trains ``model`` on one rank, called as ``module``; ``first``: -1 for the last microbatch first."""
+    """Trains ``model`` on one rank, called as ``module``; ``first``: -1 for the last microbatch first.
+
+    ``reports``: the operations that hand losses back.
+    """
     module, optimizer, updated = (watch(model) if watched else module or model), adam(model), False
     for operation, microbatches in operations:
         module.train(operation != "eval")
@@ -56,14 +61,14 @@ def run(
         apart = isinstance(module, DistributedDataParallel) and operation == "accumulate"
         losses = []
         for x, target in microbatches[::first]:
-            with module.no_sync() if apart else nullcontext(), torch.set_grad_enabled(operation != "eval"):
+            with module.no_sync() if apart else nullcontext(), evaluating() if operation == "eval" else nullcontext():
                 loss = loss_fn(module(x), target)
                 if operation != "eval":
                     (loss / len(microbatches)).backward()
             losses.append(loss.item())
         if operation == "train":
             optimizer.step()
-        yield made(model, losses[::first])
+        yield made(model, losses[::first] if operation in reports else [])
         if operation == "train" and not clear_first:
             optimizer.zero_grad()
 
@@ -94,6 +99,7 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "plain": (run, 1),
     "last microbatch first": (partial(run, first=-1), 1),
     "cleared before": (partial(run, clear_first=True), 1),
+    "evaluated in inference mode, watched": (partial(run, watched=True, evaluating=torch.inference_mode), 1),
     "in a copy": (in_a_copy, 1),
     "replicated": (replicated, {"dp": 2}),
     "sharded": (sharded, {"fsdp": 2}),
@@ -115,6 +121,19 @@ def test_without_an_optimizer_updates_are_not_compared_and_later_steps_are(white
     assert verdict.law("second-step").outcome == "pass"
     law = verdict.law("updated-parameters")
     assert (law.outcome, law.note) == ("not seen", "optimizer= makes the reference's, and was not given")
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_an_evaluation_that_reports_no_losses_is_not_known(whitebox: WhiteBox, watched: bool) -> None:
+    """What it computed may be anything, though it left weights and gradients alone."""
+    silent = partial(
+        run, watched=watched, reports=("train", "accumulate"), made=lambda model, losses: (model, losses or None)
+    )
+    verdict = judged(whitebox, silent)
+    assert verdict.verdict == "unknown", verdict
+    law = verdict.law("eval")
+    assert law.outcome == "unknown"
+    assert "operation 5 reports no losses, so it is not known what it computed: hand them back" in law.note
 
 
 def named(model: nn.Module, losses: list[float]) -> Any:
