@@ -27,7 +27,7 @@ from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.measuring import ran_of
-from pipeproof.judging.tolerance import FP32, Precision, coarsest
+from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.pipeline.action import Action
@@ -129,6 +129,13 @@ class Whole:
         return next((part.precision for part in self.parts if part.links), FP32)
 
     @property
+    def _of_losses(self) -> Unmeasured:
+        """What rounding may do to losses: as much as their own type, or else it is not known that it is rounding."""
+        types = [link.loss_type for link in self._links.get(self.chain.last, ()) if link.loss_type is not None]
+        own = coarsest([precision_of(one) for one in types] or [self.precision])
+        return Unmeasured(replace(own, most=max(own.most, self.precision.most)))
+
+    @property
     def _of_norm(self) -> Unmeasured:
         return Unmeasured(coarsest([part.summed for part in self.parts if part.links]))
 
@@ -201,14 +208,14 @@ class Whole:
                 return
         known = len(self._losses) == self.chain.microbatches and self.chain.last not in lost
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
-        at, summed = (Comparison(due, one, ledger) for one in (Unmeasured(self.precision), self._of_norm))
+        at, summed = (Comparison(due, one, ledger) for one in (self._of_losses, self._of_norm))
         for rank, part in enumerate(self.parts):
             for told in part.told:
                 if told.losses is not None and known:
                     at.losses(told.losses, rank=rank, in_order=told.in_order)
                 if told.loss is not None and known:
                     nearest = min((made.loss, *self.everybodys), key=partial(_apart, told.loss))
-                    whole = Comparison(replace(due, loss=nearest), Unmeasured(self.precision), ledger)
+                    whole = Comparison(replace(due, loss=nearest), self._of_losses, ledger)
                     whole.loss(told.loss, rank=rank)
                 if told.norm is not None and not lost and not hooked and self.only is None:
                     summed.norm(told.norm, rank=rank)

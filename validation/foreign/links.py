@@ -22,8 +22,8 @@ class Link:
 
     ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
     ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another each
-    time that it is run. ``loss``: in the last stage, undivided. ``obstacle``: why it cannot be run.
-    ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
+    time that it is run. ``loss``: in the last stage, undivided, of this ``loss_type``. ``obstacle``: why it cannot be
+    run. ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
     """
 
     gives: Mapping[Point, Sketch]
@@ -31,6 +31,7 @@ class Link:
     limits: Mapping[Point, float] = field(default_factory=dict)
     strange: frozenset[Point] = frozenset()
     loss: float | None = None
+    loss_type: torch.dtype | None = None
     obstacle: str = ""
     mode_matters: bool = False
 

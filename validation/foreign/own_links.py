@@ -61,6 +61,7 @@ class OwnStage:
         self._reference = Reference(self._model, owner=dict.fromkeys(names, stage), recipe=recipe)
         self._loss_is_cast = any(self._kept(k).state.casts for k in range(len(self._calls)))  # until that is seen not
         self._cast_is_known = False
+        self._loss_type: torch.dtype | None = None
         self._draws_others = False
         self._noted: dict[Point, Tensor] = {}
         self._more: dict[int, Tensor] = {}
@@ -269,7 +270,9 @@ class OwnStage:
         if self._draws_others:
             draw_some()
         with self._kept(0).state.cast() if self._loss_is_cast else nullcontext():
-            return self._ending.loss(output, target)
+            found = self._ending.loss(output, target)
+        self._loss_type = found.dtype
+        return found
 
     def _again(
         self, reference: Reference, batch: Batch, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
@@ -292,7 +295,8 @@ class OwnStage:
         gives = self._sketched(k, made)
         contribution = made.contribution
         loss = None if self._ending is None or contribution is None else contribution.loss
-        link = self._received(k, made.more, Link(gives, loss=loss, mode_matters=self._mode_matters(k)))
+        own = Link(gives, loss=loss, loss_type=self._loss_type, mode_matters=self._mode_matters(k))
+        link = self._received(k, made.more, own)
         if not (other := self._others(k, gives)):
             return link
         if drawn := self._model.__dict__["others"]:
