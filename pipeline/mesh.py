@@ -30,7 +30,7 @@ Rows = tuple[int, int]  # of a parameter, from the first to before the last
 class Sum(NamedTuple):
     """In each group of the axis ``over``, gradients are added, and divided by ``divisor``.
 
-    ``keeps``: the rows that each of a group keeps of the result; empty: all keep all.
+    ``keeps``: the rows that each of a group keeps of the result, counted from its first; empty: all keep all.
     """
 
     over: str
@@ -157,7 +157,7 @@ def _size(axes: Mapping[str, int], some: Sequence[str]) -> int:
 
 def _check(axes: Mapping[str, int], schedule: Schedule) -> None:
     """Raise ``ScheduleError`` for axes that cannot be around ``schedule``."""
-    if unknown := next((axis for axis in axes if axis not in PROVEN), None):
+    for unknown in (axis for axis in axes if axis not in PROVEN):
         known = unknown in (*DATA, *MODEL)
         why = ": what is summed along it depends on the parameter" if known else ""
         raise ScheduleError(f"the mesh has an axis {unknown!r}{why}; expected some of {', '.join(PROVEN)}")

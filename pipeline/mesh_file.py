@@ -1,6 +1,7 @@
 """A file that says which groups, microbatches and sums a job has. What it leaves out is as its axes have it."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ FORMAT, VERSION = "pipeproof/mesh", 1
 _WANTED = "a mesh"
 _KNOWN = ("axes", "groups", "microbatches", "sums", "divisor", "tied", "rows", "holds")
 _MOST = 1 << 40  # a number
+_MOST_TIMES = 1 << 53  # that something is in a sum: up to here floats count
 
 
 def read_axes(text: str) -> dict[str, int]:
@@ -40,9 +42,10 @@ def mesh_of(axes: Mapping[str, int]) -> "MeshFile":
 def read_mesh(path: str | Path) -> "MeshFile":
     """The mesh in the file at ``path``. Raises ``ScheduleError`` for what is none."""
     data = read_json(path, expected=_WANTED)
-    if data.pop("format", None) != FORMAT or data.pop("version", None) != VERSION:
+    version = data.pop("version", None)
+    if data.pop("format", None) != FORMAT or type(version) is not int or version != VERSION:
         raise ScheduleError(f'{path} is no mesh: expected "format": "{FORMAT}", "version": {VERSION}; add them')
-    if unknown := next((name for name in data if name not in _KNOWN), None):
+    for unknown in (name for name in data if name not in _KNOWN):
         raise ScheduleError(f"{path} has {unknown!r}: expected some of {', '.join(_KNOWN)}")
     return MeshFile(str(path), data)
 
@@ -73,7 +76,7 @@ class MeshFile:
         rows = self._whole("rows", self._data.get("rows", 0))
         made = Mesh.of(self.axes, schedule, rows=rows)
         groups = {axis: self._groups(f"groups: {axis}", found) for axis, found in self._object("groups").items()}
-        if unknown := next((axis for axis in groups if axis not in made.axes), None):
+        for unknown in (axis for axis in groups if axis not in made.axes):
             raise ScheduleError(f"{self._path} has groups along {unknown!r}: expected some of {', '.join(made.axes)}")
         tied = tuple(map(self._tied, self._list("tied")))
         groups = {axis: groups.get(axis, known.get(axis, own)) for axis, own in made.groups.items()}
@@ -81,7 +84,7 @@ class MeshFile:
         if "microbatches" in self._data:
             made = replace(made, shares=self._shares(made, schedule))
         if "sums" in self._data:
-            made = replace(made, sums=tuple(self._sum(made, one) for one in self._list("sums")))
+            made = replace(made, sums=self._sums(made))
         if "divisor" in self._data:
             made = replace(made, divisor=self._whole("divisor", self._data["divisor"], least=1))
         if "holds" in self._data:
@@ -101,17 +104,31 @@ class MeshFile:
             found.append(shares.setdefault(numbers, np.array(numbers, dtype=np.int64)))
         return found
 
+    def _sums(self, mesh: Mesh) -> tuple[Sum, ...]:
+        """Those whose weights can be counted."""
+        found = tuple(self._sum(mesh, one) for one in self._list("sums"))
+        if max(math.prod(mesh.axes[one.over] for one in found), math.prod(one.divisor for one in found)) > _MOST_TIMES:
+            said = f"has {len(found)} sums, which together add up or divide by more than {_MOST_TIMES}"
+            raise ScheduleError(f"{self._path} {said}: leave out those of one axis that are there twice")
+        return found
+
     def _sum(self, mesh: Mesh, one: object) -> Sum:
-        if not isinstance(one, dict) or one.get("over") not in mesh.axes or {*one} - {"over", "divisor", "keeps"}:
+        over = one.get("over") if isinstance(one, dict) and not {*one} - {"over", "divisor", "keeps"} else None
+        if not isinstance(one, dict) or not isinstance(over, str) or over not in mesh.axes:
             wanted = f'{{"over": AXIS, "divisor": N}}, with an axis of {", ".join(mesh.axes)}; "keeps" if it scatters'
             raise self._wrong("sums", one, wanted)
-        keeps = tuple(self._rows("keeps", rows) for rows in one.get("keeps", ()))
-        if keeps and len(keeps) != mesh.axes[one["over"]]:
-            said = f"has {len(keeps)} parts to keep over {one['over']}, which has {mesh.axes[one['over']]} ranks"
-            raise ScheduleError(f"{self._path} {said}: give one for each")
         divisor = self._whole("divisor", one.get("divisor", 1), least=1)
-        own = next((made.keeps for made in mesh.sums if made.over == one["over"]), ())
-        return Sum(one["over"], divisor, keeps or own)
+        if "keeps" in one:
+            return Sum(over, divisor, self._keeps(over, mesh.axes[over], one["keeps"]))
+        return Sum(over, divisor, next((made.keeps for made in mesh.sums if made.over == over), ()))
+
+    def _keeps(self, over: str, size: int, found: object) -> tuple[Rows, ...]:
+        if not isinstance(found, list):
+            raise self._wrong("keeps", found, "of each of a group its rows, e.g. [[0, 2], [2, 4]]")
+        if len(found) != size:
+            said = f"has {len(found)} parts to keep over {over}, which has {size} ranks"
+            raise ScheduleError(f"{self._path} {said}: give one for each")
+        return tuple(self._rows("keeps", rows) for rows in found)
 
     def _tied(self, one: object) -> Tied:
         if isinstance(one, list):
@@ -145,8 +162,10 @@ class MeshFile:
         return tuple(self._whole(name, one) for one in found)
 
     def _whole(self, name: str, found: object, *, least: int = 0) -> int:
-        if type(found) is not int or not least <= found <= _MOST:
+        if type(found) is not int or found < least:
             raise self._wrong(name, found, f"a whole number, at least {least}")
+        if found > _MOST:
+            raise self._wrong(name, found, f"a whole number, at most {_MOST}")
         return found
 
     def _object(self, name: str) -> dict[str, Any]:

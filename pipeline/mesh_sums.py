@@ -7,7 +7,7 @@ microbatch of the step once, whatever the model and the data are.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeproof.pipeline.columns import Ints
 from pipeproof.pipeline.laws import Violation
-from pipeproof.pipeline.mesh import PARTS, PIECES, PIPELINE, Mesh, Rows, Tied
+from pipeproof.pipeline.mesh import PARTS, PIECES, PIPELINE, Mesh, Rows, Sum, Tied
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.sizes import some
 
@@ -33,9 +33,11 @@ class _Part(NamedTuple):
 
 
 class Sums:
-    """Every rank's gradient after all sums: what it is ``of``, and in ``made`` how often each rank's own is in it.
+    """Every rank's gradient after all sums: what it is ``of``, and the number of the sum that it ``made``.
 
-    ``mixed``: the axis and the ranks of sums of what is not the same.
+    ``totals``: of each sum, how often each rank's own gradient is in it. Sums of the same are one sum, with one number.
+    ``mixed``: the axis and the ranks of sums of what is not the same. ``cuts``: each sum of which each of a group keeps
+    some rows, with how many rows there were.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
@@ -44,27 +46,45 @@ class Sums:
         self.place = mesh.places(PIPELINE).tolist()
         parts = mesh.places(PARTS).tolist()
         self.of = [_Part(*both, (0, mesh.rows)) for both in zip(self.place, parts, strict=True)]
-        self.made = [Counter({rank: 1}) for rank in range(mesh.ranks)]
+        self.made = list(range(mesh.ranks))
+        self.totals: list[Mapping[int, int]] = [{rank: 1} for rank in range(mesh.ranks)]
         self.mixed: list[tuple[str, Sequence[int]]] = []
+        self.cuts: list[tuple[Sum, int]] = []
         for one in mesh.sums:
-            before = list(self.of)
-            for group in mesh.groups[one.over]:
-                if len({before[rank] for rank in group}) > 1:
-                    self.mixed.append((one.over, group))
-                total = Counter[int]()
-                for rank in group:
-                    total.update(self.made[rank])
-                for k, rank in enumerate(group):
-                    self.made[rank] = total
-                    self.of[rank] = before[rank]._replace(rows=one.keeps[k]) if one.keeps else before[rank]
+            self._add(one)
+
+    def _add(self, one: Sum) -> None:
+        known: dict[tuple[int, ...], int] = {}
+        cut = set[int]()  # how many rows there were
+        for group in self.mesh.groups[one.over]:
+            if len({self.of[rank] for rank in group}) > 1:
+                self.mixed.append((one.over, group))
+            added = tuple(sorted(self.made[rank] for rank in group))
+            number = known.setdefault(added, len(self.totals))
+            if number == len(self.totals):
+                self.totals.append(self._total(added))
+            for k, rank in enumerate(group):
+                self.made[rank] = number
+                if one.keeps:  # rows are counted from the first of those that are summed
+                    (first, end), (begin, to) = self.of[rank].rows, one.keeps[k]
+                    cut.add(end - first)
+                    self.of[rank] = self.of[rank]._replace(rows=(first + begin, first + to))
+        self.cuts += [(one, rows) for rows in sorted(cut)]
+
+    def _total(self, added: Sequence[int]) -> Mapping[int, int]:
+        total = Counter[int]()
+        for number, times in Counter(added).items():
+            for rank, often in self.totals[number].items():
+                total[rank] += times * often
+        return total
 
     @cached_property
     def units(self) -> list[Ints]:
         """By rank, what it works on, in order: pieces of microbatches, each a number."""
-        mesh, piece = self.mesh, self.mesh.places(PIECES).tolist()
+        mesh, pieces, piece = self.mesh, self.mesh.pieces, self.mesh.places(PIECES).tolist()
         made: dict[tuple[int, int], Ints] = {}  # ranks that are given one list work on one
         for share, own in zip(mesh.shares, piece, strict=True):
-            made.setdefault((id(share), own), share * mesh.pieces + own)
+            made.setdefault((id(share), own), share * pieces + own)
         return [made[id(share), own] for share, own in zip(mesh.shares, piece, strict=True)]
 
     def stages(self, place: int) -> str:
@@ -89,11 +109,12 @@ Law = Callable[[Sums], Iterator[Violation]]
 
 def groups(mesh: Mesh) -> Iterator[Violation]:
     """Along each axis, every rank is in one group, and the groups are as large as the axis."""
+    ranks = mesh.ranks
     for axis, found in mesh.groups.items():
         counts = Counter(rank for group in found for rank in group)
-        for rank in sorted({*range(mesh.ranks), *counts}):
-            if rank >= mesh.ranks:
-                yield Violation("groups", f"{axis}: ranks are 0..{mesh.ranks - 1}", rank)
+        for rank in sorted({*range(ranks), *counts}):
+            if rank >= ranks:
+                yield Violation("groups", f"{axis}: ranks are 0..{ranks - 1}", rank)
             elif counts[rank] != 1:
                 yield Violation("groups", f"{axis}: is in {some(counts[rank], 'group')}, expected 1", rank)
         for group in (group for group in found if len(group) != mesh.axes[axis]):
@@ -102,13 +123,19 @@ def groups(mesh: Mesh) -> Iterator[Violation]:
 
 
 def shares(found: Sums) -> Iterator[Violation]:
-    """Ranks of one pipeline, and those with parts of the same stages, work on the same microbatches, in one order."""
-    for axis in (PIPELINE, PARTS):
+    """Ranks of one pipeline, those with parts of the same stages, and those with pieces of the same sequences, work on
+    the same microbatches, in one order. Parts and pieces are of the same stages.
+    """
+    for axis in (PIPELINE, PARTS, PIECES):
+        given = found.mesh.shares if axis == PIECES else found.units
         for first, *others in found.mesh.groups.get(axis, ()):
             for rank in others:
-                one, other = found.units[rank], found.units[first]
-                if not np.array_equal(one, other):
-                    said = f"{axis}: works on {found.told(one)}, but rank {first} of its group on {found.told(other)}"
+                (one, own), (other, its) = ((found.place[each], found.units[each]) for each in (rank, first))
+                if axis != PIPELINE and one != other:
+                    said = f"{axis}: has {found.stages(one)}, but rank {first} of its group has {found.stages(other)}"
+                    yield Violation("shares", said, rank)
+                if given[rank] is not given[first] and not np.array_equal(given[rank], given[first]):
+                    said = f"{axis}: works on {found.told(own)}, but rank {first} of its group on {found.told(its)}"
                     yield Violation("shares", said, rank)
 
 
@@ -128,21 +155,25 @@ def sums(found: Sums) -> Iterator[Violation]:
 def _miscounted(found: Sums) -> Iterator[Violation]:
     """Gradients in which a microbatch has not the weight that it should have; the first such microbatch of each.
 
-    Weights decide, not counts: who takes the mean of equal means once more changes nothing.
+    Weights decide, not counts: who takes the mean of equal means once more changes nothing. A gradient with fewer units
+    than there are lacks one of the first, so that no more are counted than it has.
     """
     mesh, told = found.mesh, set[int]()
     total = found.schedule.microbatches * mesh.replicas * mesh.pieces
     divided = prod(one.divisor for one in mesh.sums)
+    due = divided // mesh.divisor if divided % mesh.divisor == 0 else -1
     over = ("", "") if divided == mesh.divisor else (f" over {divided}", f" over {mesh.divisor}")
     for rank, made in enumerate(found.made):
-        if id(made) in told:  # the same sum, of another rank
+        if made in told:  # the same sum, of another rank
             continue
-        told.add(id(made))
-        units = np.concatenate([found.units[one] for one in made])
-        often = np.repeat([*made.values()], found.schedule.microbatches)
-        has = np.bincount(units[units < total], weights=often[units < total], minlength=total)
+        told.add(made)
+        units = np.concatenate([found.units[one] for one in found.totals[made]])
+        often = np.repeat([*found.totals[made].values()], found.schedule.microbatches)
+        counted = min(total, len(units) + 1)
+        inside = units < counted
+        has = np.bincount(units[inside], weights=often[inside], minlength=counted)
         said = f"{found.stages(found.place[rank])}: the gradient has"
-        for unit in np.flatnonzero(has * mesh.divisor != divided)[:1].tolist():
+        for unit in np.flatnonzero(has != due)[:1].tolist():
             seen = f"{found.unit(unit)} {some(int(has[unit]), 'time')}{over[0]}"
             yield Violation("sums", f"{said} {seen}, expected once{over[1]}", rank)
         for unit in units[units >= total][:1].tolist():
@@ -151,16 +182,17 @@ def _miscounted(found: Sums) -> Iterator[Violation]:
 
 def parts(found: Sums) -> Iterator[Violation]:
     """All parts of a gradient are kept, each once, and each rank keeps what its optimizer holds."""
-    every, due = found.mesh.rows, range(found.mesh.axes.get(PARTS, 1))
+    due = range(found.mesh.axes.get(PARTS, 1))
     for rank, rows in enumerate(found.mesh.holds):
-        if (kept := found.of[rank].rows) != rows:
+        if _some(kept := found.of[rank].rows) != _some(rows):
             said = f"keeps the gradient of rows {_span(kept)}, but its optimizer holds {_span(rows)}"
             yield Violation("parts", said, rank)
-    for one in (one for one in found.mesh.sums if one.keeps):
-        ends = [(0, 0), *sorted(rows for rows in one.keeps if rows[0] < rows[1]), (every, every)]
+    for one, every in found.cuts:
+        ends = [(0, 0), *sorted(rows for rows in one.keeps if _some(rows)), (every, every)]
         for (_, end), (begin, _) in pairwise(ends):
             if end != begin:
                 who, between = ("nobody keeps" if end < begin else "several keep"), sorted((begin, end))
+                who = "there are no" if between[0] >= every else who
                 yield Violation("parts", f"{one.over}: {who} rows {between[0]} to {between[1]} of {every}")
     has = {(one.place, one.part) for one in found.of}
     for place, part in sorted({(place, part) for place in {*found.place} for part in due} - has):
@@ -213,6 +245,11 @@ def _tied_groups(mesh: Mesh, one: Tied, holders: set[int]) -> Sequence[Sequence[
         return one.groups
     pipelines = mesh.groups.get(PIPELINE) or [(rank,) for rank in range(mesh.ranks)]
     return [[rank for rank in pipeline if rank in holders] for pipeline in pipelines]
+
+
+def _some(rows: Rows) -> Rows | None:
+    """The rows, if there are any: those of two empty spans are the same."""
+    return rows if rows[0] < rows[1] else None
 
 
 def _span(rows: Rows) -> str:

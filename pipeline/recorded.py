@@ -5,8 +5,9 @@ them, as ``PP:0F0``. Steps are told apart by the profiler's marks, ``ProfilerSte
 is there equally often, by that. Ours are what ``show --run --trace`` writes, a thread for each rank.
 """
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from pipeproof.pipeline.schedule import Schedule, ScheduleError
 
 _MARK, _STEP = "PP:", "ProfilerStep#"
 _WANTED = "a trace of torch's profiler with actions such as PP:0F0, or one that show --run --trace writes"
+_ACTIONS = ("compute", "communication")  # the categories of our own
 _MESH = "mesh_"  # and an axis: how groups of a mesh are called
 _LONG = 80  # characters
+_LATEST = 1e18  # microseconds
 _AFTER = (Kind.SEND_F, Kind.RECV_B)  # the other end is the stage after
 
 Event = Mapping[str, Any]
@@ -117,6 +120,8 @@ def _rows(path: str, data: Mapping[str, Any], known: int) -> Iterator[tuple[int,
     try:
         found = dict(_of_ours(events, slices)) if "distributedInfo" not in data else {}
         found = found or dict(_of_torch(data, slices, known))
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ScheduleError(f"{path} has events that are not as they are written: expected {_WANTED}") from None
     if not found:
@@ -128,15 +133,30 @@ def _rows(path: str, data: Mapping[str, Any], known: int) -> Iterator[tuple[int,
 def _of_torch(data: Mapping[str, Any], slices: Sequence[Event], known: int) -> Iterator[tuple[int, Row]]:
     """One rank's actions, each with the profiler's step in which it began; what is outside of all steps is left out."""
     said = [event for event in slices if event.get("cat") == "user_annotation"]  # a GPU's own have another category
-    marks = [(float(one["ts"]), float(one["dur"]), one["name"][len(_STEP) :]) for one in said if _is(one, _STEP)]
+    marks = [(*_time(one), one["name"][len(_STEP) :]) for one in said if _is(one, _STEP)]
     row: Row = []
-    for event in sorted((one for one in said if _is(one, _MARK)), key=lambda one: float(one["ts"])):
-        at = float(event["ts"])
+    for event in _in_time(one for one in said if _is(one, _MARK)):
+        at, _ = _time(event)
         steps = [step for began, lasted, step in marks if began <= at < began + lasted]
         if steps or not marks:
             row.append((steps[0] if steps else "", event["name"][len(_MARK) :]))
     if row:
         yield int(data.get("distributedInfo", {}).get("rank", known)), row
+
+
+def _in_time(events: Iterable[Event]) -> list[Event]:
+    """``events`` in the order in which they began: in a file they may lie in any. Those of one time are as they lie."""
+    return sorted(events, key=lambda event: _time(event)[0])
+
+
+def _time(event: Event) -> tuple[float, float]:
+    """When an event began, and how long it lasted, in microseconds."""
+    for part, least in (("ts", -_LATEST), ("dur", 0)):
+        found = event.get(part)
+        if not isinstance(found, int | float) or isinstance(found, bool) or not least <= found <= _LATEST:
+            wanted = "a finite number" if part == "ts" else "a finite number, at least 0"
+            raise ScheduleError(f"the event {event['name']!r} has {part} {json.dumps(found)}: expected {wanted}")
+    return event["ts"], event["dur"]
 
 
 def _is(event: Event, mark: str) -> bool:
@@ -151,9 +171,9 @@ def _of_ours(events: Sequence[Event], slices: Sequence[Event]) -> Iterator[tuple
         if event.get("name") == "process_name" and str(event["args"]["name"]).endswith(", measured")
     }
     rows = defaultdict[int, Row](list)
-    for event in slices:
-        if event.get("pid") in measured and event.get("cat") in ("compute", "communication"):
-            rows[int(event["tid"])].append(("", str(event["name"]).partition(" ")[0]))
+    actions = (one for one in slices if one.get("pid") in measured and one.get("cat") in _ACTIONS)
+    for event in _in_time(actions):
+        rows[int(event["tid"])].append(("", str(event["name"]).partition(" ")[0]))
     yield from rows.items()
 
 

@@ -1,10 +1,7 @@
 """Sums over a mesh, in symbols: what is right is proven, each law can be broken alone, and numbers agree."""
 
-import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.mesh import Groups, Mesh, Sum, Tied
-from pipeproof.pipeline.mesh_sums import LAWS, violations
+from pipeproof.pipeline.mesh_file import read_axes
+from pipeproof.pipeline.mesh_sums import LAWS, Sums, violations
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import build
+from tests.support.mesh_numbers import agrees, rows_kept
 
 PLAIN, TWO_STAGES, ONE = (build(name, ranks=2, microbatches=2) for name in ("1f1b", "zb-v", "1f1b"))
 AXES = (
@@ -50,6 +49,44 @@ def test_a_mean_of_equal_means_changes_nothing() -> None:
 def test_each_rank_of_a_large_job_is_proven() -> None:
     large = build("interleaved", ranks=8, virtual=4, microbatches=32)
     assert violations(mesh(large, dp=16, pp=8, tp=4, tied=[Tied((0, 31))]), large) == ()
+
+
+@pytest.mark.parametrize("axes", ["tp=2,cp=2,dp=2,pp=2", "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=2"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_axes_in_the_order_of_frameworks_are_right(axes: str, name: str) -> None:
+    """As Megatron and as torchtitan number ranks, with stages of any placement."""
+    schedule = build(name, ranks=2, microbatches=4)
+    assert violations(mesh(schedule, **read_axes(axes)), schedule) == ()
+
+
+def test_rows_that_are_kept_of_rows_that_are_kept() -> None:
+    nested = replace(
+        mesh(dp=2, fsdp=2, pp=2, rows=4),
+        sums=(Sum("fsdp", 2, ((0, 2), (2, 4))), Sum("dp", 2, ((0, 1), (1, 2)))),
+        holds=((0, 1), (0, 1), (2, 3), (2, 3), (1, 2), (1, 2), (3, 4), (3, 4)),
+    )
+    assert violations(nested, PLAIN) == ()
+    assert agrees(nested, PLAIN)
+
+
+def test_who_keeps_no_rows_may_hold_none_anywhere() -> None:
+    one = build("gpipe", ranks=1, microbatches=2)
+    right = mesh(one, fsdp=4, pp=1, rows=3)
+    assert violations(replace(right, holds=((0, 1), (1, 2), (2, 3), (0, 0))), one) == ()
+    assert violations(replace(right, holds=((0, 1), (1, 2), (0, 0), (2, 3))), one) != ()
+
+
+def test_sums_of_the_same_are_one_sum() -> None:
+    """So that two axes which sum take no longer than one."""
+    axes = {"fsdp": 32, "cp": 4, "pp": 2}
+    found = Sums(mesh(PLAIN, **axes), PLAIN)
+    assert len(found.totals) == 256 + 8 + 2  # of each rank its own; of each group of fsdp; of each stage
+    assert sum(map(len, found.totals)) == 3 * 256
+
+
+def test_no_sum_at_all_on_a_large_mesh_is_told_soon() -> None:
+    large = replace(mesh(PLAIN, dp=4096, pp=2), sums=(), divisor=1)
+    assert str(violations(large, PLAIN)[-1]) == "sums: and 8187 more"
 
 
 class Specimen(NamedTuple):
@@ -99,6 +136,33 @@ SPECIMENS = {
         (
             "shares: rank 1: tp: works on microbatches 1, 0, but rank 0 of its group on microbatches 0, 1",
             "shares: rank 3: tp: works on microbatches 1, 0, but rank 2 of its group on microbatches 0, 1",
+        ),
+    ),
+    "parts of two stages, each of which has all its parts": Specimen(
+        grouped(PARTS, tp=((0, 3), (2, 1))),
+        (
+            "shares: rank 3: tp: has stage 1, but rank 0 of its group has stage 0",
+            "shares: rank 1: tp: has stage 0, but rank 2 of its group has stage 1",
+        ),
+    ),
+    "pieces that take microbatches in another order": Specimen(
+        given_to(mesh(pp=2, cp=2), (0, 1), (1, 0), (0, 1), (1, 0)),
+        (
+            "shares: rank 1: cp: works on microbatches 1, 0, cp 1, but rank 0 of its group on microbatches 0, 1, cp 0",
+            "shares: rank 3: cp: works on microbatches 1, 0, cp 1, but rank 2 of its group on microbatches 0, 1, cp 0",
+        ),
+    ),
+    "pieces of two replicas": Specimen(
+        grouped(mesh(dp=2, pp=2, cp=2), cp=((0, 5), (4, 1), (2, 7), (6, 3))),
+        tuple(
+            f"shares: rank {rank}: cp: works on microbatches {own}, cp 1, but rank {first} of its group"
+            f" on microbatches {its}, cp 0"
+            for rank, own, first, its in (
+                (5, "1, 3", 0, "0, 2"),
+                (1, "0, 2", 4, "1, 3"),
+                (7, "1, 3", 2, "0, 2"),
+                (3, "0, 2", 6, "1, 3"),
+            )
         ),
     ),
     "a replica that gets another's microbatches": Specimen(
@@ -163,6 +227,16 @@ SPECIMENS = {
     "all rows twice": Specimen(
         replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 5), (0, 5))),)), ("parts: fsdp: several keep rows 0 to 5 of 5",)
     ),
+    "rows that are none": Specimen(
+        replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 3), (3, 7))),)), ("parts: fsdp: there are no rows 5 to 7 of 5",)
+    ),
+    "rows of a parameter that only half is left of": Specimen(
+        replace(
+            mesh(dp=2, fsdp=2, pp=2, rows=4),
+            sums=(Sum("fsdp", 2, ((0, 2), (2, 4))), Sum("dp", 2, ((0, 2), (2, 4)))),
+        ),
+        ("parts: dp: there are no rows 2 to 4 of 2",),
+    ),
     "a shard that goes to another than its owner": Specimen(
         replace(SHARDS, holds=((3, 5), (0, 3), (0, 3), (3, 5))),
         (
@@ -172,7 +246,12 @@ SPECIMENS = {
     ),
     "parts of two stages in one group": Specimen(
         grouped(PARTS, tp=((0, 2), (1, 3))),
-        ("parts: nobody has tp 1 of stage 0", "parts: nobody has tp 0 of stage 1"),
+        (
+            "shares: rank 2: tp: has stage 1, but rank 0 of its group has stage 0",
+            "shares: rank 3: tp: has stage 1, but rank 1 of its group has stage 0",
+            "parts: nobody has tp 1 of stage 0",
+            "parts: nobody has tp 0 of stage 1",
+        ),
     ),
     "copies that nobody sums": Specimen(
         mesh(pp=2, tied=[Tied((0, 1), ())]),
@@ -228,115 +307,6 @@ def test_of_many_the_first_are_told_and_the_rest_counted() -> None:
     ]
 
 
-def agrees(found: Mesh, schedule: Schedule) -> bool:
-    """Whether each rank's gradients come out right, in numbers: each contribution is a random one of its own.
-
-    Nothing is shared with what is tested but the mesh itself: arrays are added up, rank by rank and row by row.
-    """
-    place, part, piece = (_places(found, axis) for axis in ("pp", "tp", "cp"))
-    works = [[(int(m), piece[rank]) for m in found.shares[rank]] for rank in range(found.ranks)]
-    beside = _beside(found)
-
-    def started(rank: int, copy: int | None) -> list[Fraction]:
-        """What a rank's backwards add up to, from microbatches on which all beside it worked at one time."""
-        every = [{works[other][k] for other in beside[rank]} for k in range(schedule.microbatches)]
-        total = [Fraction(0)] * found.rows
-        for units in every:
-            for row in range(found.rows):
-                total[row] += _number(place[rank], part[rank], copy, frozenset(units), row)
-        return total
-
-    def due(stage_place: int, own: int, copy: int | None, row: int) -> Fraction:
-        count, pieces = schedule.microbatches * found.replicas, found.pieces
-        units = [(m, one) for m in range(count) for one in range(pieces)]
-        return sum((_number(stage_place, own, copy, frozenset([unit]), row) for unit in units), Fraction(0))
-
-    def right(rank: int, made: list[Fraction], copies: Sequence[tuple[int, int | None]]) -> bool:
-        begin, end = found.holds[rank] if found.holds else kept[rank]
-        wanted = [sum(due(at, part[rank], copy, row) for at, copy in copies) for row in range(begin, end)]
-        return [one * found.divisor for one in made] == wanted
-
-    kept = _kept(found)
-    own = _summed(found, [started(rank, None) for rank in range(found.ranks)])
-    fine = all(right(rank, own[rank], [(place[rank], None)]) for rank in range(found.ranks))
-    copies = all(_copies(found, schedule, one, started, right) for one in found.tied)
-    return fine and copies and _whole(found, place, part)
-
-
-def _copies(
-    found: Mesh,
-    schedule: Schedule,
-    one: Tied,
-    started: Callable[[int, int], list[Fraction]],
-    right: Callable[[int, list[Fraction], Sequence[tuple[int, int | None]]], bool],
-) -> bool:
-    place = _places(found, "pp")
-    own = {stage: _summed(found, [started(rank, stage) for rank in range(found.ranks)]) for stage in one.stages}
-    has = {rank: [s for s in one.stages if schedule.placement[s] == place[rank]] for rank in range(found.ranks)}
-    pipelines = [[rank for rank in group if has[rank]] for group in found.groups["pp"]]
-    held = {(rank, stage): own[stage][rank] for rank in has for stage in has[rank]}
-    for group in pipelines if one.groups is None else one.groups:
-        if not all(has[rank] for rank in group):
-            return False  # it has nothing to give, and the others wait
-        shares = [held[rank, stage] for rank in group for stage in has[rank]]
-        if len({*map(len, shares)}) > 1:
-            return False  # no backend would add them
-        total = [sum(values, Fraction(0)) for values in zip(*shares, strict=True)]
-        held |= {(rank, stage): total for rank in group for stage in has[rank]}
-    copies = [(schedule.placement[stage], stage) for stage in one.stages]
-    return all(right(rank, made, copies) for (rank, _), made in held.items())
-
-
-def _summed(found: Mesh, made: list[list[Fraction]]) -> list[list[Fraction]]:
-    for one in found.sums:
-        before = list(made)
-        for group in found.groups[one.over]:
-            values = [before[rank] for rank in group]
-            if len({*map(len, values)}) > 1:
-                return [[]] * len(made)  # no backend would add them
-            total = [sum(each, Fraction(0)) / one.divisor for each in zip(*values, strict=True)]
-            for k, rank in enumerate(group):
-                begin, end = one.keeps[k] if one.keeps else (0, len(total))
-                made[rank] = total[begin:end]
-    return made
-
-
-def _kept(found: Mesh) -> list[tuple[int, int]]:
-    kept = [(0, found.rows)] * found.ranks
-    for one in found.sums:
-        for group in found.groups[one.over] if one.keeps else ():
-            for k, rank in enumerate(group):
-                kept[rank] = one.keeps[k]
-    return kept
-
-
-def _whole(found: Mesh, place: list[int], part: list[int]) -> bool:
-    """All that there is lies somewhere, and the rows of a shard nowhere else."""
-    parts = {*zip(place, part, strict=True)} == {(p, t) for p in {*place} for t in range(found.axes.get("tp", 1))}
-    rows = [Counter(row for keeps in one.keeps for row in range(*keeps)) for one in found.sums if one.keeps]
-    return parts and all(one == Counter(range(found.rows)) for one in rows)
-
-
-def _places(found: Mesh, axis: str) -> list[int]:
-    places = {rank: k for group in found.groups.get(axis, ()) for k, rank in enumerate(group)}
-    return [places.get(rank, 0) for rank in range(found.ranks)]
-
-
-def _beside(found: Mesh) -> list[set[int]]:
-    """All ranks with which one works on a microbatch: its pipeline, and those with parts of the same."""
-    beside = [{rank} for rank in range(found.ranks)]
-    for axis in ("pp", "tp", "pp", "tp"):
-        for group in found.groups.get(axis, ()):
-            every = set[int]().union(*(beside[rank] for rank in group))
-            for rank in group:
-                beside[rank] = every
-    return beside
-
-
-def _number(*key: object) -> int:
-    return random.Random(repr([sorted(one) if isinstance(one, frozenset) else one for one in key])).randrange(1 << 60)
-
-
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[Mesh, Schedule]:
     """Meshes, most with a fault or two that one could make by hand."""
@@ -377,7 +347,7 @@ def copies(found: Mesh, schedule: Schedule, draw: st.DrawFn) -> Mesh:
 
 
 def holders(found: Mesh, schedule: Schedule, draw: st.DrawFn) -> Mesh:
-    kept = _kept(found)
+    kept = rows_kept(found)
     return replace(found, holds=tuple(kept if draw(st.booleans()) else kept[::-1]))
 
 

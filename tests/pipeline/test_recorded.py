@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,14 @@ def test_our_own_trace_of_what_was_measured(tmp_path: Path) -> None:
     path.write_text(json.dumps(chrome_trace({"gpipe, simulated": trace(other), "1f1b, measured": trace(PROGRAM)})))
     (found,) = steps_of([str(path)])
     assert found.ranks == PROGRAM.ranks
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"traceEvents": data["traceEvents"][::-1]}))  # a file has no order
+    (turned,) = steps_of([str(path)])
+    assert turned.ranks == PROGRAM.ranks
+    del next(one for one in data["traceEvents"] if one.get("cat") == "compute" and one["pid"] == 1)["ts"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ScheduleError, match="has ts null: expected a finite number"):
+        steps_of([str(path)])
 
 
 def test_traces_of_all_replicas_are_told_by_pipelines(tmp_path: Path) -> None:
@@ -158,7 +167,11 @@ ONE = {"ph": "X", "cat": "user_annotation", "name": "PP:0F0", "ts": 0.0, "dur": 
     [
         ({}, "x.json has no traceEvents: expected a trace of torch's profiler with actions such as PP:0F0"),
         ({"traceEvents": []}, "x.json has no action: expected a trace of torch's profiler"),
-        ({"traceEvents": [{**ONE, "ts": "soon"}]}, "x.json has events that are not as they are written"),
+        ({"traceEvents": [{**ONE, "ts": "soon"}]}, "x.json: the event 'PP:0F0' has ts \"soon\": expected a finite num"),
+        ({"traceEvents": [{**ONE, "ts": nan}]}, "x.json: the event 'PP:0F0' has ts NaN: expected a finite number"),
+        ({"traceEvents": [{**ONE, "ts": -inf}]}, "x.json: the event 'PP:0F0' has ts -Infinity: expected a finite num"),
+        ({"traceEvents": [{**ONE, "ts": None}]}, "x.json: the event 'PP:0F0' has ts null: expected a finite number"),
+        ({"traceEvents": [{**ONE, "dur": -5}]}, "x.json: the event 'PP:0F0' has dur -5: expected a finite number, at"),
         (
             {"traceEvents": [{"ph": "X", "cat": "user_annotation"}]},
             "x.json has events that are not as they are written",

@@ -85,9 +85,11 @@ def add_count(
 def whole(word: str) -> int:
     """A whole number."""
     try:
-        return int(word)
+        if word.isascii():
+            return int(word)
     except ValueError:
-        raise ArgumentTypeError(f"{word!r}: expected a whole number") from None
+        pass
+    raise ArgumentTypeError(f"{word!r}: expected a whole number")
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

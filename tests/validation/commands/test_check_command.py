@@ -173,6 +173,7 @@ def test_what_cannot_have_run_is_a_sentence(tmp_path: Path, capsys: pytest.Captu
         (["--symbolic", "--tied", "0"], "tied: '0' names no two stages: expected those with a copy, each once"),
         (["--symbolic", "--tied", "0,4"], "tied: there is no stage 4, stages are 0..3"),
         (["--symbolic", "--tied", "a,b"], "argument --tied: 'a': expected a whole number"),
+        (["--symbolic", "--tied", "0,١"], "argument --tied: '١': expected a whole number"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
