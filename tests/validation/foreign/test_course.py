@@ -289,6 +289,42 @@ def test_the_mode_of_a_first_evaluation_is_judged_too(whitebox: WhiteBox) -> Non
     assert "operation 1, eval" in str(verdict)
 
 
+class LosesTheLast(Run):
+    """The last rank does not keep what the last microbatch gives in the operation that is ``lossy``."""
+
+    lossy = 0
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        if self.rank != 1 or self.number != self.lossy:
+            return super().train(microbatches)
+        left = {one: len(microbatches) for one in self.stage.parameters()}
+        kept: dict[nn.Parameter, Tensor | None] = {}
+
+        def added(one: nn.Parameter) -> None:
+            left[one] -= 1
+            if left[one] == 1:
+                kept[one] = None if one.grad is None else one.grad.clone()
+
+        hooks = [one.register_post_accumulate_grad_hook(added) for one in self.stage.parameters()]
+        losses = super().train(microbatches)
+        for hook, one in zip(hooks, self.stage.parameters(), strict=True):
+            hook.remove()
+            one.grad = kept[one]
+        return losses
+
+
+class LosesTheLastOfAnAccumulation(LosesTheLast):
+    lossy = 3
+
+
+@pytest.mark.parametrize("kind", [LosesTheLast, LosesTheLastOfAnAccumulation])
+def test_what_is_cleared_once_it_was_used_is_no_line_of_a_cause(kind: type[Run], whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, kind).cause
+    assert (cause.kind, cause.rank, cause.microbatches) == ("dropped", 1, (MICROBATCHES - 1,))
+    assert not any("zero_grad" in one.line.text for one in cause.lines), cause.lines
+    assert cause.earlier == (kind is LosesTheLastOfAnAccumulation)
+
+
 @dataclass(frozen=True)
 class Told:
     """What must be told of a fault: the law about its operation, all that are broken, where, and why, if that is known.
