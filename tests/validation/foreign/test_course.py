@@ -325,6 +325,24 @@ def test_what_is_cleared_once_it_was_used_is_no_line_of_a_cause(kind: type[Run],
     assert cause.earlier == (kind is LosesTheLastOfAnAccumulation)
 
 
+class DividesAnAccumulation(Run):
+    """An accumulation divides each loss twice as much as it should."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        losses = super().train(microbatches)
+        if self.number == 3:
+            for one in self.stage.parameters():
+                assert one.grad is not None
+                one.grad /= 2
+        return losses
+
+
+def test_what_flowed_in_the_step_itself_says_nothing_of_an_accumulation(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, DividesAnAccumulation).cause
+    assert cause.detail == "in the accumulating call 1 before the step"
+    assert (cause.kind, cause.factor, cause.earlier) == ("scale", 0.5, 1)
+
+
 @dataclass(frozen=True)
 class Told:
     """What must be told of a fault: the law about its operation, all that are broken, where, and why, if that is known.
