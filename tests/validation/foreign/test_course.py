@@ -325,6 +325,22 @@ def test_what_is_cleared_once_it_was_used_is_no_line_of_a_cause(kind: type[Run],
     assert cause.earlier == (kind is LosesTheLastOfAnAccumulation)
 
 
+class ChangesBetween(Run):
+    """The first rank's weights are changed after an accumulation was handed back."""
+
+    def through(self, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[Any]:
+        for made in super().through(operations):
+            yield made
+            for one in () if self.rank or self.number else self.stage.parameters():
+                one.data.mul_(1.01)
+
+
+def test_weights_that_change_between_operations_are_no_matter_of_an_update(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, ChangesBetween, steps=["accumulate", "train"]).cause
+    assert (cause.kind, cause.rank, cause.stage) == ("altered", 0, 0)
+    assert "has its own, multiplied by 1.01, after the operation before had left it" in cause.detail
+
+
 class DividesAnAccumulation(Run):
     """An accumulation divides each loss twice as much as it should."""
 
