@@ -297,13 +297,12 @@ class LosesTheLast(Run):
     def train(self, microbatches: list[Any]) -> list[float]:
         if self.rank != 1 or self.number != self.lossy:
             return super().train(microbatches)
-        left = {one: len(microbatches) for one in self.stage.parameters()}
+        left = dict.fromkeys(self.stage.parameters(), len(microbatches))
         kept: dict[nn.Parameter, Tensor | None] = {}
 
         def added(one: nn.Parameter) -> None:
             left[one] -= 1
-            if left[one] == 1:
-                kept[one] = None if one.grad is None else one.grad.clone()
+            kept.update({one: one.grad.clone()} if left[one] == 1 and one.grad is not None else {})
 
         hooks = [one.register_post_accumulate_grad_hook(added) for one in self.stage.parameters()]
         losses = super().train(microbatches)
@@ -346,10 +345,8 @@ class DividesAnAccumulation(Run):
 
     def train(self, microbatches: list[Any]) -> list[float]:
         losses = super().train(microbatches)
-        if self.number == 3:
-            for one in self.stage.parameters():
-                assert one.grad is not None
-                one.grad /= 2
+        for one in self.stage.parameters() if self.number == 3 else ():
+            one.grad = None if one.grad is None else one.grad / 2
         return losses
 
 
