@@ -123,6 +123,30 @@ def test_a_rank_that_does_not_get_the_others_weights_is_named(whitebox: WhiteBox
     assert "seen      the weights of before the step\n  expected  rank 0's weights, bit for bit" in str(verdict)
 
 
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("at", "times"), [(0, 0.0), (1, 0.0), (0, 2.0)])
+def test_of_replicas_that_are_apart_the_one_that_did_not_move_is_named(
+    whitebox: WhiteBox, at: int, times: float, told: bool
+) -> None:
+    """Without an optimizer of the reference nothing tells which of two that moved otherwise is right."""
+
+    def moved(model: nn.Module) -> None:
+        if dist.get_rank() == at:
+            for one, begun in zip(model.parameters(), build().parameters(), strict=True):
+                one.data.copy_(begun + times * (one - begun))
+
+    def through(model: nn.Module, operations: Any) -> Any:
+        for _, microbatches in operations:
+            yield sharing(model, microbatches, fault=moved)
+
+    wanted: dict[str, Any] = {"reference": build, "microbatches": pairs(4), "ranks": {"dp": 2}, "loss_fn": loss_fn}
+    optimizer = adam if told else None
+    (cause,) = whitebox.validate(through, optimizer=optimizer, steps=["train"], **wanted).cause
+    assert cause.kind == "update"
+    assert cause.rank == (None if times else at)
+    assert cause.ranks == ((0, 1) if times and not told else ())
+
+
 def test_what_nobody_hands_back_is_not_passed(whitebox: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
         handed = alone(model, microbatches)

@@ -124,8 +124,11 @@ class Part(Protocol):
 
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``lacks``: the
     parameters that others of them have, and this rank has not. ``begun``: what gradients were added to, where that was
-    not zero.
+    not zero. ``after``: weights after the step, each with where it lies in the whole (None: it is the whole).
     """
+
+    @property
+    def after(self) -> Mapping[int, tuple[Shard | None, Tensor]]: ...
 
     @property
     def begun(self) -> Mapping[int, Tensor]: ...

@@ -15,12 +15,16 @@ ONE = 1e-5  # a coefficient that differs from 1 by no more is 1: where rounding 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong in a stage's coefficients; ``within``: how far, relatively, rounding may have moved its factor."""
+    """What is wrong in a stage's coefficients; ``within``: how far, relatively, rounding may have moved its factor.
+
+    ``earlier``: as of a cause.
+    """
 
     kind: str
     microbatches: tuple[int, ...] = ()
     factor: float | None = None
     detail: str = ""
+    earlier: int = 0
     within: float = field(default=SAME, compare=False)
 
     def same(self, other: "Fault") -> bool:
@@ -28,7 +32,8 @@ class Fault:
         if self.factor is None or other.factor is None:
             return self == other
         near = abs(self.factor - other.factor) <= max(self.within, other.within) * abs(self.factor)
-        return near and (self.kind, self.microbatches) == (other.kind, other.microbatches)
+        place = self.kind, self.microbatches, self.earlier
+        return near and place == (other.kind, other.microbatches, other.earlier)
 
 
 def faults_in_counts(update: Update, found: Mapping[int, float], within: float) -> Iterator[Fault]:

@@ -138,12 +138,12 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     for call in calls:
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
         detail = f"in the accumulating call {call} before the step"
-        faults += [replace(fault, detail=detail) for fault in faults_in_counts(update, part, within)]
+        faults += [replace(fault, detail=detail, earlier=call) for fault in faults_in_counts(update, part, within)]
     if any(nominal.values()):  # zero is a gradient, not the part of one
         faults = [replace(fault, kind="dropped") if fault.kind == "zero" else fault for fault in faults]
     if len({fault.kind for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
         if len({fault.factor for fault in faults}) == 1:
-            faults = [replace(faults[0], detail="")]
+            faults = [replace(faults[0], detail="", earlier=0)]
     return (*faults, *_leftovers(stage))
 
 
@@ -191,7 +191,8 @@ def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[
 
 
 def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[Stage]) -> Iterator[Cause]:
-    cause = Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)
+    microbatches, factor, detail = fault.microbatches, fault.factor, fault.detail
+    cause = Cause(fault.kind, microbatches=microbatches, factor=factor, detail=detail, earlier=fault.earlier)
     last = stages[-1]
     if stages == sorted(known) and len(known) > 1 and last == update.now.stages - 1:
         yield cause

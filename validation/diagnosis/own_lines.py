@@ -33,6 +33,8 @@ def with_lines(cause: Cause, evidence: Evidence, *, or_message: bool = False) ->
 
     ``or_message``: a message that arrived as another is an explanation as well.
     """
+    if cause.earlier:
+        return cause  # what was seen is of the step itself
     about = _About(cause, evidence, or_message)
     ran = list(_once(about.ran()))
     known = {own.line for own in ran} | about.forwards

@@ -239,9 +239,8 @@ class _Collector:
         missed = "" if calls is None or calls else self._missed(module)
         there = {k: self._first_use.begun(one) for k, one in enumerate(parameters)}
         begun = {k: one for k, one in there.items() if one is not None}
-        if calls and given is not None:  # copies: what is cleared in ``.grad`` is not lost to them
-            calls = [replace(call, cleared=()) for call in calls]
-        seen_calls = tuple(calls) if calls else None
+        # As they are now: what is cleared later was used, and of copies nothing is lost in ``.grad``.
+        seen_calls = tuple(replace(one, cleared=one.cleared if given is None else ()) for one in calls or ()) or None
         made = Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
         return replace(made, after=after, begun=begun, buffers=tuple(self._buffers(module, chunk)))
 

@@ -109,7 +109,8 @@ class Cause:
 
     microbatches: those concerned. stages, ranks: those of a fault that is in several, but not in all. detail: for
     people, such as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same.
-    cut: a graph was, so that a backward ran and gave its input nothing. lines: of the user's own code, if they are
+    earlier: of which accumulating call before the step it is, counted back from it; 0: of the step itself. cut: a graph
+    was, so that a backward ran and gave its input nothing. lines: of the user's own code, if they are
     known, the most useful first.
     """
 
@@ -124,6 +125,7 @@ class Cause:
     stages: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     instead: tuple["Cause", ...] = ()
+    earlier: int = 0
     cut: bool = False
     lines: tuple[OwnLine, ...] = field(default=(), compare=False)
 

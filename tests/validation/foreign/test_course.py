@@ -289,6 +289,73 @@ def test_the_mode_of_a_first_evaluation_is_judged_too(whitebox: WhiteBox) -> Non
     assert "operation 1, eval" in str(verdict)
 
 
+class LosesTheLast(Run):
+    """The last rank does not keep what the last microbatch gives in the operation that is ``lossy``."""
+
+    lossy = 0
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        if self.rank != 1 or self.number != self.lossy:
+            return super().train(microbatches)
+        left = dict.fromkeys(self.stage.parameters(), len(microbatches))
+        kept: dict[nn.Parameter, Tensor | None] = {}
+
+        def added(one: nn.Parameter) -> None:
+            left[one] -= 1
+            kept.update({one: one.grad.clone()} if left[one] == 1 and one.grad is not None else {})
+
+        hooks = [one.register_post_accumulate_grad_hook(added) for one in self.stage.parameters()]
+        losses = super().train(microbatches)
+        for hook, one in zip(hooks, self.stage.parameters(), strict=True):
+            hook.remove()
+            one.grad = kept[one]
+        return losses
+
+
+class LosesTheLastOfAnAccumulation(LosesTheLast):
+    lossy = 3
+
+
+@pytest.mark.parametrize("kind", [LosesTheLast, LosesTheLastOfAnAccumulation])
+def test_what_is_cleared_once_it_was_used_is_no_line_of_a_cause(kind: type[Run], whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, kind).cause
+    assert (cause.kind, cause.rank, cause.microbatches) == ("dropped", 1, (MICROBATCHES - 1,))
+    assert not any("zero_grad" in one.line.text for one in cause.lines), cause.lines
+    assert cause.earlier == (kind is LosesTheLastOfAnAccumulation)
+
+
+class ChangesBetween(Run):
+    """The first rank's weights are changed after an accumulation was handed back."""
+
+    def through(self, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[Any]:
+        for made in super().through(operations):
+            yield made
+            for one in () if self.rank or self.number else self.stage.parameters():
+                one.data.mul_(1.01)
+
+
+def test_weights_that_change_between_operations_are_no_matter_of_an_update(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, ChangesBetween, steps=["accumulate", "train"]).cause
+    assert (cause.kind, cause.rank, cause.stage) == ("altered", 0, 0)
+    assert "has its own, multiplied by 1.01, after the operation before had left it" in cause.detail
+
+
+class DividesAnAccumulation(Run):
+    """An accumulation divides each loss twice as much as it should."""
+
+    def train(self, microbatches: list[Any]) -> list[float]:
+        losses = super().train(microbatches)
+        for one in self.stage.parameters() if self.number == 3 else ():
+            one.grad = None if one.grad is None else one.grad / 2
+        return losses
+
+
+def test_what_flowed_in_the_step_itself_says_nothing_of_an_accumulation(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, DividesAnAccumulation).cause
+    assert cause.detail == "in the accumulating call 1 before the step"
+    assert (cause.kind, cause.factor, cause.earlier) == ("scale", 0.5, 1)
+
+
 @dataclass(frozen=True)
 class Told:
     """What must be told of a fault: the law about its operation, all that are broken, where, and why, if that is known.

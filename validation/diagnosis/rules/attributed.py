@@ -81,7 +81,9 @@ def _backwards_each(evidence: Evidence, stages: Iterable[int]) -> float | None:
 
 
 def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
-    """``cause`` with what losses and watched calls say of it."""
+    """``cause`` with what losses and watched calls say of it; those of an operation before say nothing."""
+    if cause.earlier:
+        return cause
     if cause.kind == "missing" and evidence.differs("loss") and evidence.differs("gradient"):
         told = f"{cause.detail}; what follows from them, losses too, is wrong: they took no part in the forward"
         return replace(cause, kind="computation", detail=told)

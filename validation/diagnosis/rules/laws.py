@@ -152,7 +152,7 @@ def _weights(
     earlier: Sequence[Tensor],
 ) -> list[Cause]:
     stage, name = next(iter(wrong))
-    told = _became(wrong, known, earlier)
+    told = _became(wrong, known, earlier, as_left=evidence.due is not None)
     stages = {of for of, _ in wrong}
     one = len(stages) == 1
     began = [m for m in evidence.verdict.mismatches if m.law == "initial-weights" and m.beside is None]
@@ -170,11 +170,12 @@ def _weights(
 
 
 def _became(
-    wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor], earlier: Sequence[Tensor]
+    wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor], earlier: Sequence[Tensor], *, as_left: bool
 ) -> tuple[str, str] | None:
     """What kind of parameters those are in place of the ``known`` ones, told by the first of them, and by all.
 
-    ``earlier``: what the first was before every operation up to this one. None where too little is wrong to tell.
+    ``earlier``: what the first was before every operation up to this one. ``as_left``: the known ones are what the
+    operation before left, so that no update is to blame. None where too little is wrong to tell.
     """
     (_, name), seen = next(iter(wrong.items()))
     other = next(
@@ -193,8 +194,10 @@ def _became(
     change = common_change(changes, {name: seen for (_, name), (seen, _) in pairs.items()})
     if change.kind in ("rounded", "not-finite"):
         return change.kind, f"its own, {change.text}"
+    if earlier and as_left:
+        return "altered", f"its own, {change.text}, after the operation before had left it"
     if earlier:
-        return "update", "no operation left these"
+        return "update", "what no operation left"
     if any(one is not None and one.is_known for one in changes.values()):
         return "altered", f"its own, {change.text}"
     drawn = ("randomness", "drawn otherwise") if sum(seen.numel() for seen in wrong.values()) >= _MANY else None

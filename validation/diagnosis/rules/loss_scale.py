@@ -75,7 +75,7 @@ def _or_of_losses(cause: Cause, evidence: Evidence, scale: LossScale) -> Cause:
     if other is None or cause.rank is not None or cause.stage is not None or cause.stages:
         return cause
     meant = scale.losses**2 if other == "scaled-twice" else 1.0
-    flowed = _flowed(evidence, cause.factor)
+    flowed = None if cause.earlier else _flowed(evidence, cause.factor)
     if flowed is None:
         return replace(cause, instead=(replace(cause, kind=other),))
     if is_factor(flowed, scale.losses):

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain, combinations
 
 import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.rules.update import clip_factor, factors, near
+from pipeproof.diagnosis.rules.update import clip_factor, factors, moved, near
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.recording import Site
@@ -43,9 +44,27 @@ def norm(evidence: Evidence) -> list[Cause]:
     detail = f"{value:.6g} in place of {right:.6g}: {text}"
     holders = [] if stage is None else evidence.holders(stage)
     if alone:  # a mistake about another rank's stage is made on this one
-        return [Cause(kind, rank, stage if rank in holders else None, factor=value / right, detail=detail)]
+        cause = Cause(kind, rank, stage if rank in holders else None, factor=value / right, detail=detail)
+        return [_used(cause, rank, value, evidence)]
     at = holders[0] if len(holders) == 1 else None
     return [Cause(kind, rank=at, stage=stage, factor=value / right, detail=detail)]
+
+
+def _used(cause: Cause, rank: int, value: float, evidence: Evidence) -> Cause:
+    """``cause`` of a norm that one rank alone reports; where its weights are wrong, too, it was more than a report.
+
+    Of a run of our own it is known what gradients were multiplied by.
+    """
+    found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters" and m.rank == rank]
+    if not found or evidence.playable is not None:
+        return cause
+    wrong = {(m.stage, m.parameter) for m in found}
+    by, due = clip_factor(evidence, value), clip_factor(evidence, evidence.expected.norm)
+    went = [factor for site, factor in moved(evidence).items() if site in wrong] if by != due else []
+    if went and all(one.near(by / due) for one in went):
+        told = f"{cause.detail}; clipped by it: multiplied by {by:.4g}, expected {due:.4g}"
+        return replace(cause, kind="clip", factor=by, detail=told)
+    return replace(cause, kind="norm", detail=f"{cause.detail}; weights of this rank are wrong, too")
 
 
 def of_no_known_norm(evidence: Evidence) -> tuple[str, ...]:

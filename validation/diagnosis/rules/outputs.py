@@ -2,25 +2,27 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.likeness import likeness
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import agrees
-from pipeproof.judging.verdict import Mismatch, Size
+from pipeproof.judging.verdict import Mismatch
 
 _UNTOLD = (
     "outputs are wrong and gradients right: they are handed back otherwise than computed, or a part has no gradient"
 )
+_LEFT = 1e-2  # of what a factor changes: so much may be left
 _UPSTREAM = ("gradient", "presence", "loss", "buffers", "boundaries")
-_ALIKE = 1e-3  # between factors that are one; a cosine that is as near to 1 is that of a multiple
 
 
 def outputs(evidence: Evidence) -> list[Cause]:
-    """Outputs that are those of other microbatches, or a multiple of what they should be."""
+    """Outputs that are those of other microbatches, or their own in a way that is known."""
     found = _wrong(evidence)
     alike = [one for one in found if found and (one.rank, one.output) == (found[0].rank, found[0].output)]
-    told = _others(alike, evidence) or _multiple(alike)
+    told = _others(alike, evidence) or _changed(alike, evidence)
     if not told or len(alike) < len(found):
         return []
     detail, factor = told
@@ -67,10 +69,32 @@ def _seen(one: Mismatch, evidence: Evidence) -> Tensor | None:
     return own.outputs[one.output][list(share).index(one.microbatch)]
 
 
-def _multiple(found: Sequence[Mismatch]) -> tuple[str, float] | None:
-    """By what all of them are multiplied."""
-    sizes = [one.found for one in found if isinstance(one.found, Size)]
-    factors = [one.factor for one in sizes if one.factor is not None and 1 - abs(one.cosine or 0.0) < _ALIKE]
-    if not factors or len(factors) < len(found) or max(factors) - min(factors) > _ALIKE * abs(factors[0]):
+def _changed(found: Sequence[Mismatch], evidence: Evidence) -> tuple[str, float | None] | None:
+    """What all of them together are in place of what they should be; of several, no part is told."""
+    pairs = [pair for one in found if (pair := _pair(one, evidence)) is not None]
+    if not pairs or len(pairs) < len(found):
         return None
-    return "a multiple of what it should be", factors[0]
+    sides = zip(*pairs, strict=True)
+    seen, due = pairs[0] if len(pairs) == 1 else (torch.cat([one.flatten() for one in side]) for side in sides)
+    made = likeness(seen, due, limit=max(one.limit or 0.0 for one in found))
+    if made is None or (made.part is not None and len(pairs) > 1) or not (made.is_known or made.part is not None):
+        return None
+    if made.kind != "multiple" or made.part is not None or made.factor is None:
+        return made.text, None
+    return ("a multiple of what it should be", made.factor) if _is_plain(made.factor, seen, due) else None
+
+
+def _is_plain(factor: float, seen: Tensor, due: Tensor) -> bool:
+    """Whether ``factor`` is all there is to it; one number is a multiple of any other."""
+    left, change = (seen - factor * due).double().norm(), abs(factor - 1) * due.double().norm()
+    return bool((due != due.flatten()[:1]).any()) and bool(left <= _LEFT * change)
+
+
+def _pair(one: Mismatch, evidence: Evidence) -> tuple[Tensor, Tensor] | None:
+    """An output as it was handed back and as it should be, in one type; None where they have not one form."""
+    seen = _seen(one, evidence)
+    if seen is None or one.output is None or one.microbatch is None:
+        return None
+    due = evidence.expected.contributions[one.microbatch].outputs[one.output].cpu()
+    kind = due.dtype if due.is_floating_point() else torch.float64
+    return (seen.cpu().to(kind), due.to(kind)) if seen.shape == due.shape and not seen.is_complex() else None

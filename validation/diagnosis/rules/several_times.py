@@ -15,7 +15,7 @@ def told_apart(cause: Cause, evidence: Evidence) -> Cause:
     A loss that is right says nothing: it may have been multiplied after it was reported. A loss that has the factor
     makes a multiplication likelier, but does not prove one: what runs again may be added to the loss, too.
     """
-    if cause.kind != "doubled" or not cause.instead:
+    if cause.kind != "doubled" or not cause.instead or cause.earlier:
         return cause
     (multiplied,) = cause.instead
     several = len(cause.microbatches) > 1

@@ -186,6 +186,8 @@ def apart(evidence: Evidence) -> Sequence[str]:
 
 def on_rank(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` on the rank that had what is wrong, where several hold the stage and its place alone was known."""
+    if len(cause.ranks) == 1:  # it is told of this one, of several that hold the stage
+        return replace(cause, rank=cause.ranks[0], ranks=())
     single = evidence.differs("replicas") and cause.action is None and cause.kind not in ("mode", "order")
     single |= evidence.differs("initial-weights")
     if (placed := _left_before(cause, evidence) or _in_every_copy(cause, evidence)) is not None:

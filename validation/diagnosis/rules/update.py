@@ -1,7 +1,7 @@
 """What is done with the gradients: the clipping and the update."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.tolerance import FP32, precision_of
+from pipeproof.judging.tolerance import FP32, precision_of, same_bits
 from pipeproof.judging.verdict import Mismatch, Size
 from pipeproof.observers.recording import Site
 from pipeproof.pipeline.sizes import some
@@ -85,6 +85,9 @@ def update(evidence: Evidence) -> list[Cause]:
         parameter=first.parameter if one and others <= 0 else None,
         detail=f"{of}{first.seen}, expected {first.expected}{more}",
     )
+    if apart := _apart(found, evidence):
+        told = "what is wrong did not move there" if len(apart) == 1 else f"{_ranks(apart)} do not hold the same"
+        cause = replace(cause, rank=None, ranks=apart, detail=f"{told}; {cause.detail}")
     if evidence.scale is not None and (alone_told := _skipped(found, evidence)):
         return [replace(cause, kind="step-skipped", detail=alone_told)]
     # A foreign step that does not clip leaves its gradients as the optimizer had them, and these are right.
@@ -136,6 +139,33 @@ def _ranks_of(found: Sequence[Mismatch], evidence: Evidence) -> tuple[int, ...]:
         known = known and not any(m.stage is not None and m.rank == evidence.placement[m.stage] for m in found)
     every = {rank for stage in stages for rank in evidence.holders(stage)}
     return tuple(sorted(ranks)) if known and ranks < every else ()
+
+
+def _apart(found: Sequence[Mismatch], evidence: Evidence) -> tuple[int, ...]:
+    """Of ranks that hold a stage together and have not the same: the one that alone left its weights as they were.
+
+    All of them where nothing tells which of them are right; none where the reference does, or they are not apart.
+    """
+    wrong = {(m.stage, m.parameter) for m in found if m.beside is not None}
+    went: dict[int, bool] = {}
+    for site, rank, weight in _left(evidence) if wrong else ():
+        if site in wrong and evidence.due is not None:
+            went[rank] = went.get(rank, False) or not same_bits(weight, evidence.due.weights[site[1]])
+    still = tuple(rank for rank, moved in went.items() if not moved)
+    if len(still) == 1 < len(went):
+        return still
+    known = not evidence.verdict.law("updated-parameters").note
+    ranks = {m.rank for m in found} | {m.beside for m in found}
+    return () if known or not wrong else tuple(sorted(rank for rank in ranks if rank is not None))
+
+
+def _left(evidence: Evidence) -> Iterator[tuple[Site, int, Tensor]]:
+    """The whole weights that each rank had after the step, of stages that several may hold."""
+    for stage in () if evidence.members is None else evidence.members.stages:
+        for rank, part in stage.part.members:
+            for k, (where, weight) in part.after.items():
+                if where is None and k in stage.names:
+                    yield (stage.index, stage.names[k]), rank, weight
 
 
 def _or_clip(cause: Cause, evidence: Evidence) -> Cause:

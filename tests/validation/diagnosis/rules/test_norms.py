@@ -1,13 +1,16 @@
 """Norms that are others of the same gradients: where the mistake is said to be."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pipeproof.diagnosis.rules.norms import norm
 from pipeproof.foreign import WhiteBox
+from pipeproof.judging.mismatch import Mismatch, Size
 from tests.support.steps import blocks, loss_fn, pairs
 
 
@@ -26,3 +29,50 @@ def test_of_the_only_stage_nothing_is_said_as_a_place(whitebox: WhiteBox, stages
     (cause,) = verdict.cause
     assert (cause.kind, cause.place) == ("norm", place), str(verdict)
     assert f"stage {stages - 1}'s gradients are counted twice" in cause.detail
+
+
+def of_one_rank(*times: float) -> Any:
+    """Rank 1 reports 3 in place of 5, and its weights moved so many ``times`` as far; all are clipped to 1."""
+    moved = [
+        Mismatch(
+            "updated-parameters", 1, Size((9,), k, 1.0, k, 1.0), Size((9,), 1.0, 1.0), "tensor", 1, 1, parameter=f"{n}"
+        )
+        for n, k in enumerate(times)
+    ]
+    mismatches = [Mismatch("grad-norm", 1, 3.0, 5.0, "number", rank=1), *moved]
+    sizes = {(0, "first"): 4.0, (1, "0"): math.sqrt(4.5), (1, "1"): math.sqrt(4.5)}
+    return SimpleNamespace(
+        verdict=SimpleNamespace(mismatches=mismatches),
+        differs=lambda law: any(one.law == law for one in mismatches),
+        members=None,
+        playable=None,
+        sums=None,
+        norms=[5.0, 3.0],
+        expected=SimpleNamespace(norm=5.0),
+        max_norm=1.0,
+        gradients={},
+        sizes=sizes,
+        placement=(0, 1),
+        stages=2,
+        ranks=2,
+        microbatches=2,
+        due=SimpleNamespace(weights={"0": torch.ones(9), "1": torch.ones(9)}),
+        held=lambda rank: {site for site in sizes if site[0] == rank},
+        holders=lambda stage: [stage],
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "kind", "said"),
+    [
+        ((5 / 3, 5 / 3), "clip", "clipped by it: multiplied by 0.3333, expected 0.2"),
+        ((5 / 3, 2.0), "norm", "weights of this rank are wrong, too"),
+        ((), "report", "that of rank 1's gradients alone"),
+    ],
+)
+def test_a_norm_that_weights_were_clipped_by_is_more_than_a_report(
+    times: tuple[float, ...], kind: str, said: str
+) -> None:
+    (cause,) = norm(of_one_rank(*times))
+    assert (cause.kind, cause.rank) == (kind, 1)
+    assert said in cause.detail
