@@ -23,6 +23,7 @@ from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import crashed
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.accelerator import Arithmetic
+from pipeproof.worlds.world import World
 from tests.support.sources import ROOT
 
 CASE = Case.parse("1f1b r2 s2 m4 model=mlp")
@@ -196,14 +197,18 @@ def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -
     assert ran.stdout.endswith("0 wrong; each not run\n")
 
 
-@pytest.mark.long
-def test_right_jobs_pass_there_and_go_on_with_their_bits_and_faulty_ones_are_caught(tmp_path: Path) -> None:
-    ran = run("--device", "cpu", "--bound", "4000", "--parts", "jobs", "--out", str(tmp_path))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    (found,) = json.loads((tmp_path / "accelerator.json").read_text())["parts"]
-    outcomes = [row["outcome"] for row in found["rows"]]
-    assert outcomes == ["pass"] * len(accelerator_jobs.RIGHT) + ["caught"] * len(accelerator_jobs.FAULTY)
-    assert {row["cells"]["job's bits"] for row in found["rows"]} == {"as without"}
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(
+    ("job", "word"),
+    [
+        (accelerator_jobs.RIGHT["fp32, dropout by a generator of its own"], "pass"),
+        (accelerator_jobs.RIGHT["bf16 under autocast, dropout"], "pass"),
+        (accelerator_jobs.FAULTY["a message is used twice"], "fail"),
+    ],
+)
+def test_jobs_are_judged_and_go_on_with_their_bits(job: accelerator_jobs.Job, word: str, world: World) -> None:
+    for found, _, goes_on, steady in world.run(accelerator_jobs.judged, job, ranks=2):
+        assert (found, goes_on, steady) == (word, True, True)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Right runs of several operations on other runtimes, and what is not compared where little is handed back."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,13 +45,12 @@ def run(
     watched: bool = False,
     clear_first: bool = False,
     made: Callable[[nn.Module, list[float]], Any] = lambda model, losses: (model, losses),
-    evaluating: Callable[[], AbstractContextManager[object]] = torch.no_grad,
-    reports: Collection[str] = ("train", "accumulate", "eval"),
 ) -> Iterator[Any]:
     """Trains ``model`` on one rank, called as ``module``; ``first``: -1 for the last microbatch first.
 
-    ``reports``: the operations that hand losses back.
+    One that is ``watched`` is evaluated in inference mode.
     """
+    evaluating = torch.inference_mode if watched else torch.no_grad
     module, optimizer, updated = (watch(model) if watched else module or model), adam(model), False
     for operation, microbatches in operations:
         module.train(operation != "eval")
@@ -68,7 +67,7 @@ def run(
             losses.append(loss.item())
         if operation == "train":
             optimizer.step()
-        yield made(model, losses[::first] if operation in reports else [])
+        yield made(model, losses[::first])
         if operation == "train" and not clear_first:
             optimizer.zero_grad()
 
@@ -99,7 +98,7 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "plain": (run, 1),
     "last microbatch first": (partial(run, first=-1), 1),
     "cleared before": (partial(run, clear_first=True), 1),
-    "evaluated in inference mode, watched": (partial(run, watched=True, evaluating=torch.inference_mode), 1),
+    "evaluated in inference mode, watched": (partial(run, watched=True), 1),
     "in a copy": (in_a_copy, 1),
     "replicated": (replicated, {"dp": 2}),
     "sharded": (sharded, {"fsdp": 2}),
@@ -123,12 +122,22 @@ def test_without_an_optimizer_updates_are_not_compared_and_later_steps_are(white
     assert (law.outcome, law.note) == ("not seen", "optimizer= makes the reference's, and was not given")
 
 
+def without_losses_of_evaluations(model: nn.Module, operations: Operations, *, watched: bool) -> Iterator[Any]:
+    names = []
+
+    def noted() -> Operations:
+        for name, microbatches in operations:
+            names.append(name)
+            yield name, microbatches
+
+    for module, losses in run(model, noted(), watched=watched):
+        yield module, None if names[-1] == "eval" else losses
+
+
 @pytest.mark.parametrize("watched", [False, True])
 def test_an_evaluation_that_reports_no_losses_is_not_known(whitebox: WhiteBox, watched: bool) -> None:
     """What it computed may be anything, though it left weights and gradients alone."""
-    silent = partial(
-        run, watched=watched, reports=("train", "accumulate"), made=lambda model, losses: (model, losses or None)
-    )
+    silent = partial(without_losses_of_evaluations, watched=watched)
     verdict = judged(whitebox, silent)
     assert verdict.verdict == "unknown", verdict
     law = verdict.law("eval")
