@@ -26,7 +26,8 @@ class SimulatedWork(Work):
 
     Neither ``given`` nor ``due`` may be written meanwhile, or freed. ``due`` hold poison, where they are not given too:
     what has come is written into them when they are waited for, as late as any transport may. ``posted_as``: what its
-    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds.
+    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds. ``on_stream``: who
+    waits for it orders what a device does, and may go on; ``left`` tells that its rank has.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class SimulatedWork(Work):
         due: Sequence[Tensor],
         *,
         posted_as: str,
+        on_stream: bool = False,
     ) -> None:
         super().__init__()
         self.rank = scheduler.running
@@ -53,6 +55,7 @@ class SimulatedWork(Work):
         self.together: Sequence[SimulatedWork] = (self,)  # all that one call has posted, where they end as one
         self.over = False  # on the network
         self.met = False  # by its rank
+        self.on_stream, self.left = on_stream, False
         self.error: Race | None = None
         self._scheduler = scheduler
         self._wait = wait
@@ -83,13 +86,21 @@ class SimulatedWork(Work):
         if self._waiting:
             self._scheduler.wake(self.rank)
 
-    def hold(self) -> None:
-        """Go on only once it is done: that is no wait of the user's."""
+    def hold(self, *, for_device: bool = False) -> bool:
+        """Go on only once it is done: that is no wait of the user's. For a device also before: whether it is done."""
         if not self.over:
             self._waiting = True
-            self._scheduler.block(self._wait)
-            self._scheduler.needed(self._moved)
-            self._scheduler.clock.reach(self._done_s)
+            self._scheduler.block(self._wait, for_device=for_device)
+            if self.ended():
+                self._scheduler.needed(self._moved)
+                self._scheduler.clock.reach(self._done_s)
+        return self.over
+
+    def catch_up(self) -> None:
+        """Who went on before it was done now needs what it brings."""
+        self.left = False
+        self.hold()
+        self._meet()
 
     @unwatched
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -97,13 +108,15 @@ class SimulatedWork(Work):
 
         Time is not real, so nothing ever times out: what never comes is a deadlock.
         """
-        if self.met:
+        if self.met or self.left:
             return True
         if self.over:
             self._scheduler.pause()
         for work in self.together:
-            work.hold()
-            work._meet()
+            if work.hold(for_device=work.on_stream):
+                work._meet()
+            else:
+                work.left = True
         return True
 
     @unwatched
