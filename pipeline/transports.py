@@ -17,8 +17,13 @@ In all but strict a rank computes on while messages are under way. A message sta
 rank issued before it, an action waits for the message that it uses, and a wait for the send that it names. Each model's
 order contains the next one's, so what is free of deadlock under one is so under all below it. Only the last two match
 messages by name; the others pair the k-th send of a channel with its k-th receive.
+
+Those others may have room: they keep so much of what is sent from one rank to another until it is received, and a send
+ends once its message is kept. Without room it ends with its receive. NCCL and MPI keep small messages; neither promises
+how much of them.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -148,6 +153,14 @@ def everyday(transport: Transport) -> str:
     return (*RULES[transport].known_as, transport.value)[0]
 
 
+def keeps_none(transport: Transport) -> str:
+    """Why room says nothing of a transport, in words; empty where it does."""
+    if not RULES[transport].by_name:
+        return ""
+    others = ", ".join(everyday(one) for one, rules in RULES.items() if not rules.by_name)
+    return f"transport {everyday(transport)} has no room to speak of: expected one of {others}"
+
+
 Edges = tuple[Ints, Ints]  # before, after
 
 
@@ -160,8 +173,11 @@ class Deadlock:
     text: str
 
 
-def deadlocks(program: Program) -> Mapping[Transport, Deadlock | None]:
-    """A shortest cycle of waits under every model, or None where there is none. Linear, bar the search for cycles."""
+def deadlocks(program: Program, *, room: int = 0) -> Mapping[Transport, Deadlock | None]:
+    """A shortest cycle of waits under every model, or None where there is none. Linear, bar the search for cycles.
+
+    room: how many messages from one rank to another are kept, where they keep their order.
+    """
     messages = Messages.of(program)
     named, in_order = messages.matched_by_name(), messages.matched_in_order()
     alike = all(np.array_equal(np.sort(a), np.sort(b)) for a, b in zip(named, in_order, strict=True))
@@ -172,11 +188,24 @@ def deadlocks(program: Program) -> Mapping[Transport, Deadlock | None]:
         by_name = RULES[transport].by_name
         if not (free and (alike or not by_name)):
             matched = named if by_name else in_order
-            found[transport] = _deadlock(program, messages, matched, transport)
-            free = found[transport] is None and _in_order(program, messages)
+            found[transport] = _deadlock(program, messages, matched, transport, room=0 if by_name else room)
+            free = found[transport] is None and not room and _in_order(program, messages)
         else:
             found[transport] = None
     return found
+
+
+def least_room(program: Program, transport: Transport) -> int | None:
+    """With room for how many messages at least a program that deadlocks does not; None where no room helps."""
+    messages = Messages.of(program)
+    most = len(messages.sends)
+
+    def hangs(room: int) -> bool:
+        return _deadlock(program, messages, messages.matched_in_order(), transport, room=room) is not None
+
+    if RULES[transport].by_name or hangs(most):
+        return None
+    return bisect_left(range(1, most), True, key=lambda room: not hangs(room)) + 1
 
 
 def _in_order(program: Program, messages: Messages) -> bool:
@@ -184,15 +213,19 @@ def _in_order(program: Program, messages: Messages) -> bool:
     return bool((messages.receives < consumers(program, messages)).all())
 
 
-def _deadlock(program: Program, messages: Messages, matched: Edges, transport: Transport) -> Deadlock | None:
+def _deadlock(
+    program: Program, messages: Messages, matched: Edges, transport: Transport, *, room: int
+) -> Deadlock | None:
     columns = program.columns
     sends, receives = matched
     node = _nodes(program)
-    node[receives] = sends
+    if not room:
+        node[receives] = sends
     parts = [_in_row(columns, np.ones(len(columns), dtype=bool))]
     rules = RULES[transport]
     if not rules.blocking:
         parts = [*_host(program, messages, rules), *_queues(messages, rules.queue)]
+    parts += _kept(messages, matched, room) if room else []
     before, after = (np.concatenate(side) for side in zip(*parts, strict=True))
     before, after = node[before], node[after]
     graph = Graph(len(columns), before[before != after], after[before != after])
@@ -200,8 +233,9 @@ def _deadlock(program: Program, messages: Messages, matched: Edges, transport: T
     if reached.all():
         return None
     cycle = graph.shortest_cycle(~reached)
-    peer = {int(send): int(messages.peer[send]) for send in sends}
-    return Deadlock(transport, tuple(cycle[::-1]), _told(columns, cycle[::-1], peer))
+    ways = {int(send): (int(columns.rank[send]), int(messages.peer[send])) for send in sends}
+    ways |= {int(end): (int(messages.peer[end]), int(columns.rank[end])) for end in receives}
+    return Deadlock(transport, tuple(cycle[::-1]), _told(columns, cycle[::-1], ways))
 
 
 def _nodes(program: Program) -> Ints:
@@ -238,6 +272,14 @@ def _host(program: Program, messages: Messages, rules: Rules) -> Iterator[Edges]
     yield sent[sent >= 0], waits[sent >= 0]
 
 
+def _kept(messages: Messages, matched: Edges, room: int) -> list[Edges]:
+    """Each send before its receive, and each receive of a channel before the send that its message leaves room for."""
+    sends, receives = matched  # those of a channel one after the other, in order
+    rank, peer = messages.columns.rank[sends], messages.peer[sends]
+    together = (rank[room:] == rank[:-room]) & (peer[room:] == peer[:-room])
+    return [(sends, receives), (receives[:-room][together], sends[room:][together])]
+
+
 def _queues(messages: Messages, queue: Queue) -> Iterator[Edges]:
     """Each message end before the next one of the queue that its rank puts it in."""
     columns = messages.columns
@@ -253,15 +295,15 @@ def _queues(messages: Messages, queue: Queue) -> Iterator[Edges]:
     yield ends[order][:-1][same], ends[order][1:][same]
 
 
-def _told(columns: Columns, cycle: list[int], peer: Mapping[int, int]) -> str:
+def _told(columns: Columns, cycle: list[int], ways: Mapping[int, tuple[int, int]]) -> str:
     """``rank 1 waits at 1F0 for 0SEND_F0 from rank 0 to rank 1, which waits for ...``."""
-    computing = [k for k, entry in enumerate(cycle) if entry not in peer]
+    computing = [k for k, entry in enumerate(cycle) if entry not in ways]
     start = computing[0] if computing else 0
     turned = cycle[start:] + cycle[:start]
 
     def name(entry: int) -> str:
-        where = f"from rank {columns.rank[entry]} to rank {peer[entry]}" if entry in peer else ""
-        return f"{columns.action(entry)} {where or f'on rank {columns.rank[entry]}'}"
+        where = "from rank {} to rank {}".format(*ways[entry]) if entry in ways else f"on rank {columns.rank[entry]}"
+        return f"{columns.action(entry)} {where}"
 
     rest = ", which waits for ".join(map(name, [*turned[1:], turned[0]]))
     return f"rank {columns.rank[turned[0]]} waits at {columns.action(turned[0])} for {rest}"

@@ -75,7 +75,7 @@ def simulated(kept_simulated: "World") -> "World":
     from pipeproof.worlds.simulated.clock import SLEEP_ALONE
 
     kept_simulated.seed, kept_simulated.transport = 0, Transport.UNLIMITED
-    kept_simulated.fine = False
+    kept_simulated.fine, kept_simulated.room = False, 0
     kept_simulated.most, kept_simulated.explorations, kept_simulated.timing = None, [], SLEEP_ALONE
     kept_simulated.seeds = ()
     return kept_simulated

@@ -43,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     rules = "what simulated ranks' messages may do: gloo, nccl, and others (default: gloo)"
     group.addoption("--pipeproof-transport", default=_GLOO, metavar="NAME", help=rules)
+    kept = "how many bytes of what one simulated rank sends to another are kept until they are received (default: 0)"
+    group.addoption("--pipeproof-room", type=int, default=0, metavar="BYTES", help=kept)
     order = "the seed of simulated ranks: who is next, and what moves; or as a replay line has it (default: 0)"
     group.addoption("--pipeproof-interleaving", type=parsed_interleaving, default=0, metavar="N", help=order)
     every = f"run every interleaving of simulated ranks that differs, at most N of each step (default: {MOST})"
@@ -65,20 +67,26 @@ def _exhausted(config: pytest.Config) -> None:
     most = config.getoption("--pipeproof-exhaust")
     if most is not None and most < 1:
         raise pytest.UsageError(f"--pipeproof-exhaust is {most}: expected the most interleavings of a step, as 100")
-    given = {"exhaust": most is not None, "fine": config.getoption("--pipeproof-fine")}
+    room = config.getoption("--pipeproof-room")
+    if room < 0:
+        raise pytest.UsageError(f"--pipeproof-room is {room}: expected a number of bytes, as 4096")
+    given = {"exhaust": most is not None, "fine": config.getoption("--pipeproof-fine"), "room": room > 0}
     for name in (one for one in given if given[one] and config.getoption("--pipeproof-world") == REAL):
         raise pytest.UsageError(f"--pipeproof-{name} has no effect without --pipeproof-world=simulated: leave it out")
 
 
 def _transport(config: pytest.Config) -> str:
     name: str = config.getoption("--pipeproof-transport")
-    if name != _GLOO:
-        from pipeproof.pipeline.transports import TransportNameError, transport_of  # numpy comes with it
+    room = config.getoption("--pipeproof-room")
+    if name != _GLOO or room:
+        from pipeproof.pipeline.transports import TransportNameError, keeps_none, transport_of  # numpy comes with it
 
         try:
-            transport_of(name)
+            transport = transport_of(name)
         except TransportNameError as error:
             raise pytest.UsageError(f"--pipeproof-transport: {error}") from None
+        if room and (why := keeps_none(transport)):
+            raise pytest.UsageError(f"--pipeproof-room={room}: {why}")
     return name
 
 
@@ -122,7 +130,8 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     kind, seed = (request.config.getoption(f"--pipeproof-{name}") for name in ("world", "interleaving"))
     simulated = {"kind": kind, "seed": seed, "transport": _transport(request.config)}
     with World(device=device, timeout_s=bound_s, most_groups=most, **simulated) as world:
-        world.most, world.fine = (request.config.getoption(f"--pipeproof-{name}") for name in ("exhaust", "fine"))
+        names = ("exhaust", "fine", "room")
+        world.most, world.fine, world.room = (request.config.getoption(f"--pipeproof-{name}") for name in names)
         request.config.stash[_WORLD] = world
         yield world
 

@@ -4,11 +4,12 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import COMPUTE, SENDS, Action, Kind
 from pipeproof.pipeline.lower import Program, lower, program_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
-from pipeproof.pipeline.transports import RULES, Transport, deadlocks
+from pipeproof.pipeline.transports import RULES, Transport, deadlocks, least_room
 from tests.support.programs import programs
 
 End = tuple[int, int]  # (rank, slot)
@@ -44,7 +45,7 @@ def meetings(program: Program, *, by_name: bool) -> dict[End, End]:
     return meets
 
 
-def finishes(program: Program, transport: Transport) -> bool:
+def finishes(program: Program, transport: Transport, room: int = 0) -> bool:
     """Step every rank as far as it gets, again and again, until nothing moves."""
     meets = meetings(program, by_name=RULES[transport].by_name)
     rows = program.ranks
@@ -70,6 +71,12 @@ def finishes(program: Program, transport: Transport) -> bool:
         earlier = (k for k in range(slot) if (rank, k) in meets and queue(rank, k) == queue(rank, slot))
         return at[rank] > slot and all((rank, k) in done for k in earlier)
 
+    def kept(send: End) -> int:
+        """How many messages are on their way where this one goes."""
+        way = send[0], meets[send][0]
+        sent = (one for one in done if rows[one[0]][one[1]].kind in SENDS and (one[0], meets[one][0]) == way)
+        return sum(meets[one] not in done for one in sent)
+
     while True:
         before = (tuple(at), len(done))
         for rank, row in enumerate(rows):
@@ -82,7 +89,13 @@ def finishes(program: Program, transport: Transport) -> bool:
                     break
                 at[rank] += 1
         for end, other in meets.items():
-            if end not in done and may_pass(end) and may_pass(other):
+            if end in done or not may_pass(end):
+                continue
+            if rows[end[0]][end[1]].kind in SENDS and kept(end) < room:
+                done.add(end)
+            elif other in done:
+                done.add(end)
+            elif may_pass(other):
                 done |= {end, other}
         if (tuple(at), len(done)) == before:
             return all(at[rank] == len(row) for rank, row in enumerate(rows)) and len(done) == len(meets)
@@ -94,6 +107,21 @@ def finishes(program: Program, transport: Transport) -> bool:
 def test_a_model_has_a_cycle_exactly_where_its_ranks_get_stuck(program: Program) -> None:
     for transport, found in deadlocks(program).items():
         assert finishes(program, transport) is (found is None), transport
+
+
+@pytest.mark.long
+@given(programs(), st.integers(1, 4))
+@settings(deadline=None, max_examples=100)
+def test_so_it_has_where_messages_are_kept_and_the_least_room_is_the_first_that_helps(
+    program: Program, room: int
+) -> None:
+    for transport, found in deadlocks(program, room=room).items():
+        if RULES[transport].by_name:
+            assert least_room(program, transport) is None
+            continue
+        assert finishes(program, transport, room) is (found is None), (transport, room)
+        least = least_room(program, transport)
+        assert (found is None) is (least is not None and room >= least)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -113,6 +141,7 @@ def test_a_shortest_cycle_reads_as_who_waits_for_what() -> None:
     assert found[Transport.PAIR].text == (  # type: ignore[union-attr]
         "rank 1 waits at 1SEND_B0 for 0SEND_F0 from rank 0 to rank 1, which waits for 1SEND_B0 from rank 1 to rank 0"
     )
+    assert least_room(program_from_csv(BOTH_RECEIVE_FIRST), Transport.PAIR) is None
     assert found[Transport.STRICT].text.startswith(  # type: ignore[union-attr]
         "rank 1 waits at 1B0 for 1F0 on rank 1, which waits for 0SEND_F0 from rank 0 to rank 1, which waits for 0F0 on"
     )

@@ -29,7 +29,7 @@ from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import simulate
 from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.symbolic import Terms, terms, wrong_terms
-from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks
+from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks, least_room
 from pipeproof.reports.terminal import Terminal
 
 _BY_NAME, _IN_ORDER = "by name", "in order"  # ways in which messages meet
@@ -132,8 +132,9 @@ def schedule_data(schedule: Schedule) -> dict[str, object]:
 class Checked:
     """What is wrong with a schedule or a program, and under which transports it deadlocks.
 
-    Under none where a law is broken that comes before deadlocks. ``mesh``: what is around it, and ``unsummed`` what is
-    wrong there.
+    Under none where a law is broken that comes before deadlocks. ``room``: where they deadlock, the least number of
+    messages that a transport must keep from one rank to another so that they do not, if that helps. ``mesh``: what is
+    around it, and ``unsummed`` what is wrong there.
     """
 
     schedule: Schedule
@@ -141,6 +142,7 @@ class Checked:
     violations: Sequence[Violation]
     deadlocks: Mapping[Transport, Deadlock | None]
     columns: Columns
+    room: Mapping[Transport, int | None] = field(default_factory=dict)
     proofs: Mapping[str, Terms] = field(default_factory=dict)
     mesh: Mesh | None = None
     unsummed: Sequence[Violation] = ()
@@ -159,6 +161,7 @@ class Checked:
         """All of it as JSON has it."""
         transports = {transport.value: deadlock and deadlock.text for transport, deadlock in self.deadlocks.items()}
         told: dict[str, Any] = {"violations": [asdict(one) for one in self.violations], "transports": transports}
+        told["room"] = {transport.value: room for transport, room in self.room.items()}
         if self.proofs:
             told["symbolic"] = {way: proof.proven for way, proof in self.proofs.items()}
         if self.mesh is not None:
@@ -192,7 +195,9 @@ class Checked:
         """A line per transport, and one in the end."""
         cells = set[tuple[int, int]]()
         for transport, deadlock in self.deadlocks.items():
-            told = "no deadlock" if deadlock is None else f"DEADLOCK: {deadlock.text}"
+            room = self.room.get(transport)
+            kept = f"; with room for {some(room, 'message')} from one rank to another there is none" if room else ""
+            told = "no deadlock" if deadlock is None else f"DEADLOCK: {deadlock.text}{kept}"
             yield f"transport {transport.value:9}  {told}"
             cells |= set(map(self.columns.cell, deadlock.entries)) if deadlock else set()
         yield from marked(self.rows, cells)
@@ -221,5 +226,6 @@ def checked(
         broken = (*broken, *(() if wrong is None else wrong_terms(program, wrong)))
     unsummed = () if mesh is None else of_mesh(mesh, program.schedule)
     broken = (*broken, *unsummed)
-    waits = {} if ran or any(violation.law != "deadlock" for violation in broken) else deadlocks(program)
-    return Checked(program.schedule, program.ranks, broken, waits, program.columns, proofs, mesh, unsummed)
+    hangs = {} if ran or any(violation.law != "deadlock" for violation in broken) else deadlocks(program)
+    room = {transport: least_room(program, transport) for transport, found in hangs.items() if found}
+    return Checked(program.schedule, program.ranks, broken, hangs, program.columns, room, proofs, mesh, unsummed)

@@ -1,11 +1,12 @@
 """The options that choose a simulated world, and what they say together."""
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeproof.commands.option_parser import add_count, share, whole, without_effect
+from pipeproof.commands.option_parser import UsageError, add_count, share, whole, without_effect
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, counted
-from pipeproof.pipeline.transports import RULES, transport_of
+from pipeproof.pipeline.transports import RULES, keeps_none, transport_of
 from pipeproof.worlds.kinds import KINDS, REAL
 from pipeproof.worlds.simulated.guide import MOST, Guide, parsed_interleaving
 from pipeproof.worlds.simulation import Simulation
@@ -13,7 +14,7 @@ from pipeproof.worlds.simulation import Simulation
 if TYPE_CHECKING:
     from pipeproof.cases.decisions import Decisions
 
-SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings", "--exhaust", "--fine")
+SIMULATED_OPTIONS = ("--world", "--transport", "--room", "--interleaving", "--interleavings", "--exhaust", "--fine")
 ANY = "any"  # transport
 SEARCHED = 20  # seeds: each adversary three times
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
@@ -27,6 +28,8 @@ def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> N
     rules = "what simulated messages may do: as on gloo, as on NCCL, and others"
     rules += f"; {ANY}: drawn with each case" if drawn else ""
     group.add_argument("--transport", choices=[*_TRANSPORTS, *[ANY] * drawn], default="gloo", help=rules)
+    kept = "how many bytes of what one rank sends to another are kept until they are received, as NCCL and MPI may do"
+    group.add_argument("--room", type=whole, default=0, metavar="BYTES", help=f"{kept} (default: 0)")
     one = "the seed of a simulated run: who is next, and what moves; or as a replay line has it"
     one += "; drawn with each case, unless it is given" if drawn else ""
     group.add_argument("--interleaving", type=parsed_interleaving, default=0, metavar="N", help=one)
@@ -80,7 +83,11 @@ def simulation_of(options: argparse.Namespace) -> Simulation | None:
         without_effect(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
         counted("--exhaust", options.exhaust, most=MOST_ACTIONS)
     transport = transport_of("gloo" if options.transport == ANY else options.transport)
-    return Simulation(transport, options.interleaving, options.interleavings, options.exhaust, options.fine)
+    counted("--room", options.room, least=0, most=MOST_SEED)
+    if options.room and (why := keeps_none(transport)):
+        raise UsageError(f"--room {options.room}: {why}")
+    one = Simulation(transport, options.interleaving, options.interleavings, options.exhaust, options.fine)
+    return replace(one, room=options.room)
 
 
 def decisions_of(options: argparse.Namespace) -> "Decisions | None":

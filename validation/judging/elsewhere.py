@@ -1,4 +1,4 @@
-"""Of a hang on simulated ranks: the transports on which it happens, and those on which it does not."""
+"""Of a hang on simulated ranks: the transports on which it happens, and those on which it does not, with what room."""
 
 from dataclasses import replace
 
@@ -14,7 +14,8 @@ def told_of_transports(verdict: Verdict, world: World) -> Verdict:
         return verdict
     hanging, ending = ([one for one in found if found[one] is hangs] for hangs in (True, False))
     where = f"with transport {_listed(hanging)}, and not with {_listed(ending)}" if ending else "with every transport"
-    return replace(verdict, headline=f"{verdict.headline}; it hangs {where}")
+    kept = f"; with room for {room:,} bytes from one rank to another it ends" if (room := world.least_room()) else ""
+    return replace(verdict, headline=f"{verdict.headline}; it hangs {where}{kept}")
 
 
 def _listed(transports: list[Transport]) -> str:

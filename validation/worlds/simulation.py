@@ -14,7 +14,8 @@ class Simulation:
     """Of a case: so many interleavings, by their seeds, from the first on, over a transport.
 
     Or the one that a guide gives; or with ``most`` all that differ, but no more than so many. ``fine``: another rank
-    may also be next wherever one calls a function of torch.
+    may also be next wherever one calls a function of torch. ``room``: how many bytes of what one rank sends to another
+    are kept until they are received, so that the send ends before; of transports that keep messages in order.
     """
 
     transport: Transport = Transport.UNLIMITED
@@ -22,11 +23,13 @@ class Simulation:
     count: int = 1
     most: int | None = None
     fine: bool = False
+    room: int = 0
 
     def __str__(self) -> str:
         first, by = self.first, self.decider
         decided = f"interleaving {first}" if isinstance(first, Guide) else f"seed {first} ({by})"
-        return f"{SIMULATED}, transport {self.transport.value}, {decided}{', fine' if self.fine else ''}"
+        room = f" with room for {self.room} bytes" if self.room else ""
+        return f"{SIMULATED}, transport {self.transport.value}{room}, {decided}{', fine' if self.fine else ''}"
 
     @property
     def decider(self) -> str:
@@ -51,4 +54,5 @@ class Simulation:
 
     @property
     def _said(self) -> tuple[tuple[str, object], ...]:
-        return ("world", SIMULATED), ("transport", self.transport.value), ("interleaving", self.first)
+        room = (("room", self.room),) if self.room else ()
+        return ("world", SIMULATED), ("transport", self.transport.value), *room, ("interleaving", self.first)

@@ -7,7 +7,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeproof.pipeline.transports import Transport, transport_of
+from pipeproof.pipeline.transports import RULES, Transport, transport_of
 from pipeproof.worlds.accelerator import CPU, refusal, split
 from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
@@ -28,6 +28,7 @@ from pipeproof.worlds.worker import RankContext
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 
 Result = TypeVar("Result")
+_MOST_ROOM = 1 << 40  # bytes: more than ranks of one process can send
 
 
 class World:
@@ -62,8 +63,9 @@ class World:
         for races runs each case. With ``most`` it runs all interleavings that differ, but no more than so many, and
         adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. ``timing``: what
         takes time besides sleep, which takes none of the machine's. ``fine``: another rank may also be next wherever
-        one calls a function of torch. Modules are shared by such ranks: what code keeps
-        there is not one rank's, but for packages that ``own_modules`` names.
+        one calls a function of torch. ``room``: how many bytes of what one rank sends to another are kept until they
+        are received, where messages keep their order. Modules are shared by such ranks: what code keeps there is not
+        one rank's, but for packages that ``own_modules`` names.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
@@ -82,6 +84,7 @@ class World:
         self.most: int | None = None
         self.timing = SLEEP_ALONE
         self.fine = False
+        self.room = 0
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
         self.noted = False
@@ -92,12 +95,15 @@ class World:
     @property
     def simulation(self) -> Simulation | None:
         """What decides the next run; None where the machine does."""
-        return Simulation(self.transport, self.seed, fine=self.fine) if self.kind == SIMULATED else None
+        if self.kind != SIMULATED:
+            return None
+        return Simulation(self.transport, self.seed, fine=self.fine, room=self.room)
 
     def decide(self, simulation: Simulation) -> None:
         """Let ``simulation`` say what decides the next runs."""
         self.transport, self.seed = simulation.transport, simulation.first
-        self.seeds, self.most, self.fine = simulation.seeds, simulation.most, simulation.fine
+        self.seeds, self.most = simulation.seeds, simulation.most
+        self.fine, self.room = simulation.fine, simulation.room
 
     @property
     def searches(self) -> bool:
@@ -162,19 +168,37 @@ class World:
 
         Empty where ranks are real, and where some rank computes or sleeps for ever, of which nobody knows that.
         """
-        if not isinstance(self._source, Simulated) or self._again is None:
-            return {}
         found = {}
         for transport in Transport:
-            self._source.manner = self._manner(transport)
-            reports = self._again()
-            if not self._source.in_time:
+            if (hangs := self._hangs_again(transport, self.room)) is None:
                 return {}
-            found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
+            found[transport] = hangs
         return found
 
+    def least_room(self) -> int | None:
+        """With room for how many bytes, a power of 2, the last run does not hang on its transport, and with half does.
+
+        None where it does not hang, where no room helps, and where nothing is known.
+        """
+        hangs = partial(self._hangs_again, self.transport)
+        if RULES[self.transport].by_name or hangs(self.room) is not True or hangs(_MOST_ROOM) is not False:
+            return None
+        more = (2**power for power in range(self.room.bit_length(), _MOST_ROOM.bit_length()))
+        return next((room for room in more if hangs(room) is False), None)
+
+    def _hangs_again(self, transport: Transport, room: int) -> bool | None:
+        """Whether the last run hangs on ``transport``; None where that cannot be known."""
+        if not isinstance(self._source, Simulated) or self._again is None:
+            return None
+        self._source.manner = replace(self._manner(transport), room=room)
+        reports = self._again()
+        if not self._source.in_time:
+            return None
+        return any(report.failed for report in reports) and RankFailed(reports).hang
+
     def _manner(self, transport: Transport, *, noted: bool = False) -> Manner:
-        return Manner(self.seed, transport, self.timing, noted, tuple(sorted(self.own_modules)), self.fine)
+        own = tuple(sorted(self.own_modules))
+        return Manner(self.seed, transport, self.timing, noted, own, self.fine, self.room)
 
     def _started(self) -> Processes | Torchrun | Simulated:
         if self.kind == SIMULATED:

@@ -31,6 +31,15 @@ def test_terms_of_no_one_microbatch_are_told(tmp_path: Path, capsys: pytest.Capt
     assert documented((tmp_path / "x.json").read_text())["symbolic"] == {"by name": True, "in order": False}
 
 
+def test_a_deadlock_is_told_with_the_room_that_would_end_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.csv").write_text(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    assert main(["check", str(tmp_path / "x.csv"), "--json", str(tmp_path / "x.json")]) == 1
+    assert capsys.readouterr().out.count("; with room for 1 message from one rank to another there is none\n") == 3
+    assert documented((tmp_path / "x.json").read_text())["room"] == {"strict": 1, "rank": 1, "pair": 1}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -74,8 +74,8 @@ def test_a_pass_is_short_and_what_is_none_has_all_numbers() -> None:
         (SHOW, 0, {"schedule", "timeline"}),
         (["plan", "--ranks", "2", "--microbatches", "4"], 0, {"options", "advice"}),
         (["plan", "--memory", "0.5"], 1, {"options", "advice"}),
-        (["check", "good.csv"], 0, {"schedule", "transports", "violations"}),
-        (["check", "bad.csv"], 1, {"schedule", "transports", "violations"}),
+        (["check", "good.csv"], 0, {"schedule", "transports", "room", "violations"}),
+        (["check", "bad.csv"], 1, {"schedule", "transports", "room", "violations"}),
     ],
 )
 def test_commands_about_schedules_write_the_same_kind_of_document(

@@ -41,6 +41,9 @@ def test_a_replay_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 1 for 1RECV_F0 with rank 0" in seen[0]
 
 
+SMALLEST = "gpipe r2 s2 m1 split=1,1 model=mlp plan=train"
+
+
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
 def test_every_interleaving_that_differs_runs(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*RIGHT, *SIMULATED, "--transport", transport, "--exhaust", "-v"]
@@ -58,6 +61,17 @@ def test_what_fails_is_told_with_the_fewest_preemptions(capsys: pytest.CaptureFi
         assert "--interleaving in-turn\n" in out, "a message that is lost is so in any order"
         assert "rank 1 for 1RECV_F0 with rank 0" in out
         assert "; it hangs with every transport\n" in out
+
+
+def test_a_hang_ends_with_the_room_that_it_is_told_with(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["replay", f"{SMALLEST} specimen=both-send-first", *SIMULATED, "--transport", "nccl"]
+    assert main(line) == 3
+    told = re.search(r"; with room for ([\d,]+) bytes from one rank to another it ends\n", capsys.readouterr().out)
+    assert told is not None
+    room = int(told[1].replace(",", ""))
+    assert main([*line, "--room", str(room // 2)]) == 3
+    assert f"--room {room // 2} --interleaving" in capsys.readouterr().out
+    assert main([*line, "--room", str(room)]) == 0
 
 
 def test_fuzz_draws_cases_for_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +108,9 @@ def test_a_gate_runs_on_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> N
         ([*SIMULATED, "--exhaust", "0"], "--exhaust"),
         (["--exhaust"], "--exhaust has no effect without --world simulated"),
         (["--fine"], "--fine has no effect without --world simulated"),
+        (["--room", "64"], "--room has no effect without --world simulated"),
+        ([*SIMULATED, "--room", "64"], "--room 64: transport gloo has no room to speak of: expected one of rendezvous"),
+        ([*SIMULATED, "--room", "-1", "--transport", "nccl"], "--room is -1: expected at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.held import Held
 from pipeproof.worlds.simulated.races import copies, described, fit, overlap, race
+from pipeproof.worlds.simulated.room import Room
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.simulated.work import SimulatedWork
@@ -40,8 +41,14 @@ class End:
     batch: Batch
     other: "End | None" = None
     offered: bool = False
+    kept: bool = False  # a message whose send has ended, by the network
     freed: int = -1  # the event that made it the next of its queue
     freed_s: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it holds."""
+        return sum(tensor.nbytes for tensor in self.held.before)
 
 
 _Way = tuple[Hashable, ...]
@@ -56,11 +63,17 @@ class _Ends:
 
 
 class Network:
-    """Carries messages between the ranks of a run, each at a moment that the scheduler chooses."""
+    """Carries messages between the ranks of a run, each at a moment that the scheduler chooses.
 
-    def __init__(self, scheduler: Scheduler, rules: Rules, *, latency_s: float = 0.0, fine: bool = False) -> None:
+    room: how many bytes it keeps of what one rank sends to another, where messages keep their order.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, rules: Rules, *, latency_s: float = 0.0, fine: bool = False, room: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.rules = rules
+        self._room = Room(room)
         self.latency_s = latency_s
         self.fine = fine
         self._works: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
@@ -186,6 +199,7 @@ class Network:
             end.work.end()
         self._enqueue(end)
         self._match(end)
+        self._keep(end)
         self.scheduler.pause()
         if self.rules.blocking and not batch.left:
             for work in batch.works:
@@ -258,19 +272,46 @@ class Network:
     def _offer(self, end: End) -> None:
         """Let a message happen as soon as both of its ends are the next of their queues."""
         other = end.other
-        if other is None or end.offered or not (self._next(end) and self._next(other)):
+        if other is None or end.offered or other.offered or not (self._next(end) and self._next(other)):
             return
         end.offered = other.offered = True
         send, receive = (end, other) if end.sends else (other, end)
-        self.scheduler.offer(send.work.name, partial(self._carry, send, receive))
+        named = receive if send.kept else send  # what is kept has moved once
+        self.scheduler.offer(named.work.name, partial(self._carry, send, receive))
 
     def _next(self, end: End) -> bool:
         way = self._queue(end)
-        return way is None or end in self._queues[way][0]
+        return end.kept or way is None or end in self._queues[way][0]
+
+    def _keep(self, end: End) -> None:
+        """Let a send end before its receive, where its message is the next and there is room."""
+        if not end.sends or end.offered or end.kept or not self._next(end):
+            return
+        if self._room.takes(self._way(end), end.size_bytes):
+            end.offered = True
+            self.scheduler.offer(end.work.name, partial(self._kept, end))
+
+    def _kept(self, send: End) -> None:
+        self.reads(send.work)
+        self.scheduler.needed(send.freed)
+        contents = copies(send.held.contents)
+        send.work.end(at_s=max(send.work.posted_s, send.freed_s))
+        send.held, send.kept, send.offered = Held(contents), True, False
+        self._dequeue(send, send.work.done_s)
+        self._offer(send)
+
+    def _made_room(self, kept: End, at_s: float) -> None:
+        """What waits to be kept where a message was may be now."""
+        queue = self._queues.get(self._queue(kept) or ())
+        heads = queue[0] if queue else self._ends[self._way(kept)].sends
+        for send in [one for one in heads if one.sends and one.peer == kept.peer]:
+            send.freed, send.freed_s = self.scheduler.now, at_s
+            self._keep(send)
 
     def _carry(self, send: End, receive: End) -> None:
-        self.reads(send.work)
-        for event in (receive.work.posted, send.freed, receive.freed):
+        if not send.kept:
+            self.reads(send.work)
+        for event in (receive.work.posted, send.work.moved, send.freed, receive.freed):
             self.scheduler.needed(event)
         if fault := _mismatch(send, receive):
             found = race("mismatched", receive.work.rank, fault, sent=send.work.stack, received=receive.work.stack)
@@ -282,12 +323,16 @@ class Network:
             send.work.end(at_s=at_s)
         receive.work.end(came, at_s=at_s)
         for end in (send, receive):
-            self._dequeue(end, at_s)
+            if not end.kept:
+                self._dequeue(end, at_s)
+        if send.kept:
+            self._room.leaves(self._way(send), send.size_bytes)
+            self._made_room(send, at_s)
 
     def _arrival_s(self, send: End, receive: End) -> float:
         """When a message is there: some time after both ends have come to it, or after the send, which keeps it."""
-        if self.rules.buffered:
-            return max(send.work.posted_s + self.latency_s, receive.work.posted_s)
+        if self.rules.buffered or send.kept:
+            return max(send.work.done_s + self.latency_s, receive.work.posted_s, receive.freed_s)
         return max(send.work.posted_s, receive.work.posted_s, send.freed_s, receive.freed_s) + self.latency_s
 
     def _dequeue(self, end: End, at_s: float) -> None:
@@ -300,6 +345,7 @@ class Network:
             for following in queue[0] if queue else ():
                 following.freed, following.freed_s = self.scheduler.now, at_s
                 self._offer(following)
+                self._keep(following)
 
 
 def read_early(work: SimulatedWork, stack: Stack) -> Race:

@@ -39,7 +39,8 @@ class Manner:
     """How runs go: by a seed or a guide for all that is left open, over a transport.
 
     ``timing``: what takes time besides sleep. ``noted``: keep the course. ``own_modules``: packages that each rank is
-    to import anew. ``fine``: another may also be next wherever a rank calls a function of torch.
+    to import anew. ``fine``: another may also be next wherever a rank calls a function of torch. ``room``: how many
+    bytes the transport keeps of what one rank sends to another, where messages keep their order.
     """
 
     interleaving: int | Guide = 0
@@ -48,6 +49,7 @@ class Manner:
     noted: bool = False
     own_modules: tuple[str, ...] = ()
     fine: bool = False
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class _Run:
             RULES[order.manner.transport],
             latency_s=order.manner.timing.latency_s,
             fine=order.manner.fine,
+            room=0 if RULES[order.manner.transport].by_name else order.manner.room,
         )
         Net.current = Net(self._network)
 

@@ -44,8 +44,8 @@ class SimulatedWork(Work):
         super().__init__()
         self.rank = scheduler.running
         self.name = scheduler.call()
-        self.posted = self._moved = scheduler.now
-        self.posted_s = self._done_s = scheduler.clock.now_s
+        self.posted = self.moved = scheduler.now
+        self.posted_s = self.done_s = scheduler.clock.now_s
         self.stack = stack
         self.posted_as = posted_as
         self.wrote: Stack = ()
@@ -81,7 +81,7 @@ class SimulatedWork(Work):
         self._look_into(self.given)
         self.given = NOTHING_HELD
         self._came, self.over = came, True
-        self._moved, self._done_s = self._scheduler.now, max(at_s, self.posted_s)
+        self.moved, self.done_s = self._scheduler.now, max(at_s, self.posted_s)
         self._scheduler.touch(("work", self.name), changes=True)
         if self._waiting:
             self._scheduler.wake(self.rank)
@@ -92,8 +92,8 @@ class SimulatedWork(Work):
             self._waiting = True
             self._scheduler.block(self._wait, for_device=for_device)
             if self.ended():
-                self._scheduler.needed(self._moved)
-                self._scheduler.clock.reach(self._done_s)
+                self._scheduler.needed(self.moved)
+                self._scheduler.clock.reach(self.done_s)
         return self.over
 
     def catch_up(self) -> None:
@@ -161,9 +161,9 @@ class SimulatedWork(Work):
     def _meet(self) -> None:
         if not self.met:
             self.met = True
-            self._scheduler.clock.reach(self._done_s)
+            self._scheduler.clock.reach(self.done_s)
             if (history := self._scheduler.history) is not None:
-                history.needed(self._moved)
+                history.needed(self.moved)
                 history.takes_back(self.name)
             self._look_into(self.awaited)
             self.check()

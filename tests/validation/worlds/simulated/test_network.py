@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import RECEIVES, SENDS, Action, Kind
 from pipeproof.pipeline.lower import Program
@@ -66,6 +67,21 @@ def test_static_models_and_simulated_runs_say_the_same(kept_simulated: World, pr
             assert hangs(kept_simulated, program) is (found is not None), (transport, kept_simulated.seed)
 
 
+@pytest.mark.long
+@given(program=programs(), room=st.integers(1, 3))
+@settings(deadline=None, max_examples=10)
+def test_so_they_do_where_messages_are_kept(kept_simulated: World, program: Program, room: int) -> None:
+    assume(not any(message_order(program)))
+    kept_simulated.room = room * torch.ones(1).nbytes
+    try:
+        for transport, found in deadlocks(program, room=room).items():
+            kept_simulated.transport = transport
+            for kept_simulated.seed in range(2):
+                assert hangs(kept_simulated, program) is (found is not None), (transport, kept_simulated.seed)
+    finally:
+        kept_simulated.room = 0
+
+
 def sends_first(context: RankContext) -> None:
     sent = dist.isend(torch.ones(1), 1 - context.rank)
     dist.recv(torch.empty(1), 1 - context.rank)
@@ -83,6 +99,32 @@ def batched(context: RankContext) -> None:
 def waits_for_its_send(context: RankContext) -> None:
     dist.send(torch.ones(1), 1 - context.rank)
     dist.recv(torch.empty(1), 1 - context.rank)
+
+
+def kept_and_then_written(context: RankContext) -> list[float]:
+    """What fits is kept as it was sent; the last of three waits until there is room again."""
+    if context.rank:
+        buffers = torch.zeros(3, 1)
+        for row in buffers:
+            dist.recv(row, 0)
+        return buffers.flatten().tolist()
+    sent = torch.zeros(1)
+    for _ in range(3):
+        dist.send(sent.add_(1), 1)
+    return []
+
+
+@pytest.mark.parametrize("transport", sorted(set(Transport) - {Transport.UNLIMITED, Transport.BUFFERED}))
+def test_what_is_kept_is_what_was_sent(simulated: World, transport: Transport) -> None:
+    simulated.transport, simulated.room = transport, 8
+    for simulated.seed in range(8):
+        assert simulated.run(kept_and_then_written, ranks=2)[1] == [1.0, 2.0, 3.0]
+
+
+def test_how_much_room_a_habit_needs(simulated: World) -> None:
+    for simulated.transport, needed in ((Transport.PAIR, 4), (Transport.DIRECTED, None), (Transport.UNLIMITED, None)):
+        stuck(simulated, sends_first, ranks=2)
+        assert simulated.least_room() == needed
 
 
 def tells_what_it_waited_for(context: RankContext, *, use: bool, post: bool) -> float:
