@@ -25,6 +25,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.accelerator import Arithmetic
 from pipeproof.worlds.world import World
 from tests.support.sources import ROOT
+from tests.support.sweeps import SWEEP
 
 CASE = Case.parse("1f1b r2 s2 m4 model=mlp")
 RIGHT = Row("1f1b", "pass", {"tier": "bitwise"})
@@ -160,7 +161,7 @@ def test_a_part_ends_and_what_it_found_counts(child: Path, more: str, ended: str
     child.write_text(ONE + more.replace("\\\\", "\\"))
     began = time.monotonic()
     shown: list[PartResult] = []
-    found = carried_out(PartResult("host", "it"), Wanted("cpu"), began + 8.0, shown.append)
+    found = carried_out(PartResult("host", "it"), Wanted("cpu"), began + 5.0, shown.append)
     assert time.monotonic() - began < 60
     assert found.ended == ended
     assert re.fullmatch(reason, found.reason)
@@ -176,7 +177,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
 SHORT: Sequence[str] = ("--device", "cpu", "--schedules", "1f1b", "--bound", "4000")
 
 
-@pytest.mark.long
+@SWEEP
 def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -> None:
     """Packages that cannot be imported stand for those that a machine lacks."""
     lacking = tmp_path / "lacking"

@@ -217,7 +217,7 @@ UNEVEN: Mapping[str, Fault] = {  # of three microbatches
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("name", some(UNEVEN, left=["own number, in a pipeline"]))
 def test_a_bug_where_shares_are_unequal_is_caught(whitebox: WhiteBox, name: str) -> None:
     kind, at, change, cause, told = UNEVEN[name]
     verdict = validated(
@@ -236,6 +236,10 @@ SIMILAR = (  # to others
     "biases in parts",
     "gradients of the last",
     "gradients stay, of 4",
+    "mask of other places",
+    "gathered one way",
+    "torch's, by an early import",
+    "bias on each rank",
 )
 
 

@@ -19,6 +19,7 @@ from pipeproof.records.composed_check import LAWS as OF_A_CHAIN
 from pipeproof.records.mixed_check import try_mixed, validate_mixed
 from pipeproof.worlds.world import World
 from tests.support.mixed_by_hand import seen_from_outside
+from tests.support.sweeps import each_once
 
 _EVERY = "microbatches 0, 1, 2, 3, action"
 # What the verdict says of each, and what is wrong: what else it calls right must be so.
@@ -141,8 +142,7 @@ def test_a_right_step_passes_beside_one_device(name: str, whitebox: WhiteBox) ->
 
 
 @pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
-@pytest.mark.parametrize("name", [name for name in MIXED if name not in _UNKNOWN])
+@pytest.mark.parametrize(*each_once(name=[name for name in MIXED if name not in _UNKNOWN], watched=[True, False]))
 def test_a_forgotten_convention_is_named_beside_one_device(name: str, watched: bool, whitebox: WhiteBox) -> None:
     verdict, fault = seen_from_outside(MIXED[name], whitebox, watched=watched), MIXED[name].fault
     kinds, place = (_OTHERWISE.get(name, fault.kind),), () if fault.rank is None else (fault.rank,)

@@ -16,6 +16,7 @@ from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.world import World
+from tests.support.sweeps import SWEEP
 
 SEEDS = range(20)
 SHOWN = [(name, transport) for name, one in IN_SIMULATION.items() for transport in one.needs.transports]
@@ -69,7 +70,7 @@ def test_right_code_is_right_under_a_seed(name: str, simulated: World) -> None:
     passes(name, simulated, range(1))
 
 
-@pytest.mark.long
+@SWEEP
 @pytest.mark.parametrize("name", SIMULATED_CONTROLS)
 def test_right_code_is_right_under_any_of_twenty_seeds(name: str, simulated: World) -> None:
     passes(name, simulated, SEEDS)
@@ -116,6 +117,6 @@ def test_there_are_many_and_each_says_what_it_is() -> None:
 FIRST = [family[0].name for family in SIMULATED_FAMILIES.values()]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST else pytest.mark.long) for n in IN_SIMULATION])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST else SWEEP) for n in IN_SIMULATION])
 def test_on_real_ranks_nothing_is_planted(name: str, world: World) -> None:
     assert validate(smallest_of(IN_SIMULATION[name]), world, explain=False).verdict == "pass"

@@ -13,6 +13,7 @@ from pipeproof.records.checked_step import CheckError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
+from tests.support.sweeps import SWEEP
 
 COUNT, RANKS = 4, 3
 
@@ -81,10 +82,21 @@ def test_without_turns_every_stage_is_checked(simulated: World) -> None:
     assert [(one.step, one.verdict) for one in seen] == [(0, "pass"), (2, "fail")]
 
 
-@pytest.mark.parametrize("options", [{}, {"every": 7, "stages": "one by one"}, {"host": True}])
-def test_a_job_that_is_checked_goes_on_with_the_same_bits(options: dict[str, Any], simulated: World) -> None:
-    plain = simulated.run(trained, 50, (), None, ranks=RANKS)
-    checked = simulated.run(trained, 50, (), options, ranks=RANKS)
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"every": 7, "stages": "one by one"}, 50),
+        ({}, 8),
+        ({"host": True}, 8),
+        pytest.param({}, 50, marks=SWEEP),
+        pytest.param({"host": True}, 50, marks=SWEEP),
+    ],
+)
+def test_a_job_that_is_checked_goes_on_with_the_same_bits(
+    options: dict[str, Any], steps: int, simulated: World
+) -> None:
+    plain = simulated.run(trained, steps, (), None, ranks=RANKS)
+    checked = simulated.run(trained, steps, (), options, ranks=RANKS)
     for (_, losses, weights), (_, others, same) in zip(plain, checked, strict=True):
         assert losses == others
         assert all(map(torch.equal, weights, same))

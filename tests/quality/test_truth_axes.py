@@ -31,7 +31,13 @@ HOLDS = {
     "cp: losses of its own part": "report their own parts', and the mean of these is right",
     "cp: norm over the world": "what several ranks hold is counted once for each of them",
 }
-SIMILAR = ("tp: queries' input gradients not reduced", "tp: mean of input gradients")  # to others
+SIMILAR = (  # to others
+    "tp: queries' input gradients not reduced",
+    "tp: mean of input gradients",
+    "tp: outputs reduced twice",
+    "tp: all times tp",
+    "ep: norm without experts",
+)
 SILENT = ("tp: right, input gradients reduced by hand", "cp: right, zig-zag parts")
 
 

@@ -14,6 +14,11 @@ def some(variants: Iterable[Any], left: Collection[Any]) -> list[Any]:
     return [pytest.param(one, marks=SWEEP if one in left else ()) for one in variants]
 
 
+def sampled(variants: Iterable[Any], step: int) -> list[Any]:
+    """``variants`` as parameters: each ``step``-th is a test of every change, from the first on."""
+    return [pytest.param(one, marks=SWEEP if number % step else ()) for number, one in enumerate(variants)]
+
+
 def each_once(**axes: Sequence[Any] | Mapping[Any, Any]) -> tuple[tuple[str, ...], list[Any]]:
     """What ``parametrize`` takes: every combination. A test of every change has each value of each axis at least once.
 

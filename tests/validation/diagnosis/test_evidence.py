@@ -31,6 +31,9 @@ def test_what_is_recorded_of_several_is_too(world: World, model: str, shape: tup
     assert_recorded(world, model, *shape)
 
 
+BESIDE = ["microbatch-dropped", "backward-of-another", "gradients-crossed", "stage-negated", "input-poisoned"]
+
+
 def assert_recorded(world: World, model: str, schedule: str, virtual: int) -> None:
     """The recording of a right run is what the reference says of every message, call and sum."""
     case = Case(schedule, 2, virtual, 3, (1,) * (2 * virtual), model=model)
@@ -45,11 +48,7 @@ def assert_recorded(world: World, model: str, schedule: str, virtual: int) -> No
             assert evidence.broken_sums == [], name
 
 
-@pytest.mark.parametrize("model", SEVERAL_STREAMS)
-@pytest.mark.parametrize(
-    "name",
-    ["microbatch-dropped", "backward-of-another", "gradients-crossed", "stage-negated", "input-poisoned"],
-)
+@pytest.mark.parametrize(*each_once(model=SEVERAL_STREAMS, name=BESIDE))
 def test_a_fault_beside_several_streams_is_named(world: World, model: str, name: str) -> None:
     specimen = SPECIMENS[name]
     case = replace(case_for(specimen, "1f1b", ranks=2, microbatches=4), model=model)

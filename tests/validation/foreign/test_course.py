@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
+from tests.support.sweeps import sampled
 
 RATE, BOUND = 0.1, 0.05
 STEPS = ["train", "train", "eval", "accumulate", "train", "eval"]
@@ -316,7 +317,7 @@ class LosesTheLastOfAnAccumulation(LosesTheLast):
     lossy = 3
 
 
-@pytest.mark.parametrize("kind", [LosesTheLast, LosesTheLastOfAnAccumulation])
+@pytest.mark.parametrize("kind", sampled([LosesTheLast, LosesTheLastOfAnAccumulation], 2))
 def test_what_is_cleared_once_it_was_used_is_no_line_of_a_cause(kind: type[Run], whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, kind).cause
     assert (cause.kind, cause.rank, cause.microbatches) == ("dropped", 1, (MICROBATCHES - 1,))
