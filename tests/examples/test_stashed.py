@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
+from tests.support.sweeps import each_once
 
 RANKS, WIDTH, COUNT = 3, 8, 5
 loss_fn = nn.functional.mse_loss
@@ -59,8 +60,7 @@ def test_as_it_is_the_runtime_passes(whitebox: WhiteBox, watched: bool) -> None:
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
+@pytest.mark.parametrize(*each_once(fault=PLANTED, watched=[True, False]))
 def test_right_tensors_that_were_paired_wrongly_are_no_wrong_message(
     whitebox: WhiteBox, fault: str, watched: bool
 ) -> None:

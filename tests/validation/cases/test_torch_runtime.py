@@ -24,6 +24,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import RankOperation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.sweeps import SWEEP
 
 SPLIT = {1: "1,2", 2: "1,2,1,1"}
 VIRTUAL = {"gpipe": 1, "1f1b": 1}
@@ -128,7 +129,11 @@ def observed_with(context: RankContext, case: Case, plant: Callable[[TorchRank],
 
 
 @pytest.mark.parametrize(
-    ("plant", "laws"), [(never_synced, {"gradient", "replicas"}), (divided_twice, {"gradient", "grad-norm"})]
+    ("plant", "laws"),
+    [
+        pytest.param(never_synced, {"gradient", "replicas"}, marks=SWEEP),
+        (divided_twice, {"gradient", "grad-norm"}),
+    ],
 )
 def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
     plant: Callable[[TorchRank], None], laws: set[str], world: World

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from tests.support.sweeps import sampled
 from tests.support.tensor_parallel import Microbatch, Planted, build, loss_fn, microbatches, step
 
 TP, DP, PP = {"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}
@@ -110,7 +111,7 @@ FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, 2))
 def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, fault: str) -> None:
     ranks, planted, named = FAULTS[fault]
     verdict = judged(whitebox, ranks, **planted)
