@@ -9,15 +9,21 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.runtimes import OWN
 from pipeproof.pipeline.sizes import MOST_SEED
 from pipeproof.pipeline.transports import RULES, Transport
+from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulation import Simulation
 
 # From the one that waits least, so that shrinking moves to what everybody has.
 EVERY = tuple(sorted(Transport, key=lambda one: (one is not Transport.UNLIMITED, RULES[one].blocking)))
 
+_ROOMS = (0, 256, 4096)  # bytes: for no message of the smallest models, for some, and for several
+
 
 @dataclass(frozen=True)
 class Decisions:
-    """Of simulations like ``like``: those with any seed, where ``seeds``, and with any of ``transports``."""
+    """Of simulations like ``like``: those with any seed, where ``seeds``, and with any of ``transports``.
+
+    Where there are several of these, they are with some room or other, too.
+    """
 
     like: Simulation
     seeds: bool
@@ -35,5 +41,10 @@ class Decisions:
         """
         seeds = st.integers(0, MOST_SEED) if self.seeds else st.just(self.like.first)
         ending = [one for one in self.transports if case.runtime == OWN or not RULES[one].blocking]
-        drawn = st.tuples(st.sampled_from(ending), seeds)
-        return drawn.map(lambda two: replace(self.like, transport=two[0], first=two[1]))
+        rooms = st.sampled_from(_ROOMS) if len(self.transports) > 1 else st.just(self.like.room)
+
+        def decided(drawn: tuple[Transport, int | Guide, int]) -> Simulation:
+            transport, first, room = drawn
+            return replace(self.like, transport=transport, first=first, room=0 if RULES[transport].by_name else room)
+
+        return st.tuples(st.sampled_from(ending), seeds, rooms).map(decided)

@@ -13,7 +13,7 @@ from pipeproof.cases.fuzz import PLANS, Tally, cases, fuzz
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.cases.validator import validate
 from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
-from pipeproof.pipeline.transports import Transport
+from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
@@ -156,9 +156,13 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) 
 
 
 def test_what_decides_a_case_shrinks_with_it() -> None:
+    rooms = set[int]()
+
     def run(case: Case, world: World) -> Verdict:
         assert isinstance(world.seed, int)
         wrong = case.microbatches > 2 and world.transport in (Transport.PAIR, Transport.RANK) and world.seed > 40
+        assert not (world.room and RULES[world.transport].by_name)
+        rooms.add(world.room)
         return replace(PASS, verdict="fail") if wrong else PASS
 
     tally = Tally[Case](200)
@@ -169,6 +173,7 @@ def test_what_decides_a_case_shrinks_with_it() -> None:
     assert found.simulation == Simulation(Transport.RANK, 41)
     assert sum(tally.transports.values()) == sum(tally.deciders.values()) == tally.cases
     assert {"pair", "rank"} < {*tally.transports}
+    assert len(rooms) > 1
 
 
 def test_torch_s_runtime_is_drawn_no_transport_on_which_who_posts_waits() -> None:
