@@ -14,7 +14,7 @@ from tests.support.warm_start import Ended
 
 LARGE = {
     **{"schedule": "interleaved", "pp": 16, "virtual": 2, "microbatches": 32, "split": [2] * 32, "dtype": "bf16"},
-    **{"model": "llama-3-405b", "dp": 64, "tp": 8, "zero": 2},
+    **{"model": "llama-3-405b", "dp": 512, "zero": 2},
 }
 
 
@@ -129,7 +129,7 @@ def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
     assert main(["validate", "--config", str(file)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == (
-        f"{file} is run small: stack pp=2,zero-2=2,tp=2 for pp 16, dp 64, tp 8, zero 2, 4 of 32 microbatches, "
+        f"{file} is run small: stack pp=2,zero-2=2 for pp 16, dp 512, zero 2, 4 of 32 microbatches, "
         "a decoder of 8 layers in fp32 for llama-3-405b"
     )
     assert lines[-1] == "1 pass; 0 of 1 bit for bit"
