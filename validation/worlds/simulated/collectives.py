@@ -52,7 +52,6 @@ class Collectives:
     @unwatched
     def call(self, communicator: Communicator, rank: int, call: Call) -> SimulatedWork:
         """The next collective of the rank that has the turn. Raises the race where others call another."""
-        self._network.catch_up()
         scheduler, stack = self._network.scheduler, own_stack()
         number = communicator.calls[rank]
         communicator.calls[rank] += 1
@@ -64,8 +63,7 @@ class Collectives:
             return Wait(f"torch.distributed.{call.name}", tuple(sorted(missing)))
 
         self._look(communicator, call, stack)
-        on_stream = self._network.on_stream
-        work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called", on_stream=on_stream)
+        work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called")
         work.communicator = communicator
         meeting.calls[rank] = call, self._network.working(work)
         if len(meeting.calls) == communicator.size:

@@ -1,7 +1,7 @@
 """The simulated network: which ends of messages meet, and when they may, by the rules of a transport."""
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -90,13 +90,10 @@ class Network:
     @unwatched
     def send(self, communicator: Communicator, rank: int, peer: int, tag: int, tensors: list[Tensor]) -> SimulatedWork:
         """Post a send of the rank that has the turn."""
-        self.catch_up()
         stack, given = own_stack(), [] if self.rules.buffered else tensors
         self.uses(tensors, stack)
-        wait, on_stream = _waiting("a send to", communicator, peer), self.on_stream
-        work = self.working(
-            SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent", on_stream=on_stream)
-        )
+        wait = _waiting("a send to", communicator, peer)
+        work = self.working(SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent"))
         held = Held(copies(tensors)) if self.rules.buffered else work.given
         self._post(End(communicator, rank, peer, tag, True, held, work, self._current()))
         return work
@@ -106,29 +103,12 @@ class Network:
         self, communicator: Communicator, rank: int, peer: int | None, tag: int, tensors: list[Tensor]
     ) -> SimulatedWork:
         """Post a receive of the rank that has the turn."""
-        self.catch_up()
         stack = own_stack()
         self.claims(tensors, stack)
-        wait, on_stream = _waiting("a message from", communicator, peer), self.on_stream
-        work = self.working(
-            SimulatedWork(self.scheduler, wait, stack, (), tensors, posted_as="received", on_stream=on_stream)
-        )
+        wait = _waiting("a message from", communicator, peer)
+        work = self.working(SimulatedWork(self.scheduler, wait, stack, (), tensors, posted_as="received"))
         self._post(End(communicator, rank, peer, tag, False, work.awaited, work, self._current()))
         return work
-
-    @property
-    def on_stream(self) -> bool:
-        """Whether a wait for what is posted orders what a device does, so that the program may go on."""
-        return self.rules.one_stream and not self.rules.blocking
-
-    def catch_up(self, among: Collection[SimulatedWork] | None = None) -> None:
-        """The rank that has the turn needs what it went on without: all of it, or what is ``among`` these works.
-
-        A device does what it is asked after all that it was told to wait for, so nothing is posted any sooner.
-        """
-        for work in [one for one in self._unmet[self.scheduler.running] if one.left]:
-            if work.left and (among is None or work in among):
-                work.catch_up()
 
     def claims(self, tensors: Sequence[Tensor], stack: Stack) -> None:
         """What is called now fills these buffers. Raises the race where something on its way does, too."""
@@ -177,7 +157,6 @@ class Network:
         A send may be left alone where the transport keeps what is sent.
         """
         self.scheduler.tell_again()
-        self.catch_up()
         for work in self._works.pop(rank, ()):
             work.check()
             if not work.met and (work.due or not self.rules.keeps_sent):

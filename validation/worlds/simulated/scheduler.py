@@ -27,22 +27,15 @@ class Over(BaseException):
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for, in words, and the ranks that could end that; none: all that do not wait for the same.
-
-    ``of_host``: what another rank's program does, and no device for it, as a key of the store.
-    """
+    """What a rank waits for, in words, and the ranks that could end that; none: all that do not wait for the same."""
 
     text: str
     peers: tuple[int, ...] = ()
-    of_host: bool = False
 
 
 @dataclass
 class Seat:
-    """One rank's thread, and where it stands. ``wait`` tells, while it cannot go on, what for.
-
-    ``for_device``: a device would wait in its place, and its program go on.
-    """
+    """One rank's thread, and where it stands. ``wait`` tells, while it cannot go on, what for."""
 
     rank: int
     state: OwnState
@@ -50,7 +43,6 @@ class Seat:
     thread: threading.Thread | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     wait: Callable[[], Wait] | None = None
-    for_device: bool = False
     ended: bool = False
 
     @property
@@ -187,12 +179,12 @@ class Scheduler:
         self._refuse_strangers()
         self._hand_over(self.running)
 
-    def block(self, wait: Callable[[], Wait], *, for_device: bool = False) -> None:
-        """Not this rank, until somebody wakes it; or, for a device, until nobody else can go on: see ``_go_ahead``."""
+    def block(self, wait: Callable[[], Wait]) -> None:
+        """Not this rank, until somebody wakes it."""
         rank = self.running
         if self.over:
             raise Over
-        self.seats[rank].wait, self.seats[rank].for_device = wait, for_device
+        self.seats[rank].wait = wait
         self._ready.remove(rank)
         self._hand_over(rank)
 
@@ -254,7 +246,7 @@ class Scheduler:
             if not self._ready and not self._moves and self._spinning:
                 self._ready += sorted(self._spinning)
                 self._spinning.clear()
-            if not self._ready and not self._moves and not self._go_ahead():
+            if not self._ready and not self._moves:
                 if all(seat.ended for seat in self.seats):
                     return None
                 self.seats[self.running].state.leave()  # so that what it waits for is told as of the others
@@ -264,19 +256,6 @@ class Scheduler:
             if (rank := self._decide()) is not None:
                 return rank
         return next((seat.rank for seat in self.seats if not seat.ended), None)
-
-    def _go_ahead(self) -> bool:
-        """Let the ranks go on in whose place a device would wait, where another waits for what their programs do.
-
-        Whether there were any. As late as this, no run is other than it would be without.
-        """
-        waiting = [seat for seat in self.seats if seat.wait is not None]
-        ahead = [seat for seat in waiting if seat.for_device]
-        if not ahead or not any(seat.wait is not None and seat.wait().of_host for seat in waiting):
-            return False
-        for seat in ahead:
-            self.wake(seat.rank)
-        return True
 
     def _decide(self) -> int | None:
         """The rank that is next; None where it was a message, which has moved."""

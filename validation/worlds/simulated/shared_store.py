@@ -67,7 +67,7 @@ class SharedStore(Store):
         self._scheduler.pause()
         while missing := [key for key in keys if key not in self._values]:
             self._waiting[self._scheduler.running] = missing
-            self._scheduler.block(lambda: Wait(f"the store's key {missing[0]}", of_host=True))
+            self._scheduler.block(lambda: Wait(f"the store's key {missing[0]}"))
         for key in keys:
             self._scheduler.needed(self._made[key])
             self._touch(key, changes=False)

@@ -43,11 +43,12 @@ class Uses(TorchFunctionMode):
     ) -> Any:
         unmet = self._network.unmet(self._rank)
         named = kwargs or {}
-        if any(work.left for work in unmet):
-            self._network.catch_up(_concerned(unmet, args, named))
         result = func(*args, **named)
         if unmet:
-            if concerned := [work for work in _concerned(unmet, args, named) if not work.met]:
+            taken = [*tensors_in((args, tuple(named.values())))]
+            places = {place for tensor in taken for place in places_of(tensor)}
+            concerned = [work for work in unmet if not work.met and not places.isdisjoint(work.places)]
+            if concerned:
                 name = getattr(func, "__name__", "")
                 self._look(name, _used(name, args, named), result, [work for work in concerned if work.due])
                 _note_writes(concerned)
@@ -60,13 +61,6 @@ class Uses(TorchFunctionMode):
             for work in pending:
                 if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
                     self._network.scheduler.tell(read_early(work, own_stack()))
-
-
-def _concerned(works: Works, args: Sequence[Any], named: Mapping[str, Any]) -> Works:
-    """Those of which a function takes some memory."""
-    taken = [*tensors_in((args, tuple(named.values())))]
-    places = {place for tensor in taken for place in places_of(tensor)}
-    return [work for work in works if not places.isdisjoint(work.places)]
 
 
 def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -26,8 +26,7 @@ class SimulatedWork(Work):
 
     Neither ``given`` nor ``due`` may be written meanwhile, or freed. ``due`` hold poison, where they are not given too:
     what has come is written into them when they are waited for, as late as any transport may. ``posted_as``: what its
-    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds. ``on_stream``: who
-    waits for it orders what a device does, and may go on; ``left`` tells that its rank has.
+    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class SimulatedWork(Work):
         due: Sequence[Tensor],
         *,
         posted_as: str,
-        on_stream: bool = False,
     ) -> None:
         super().__init__()
         self.rank = scheduler.running
@@ -55,7 +53,6 @@ class SimulatedWork(Work):
         self.together: Sequence[SimulatedWork] = (self,)  # all that one call has posted, where they end as one
         self.over = False  # on the network
         self.met = False  # by its rank
-        self.on_stream, self.left = on_stream, False
         self.error: Race | None = None
         self._scheduler = scheduler
         self._wait = wait
@@ -86,21 +83,13 @@ class SimulatedWork(Work):
         if self._waiting:
             self._scheduler.wake(self.rank)
 
-    def hold(self, *, for_device: bool = False) -> bool:
-        """Go on only once it is done: that is no wait of the user's. For a device also before: whether it is done."""
+    def hold(self) -> None:
+        """Go on only once it is done: that is no wait of the user's."""
         if not self.over:
             self._waiting = True
-            self._scheduler.block(self._wait, for_device=for_device)
-            if self.ended():
-                self._scheduler.needed(self.moved)
-                self._scheduler.clock.reach(self.done_s)
-        return self.over
-
-    def catch_up(self) -> None:
-        """Who went on before it was done now needs what it brings."""
-        self.left = False
-        self.hold()
-        self._meet()
+            self._scheduler.block(self._wait)
+            self._scheduler.needed(self.moved)
+            self._scheduler.clock.reach(self.done_s)
 
     @unwatched
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -108,15 +97,13 @@ class SimulatedWork(Work):
 
         Time is not real, so nothing ever times out: what never comes is a deadlock.
         """
-        if self.met or self.left:
+        if self.met:
             return True
         if self.over:
             self._scheduler.pause()
         for work in self.together:
-            if work.hold(for_device=work.on_stream):
-                work._meet()
-            else:
-                work.left = True
+            work.hold()
+            work._meet()
         return True
 
     @unwatched

@@ -1,12 +1,10 @@
 """Messages move as a transport allows: what a static model calls a deadlock is one here, and nothing else is."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -127,24 +125,7 @@ def test_how_much_room_a_habit_needs(simulated: World) -> None:
         assert simulated.least_room() == needed
 
 
-def tells_what_it_waited_for(context: RankContext, *, use: bool, post: bool) -> float:
-    """Rank 1 sends once rank 0 says that it has waited: its program has, where a device waits in its place."""
-    store, buffer = c10d._get_default_store(), torch.zeros(1)
-    if context.rank:
-        store.wait(["go"])
-        dist.send(torch.ones(1), 0)
-        return 1.0
-    dist.recv(buffer, 1)
-    if use:
-        buffer.add_(0)
-    if post:
-        dist.isend(torch.ones(1), 1)
-    store.set("go", "")
-    return float(buffer)
-
-
 EVERY = set(Transport)
-ON_DEVICES = {Transport.RANK, Transport.PAIR, Transport.DIRECTED}
 
 
 @pytest.mark.parametrize(
@@ -153,9 +134,6 @@ ON_DEVICES = {Transport.RANK, Transport.PAIR, Transport.DIRECTED}
         (sends_first, EVERY - {Transport.STRICT, Transport.RANK, Transport.PAIR}),
         (batched, EVERY),
         (waits_for_its_send, {Transport.BUFFERED}),
-        (partial(tells_what_it_waited_for, use=False, post=False), ON_DEVICES),
-        (partial(tells_what_it_waited_for, use=True, post=False), set()),
-        (partial(tells_what_it_waited_for, use=False, post=True), set()),
     ],
 )
 def test_which_transports_a_habit_hangs_on(job: Any, free: set[Transport], simulated: World) -> None:
@@ -164,11 +142,6 @@ def test_which_transports_a_habit_hangs_on(job: Any, free: set[Transport], simul
         if not stuck(simulated, job, ranks=2):
             found.add(simulated.transport)
     assert found == free
-
-
-def test_what_a_program_went_on_without_is_there_where_it_is_used(simulated: World) -> None:
-    simulated.transport = Transport.PAIR
-    assert simulated.run(partial(tells_what_it_waited_for, use=False, post=False), ranks=2) == [1.0, 1.0]
 
 
 def crossed(context: RankContext) -> list[float]:
