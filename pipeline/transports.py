@@ -196,16 +196,19 @@ def deadlocks(program: Program, *, room: int = 0) -> Mapping[Transport, Deadlock
 
 
 def least_room(program: Program, transport: Transport) -> int | None:
-    """With room for how many messages at least a program that deadlocks does not; None where no room helps."""
+    """With room for how many messages at least a program that deadlocks does not; None where no room helps.
+
+    Linear, times the logarithm of how many there are.
+    """
     messages = Messages.of(program)
-    most = len(messages.sends)
+    matched, most = messages.matched_in_order(), len(messages.sends)
 
-    def hangs(room: int) -> bool:
-        return _deadlock(program, messages, messages.matched_in_order(), transport, room=room) is not None
+    def ends(room: int) -> bool:
+        return bool(_waits(program, messages, matched, transport, room=room).reached().all())
 
-    if RULES[transport].by_name or hangs(most):
+    if RULES[transport].by_name or not ends(most):
         return None
-    return bisect_left(range(1, most), True, key=lambda room: not hangs(room)) + 1
+    return bisect_left(range(1, most), True, key=ends) + 1
 
 
 def _in_order(program: Program, messages: Messages) -> bool:
@@ -218,6 +221,20 @@ def _deadlock(
 ) -> Deadlock | None:
     columns = program.columns
     sends, receives = matched
+    graph = _waits(program, messages, matched, transport, room=room)
+    reached = graph.reached()
+    if reached.all():
+        return None
+    cycle = graph.shortest_cycle(~reached)
+    ways = {int(send): (int(columns.rank[send]), int(messages.peer[send])) for send in sends}
+    ways |= {int(end): (int(messages.peer[end]), int(columns.rank[end])) for end in receives}
+    return Deadlock(transport, tuple(cycle[::-1]), _told(columns, cycle[::-1], ways))
+
+
+def _waits(program: Program, messages: Messages, matched: Edges, transport: Transport, *, room: int) -> Graph:
+    """Which entry comes before which."""
+    columns = program.columns
+    sends, receives = matched
     node = _nodes(program)
     if not room:
         node[receives] = sends
@@ -228,14 +245,7 @@ def _deadlock(
     parts += _kept(messages, matched, room) if room else []
     before, after = (np.concatenate(side) for side in zip(*parts, strict=True))
     before, after = node[before], node[after]
-    graph = Graph(len(columns), before[before != after], after[before != after])
-    reached = graph.reached()
-    if reached.all():
-        return None
-    cycle = graph.shortest_cycle(~reached)
-    ways = {int(send): (int(columns.rank[send]), int(messages.peer[send])) for send in sends}
-    ways |= {int(end): (int(messages.peer[end]), int(columns.rank[end])) for end in receives}
-    return Deadlock(transport, tuple(cycle[::-1]), _told(columns, cycle[::-1], ways))
+    return Graph(len(columns), before[before != after], after[before != after])
 
 
 def _nodes(program: Program) -> Ints:

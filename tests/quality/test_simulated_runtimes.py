@@ -179,7 +179,11 @@ def test_what_hangs_with_one_transport_and_not_with_another(simulated: World) ->
     assert {verdict.word for verdict in verdicts.values()} == {"hang"}
     others = "strict (rendezvous), rank, pair (nccl), directed or unlimited (gloo)"
     for transport, verdict in verdicts.items():
-        room = "" if RULES[transport].by_name else "; with room for 128 bytes from one rank to another it ends"
+        room = (
+            ""
+            if RULES[transport].by_name
+            else "; with room for 128 bytes from one rank to another it ends, under this seed"
+        )
         assert verdict.headline.endswith(f"; it hangs with transport {others}, and not with buffered{room}")
 
 

@@ -82,6 +82,8 @@ def simulation_of(options: argparse.Namespace) -> Simulation | None:
     if options.exhaust is not None:
         without_effect(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
         counted("--exhaust", options.exhaust, most=MOST_ACTIONS)
+    if options.transport == ANY:
+        without_effect(options, ["--room"], f"with --transport {ANY}, where it is drawn with each case")
     transport = transport_of("gloo" if options.transport == ANY else options.transport)
     counted("--room", options.room, least=0, most=MOST_SEED)
     if options.room and (why := keeps_none(transport)):

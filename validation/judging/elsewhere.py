@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.world import World
 
@@ -14,7 +15,8 @@ def told_of_transports(verdict: Verdict, world: World) -> Verdict:
         return verdict
     hanging, ending = ([one for one in found if found[one] is hangs] for hangs in (True, False))
     where = f"with transport {_listed(hanging)}, and not with {_listed(ending)}" if ending else "with every transport"
-    kept = f"; with room for {room:,} bytes from one rank to another it ends" if (room := world.least_room()) else ""
+    room = world.least_room()
+    kept = f"; with room for {some(room, 'byte')} from one rank to another it ends, under this seed" if room else ""
     return replace(verdict, headline=f"{verdict.headline}; it hangs {where}{kept}")
 
 

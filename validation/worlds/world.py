@@ -1,6 +1,7 @@
 """Run a function on several ranks and get every rank's result, wherever the ranks are."""
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -170,31 +171,33 @@ class World:
         """
         found = {}
         for transport in Transport:
-            if (hangs := self._hangs_again(transport, self.room)) is None:
+            if (reports := self._run_again(transport, self.room)) is None:
                 return {}
-            found[transport] = hangs
+            found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
         return found
 
     def least_room(self) -> int | None:
-        """With room for how many bytes, a power of 2, the last run does not hang on its transport, and with half does.
+        """With room for how many bytes, a power of 2, the last run, which failed on its transport, is one that ends.
 
-        None where it does not hang, where no room helps, and where nothing is known.
+        None where no room helps, and where nothing is known. Another seed may want another room.
         """
-        hangs = partial(self._hangs_again, self.transport)
-        if RULES[self.transport].by_name or hangs(self.room) is not True or hangs(_MOST_ROOM) is not False:
+        if RULES[self.transport].by_name or not self._ends_with(_MOST_ROOM):
             return None
-        more = (2**power for power in range(self.room.bit_length(), _MOST_ROOM.bit_length()))
-        return next((room for room in more if hangs(room) is False), None)
+        powers = [2**power for power in range(self.room.bit_length(), _MOST_ROOM.bit_length())]
+        found: int = powers[bisect_left(powers[:-1], True, key=self._ends_with)]
+        return found
 
-    def _hangs_again(self, transport: Transport, room: int) -> bool | None:
-        """Whether the last run hangs on ``transport``; None where that cannot be known."""
+    def _ends_with(self, room: int) -> bool:
+        reports = self._run_again(self.transport, room)
+        return reports is not None and not any(report.failed for report in reports)
+
+    def _run_again(self, transport: Transport, room: int) -> Sequence[RankReport] | None:
+        """How ranks end in the last run if it is on ``transport``; None where that cannot be known."""
         if not isinstance(self._source, Simulated) or self._again is None:
             return None
         self._source.manner = replace(self._manner(transport), room=room)
         reports = self._again()
-        if not self._source.in_time:
-            return None
-        return any(report.failed for report in reports) and RankFailed(reports).hang
+        return reports if self._source.in_time else None
 
     def _manner(self, transport: Transport, *, noted: bool = False) -> Manner:
         own = tuple(sorted(self.own_modules))

@@ -66,7 +66,9 @@ def test_what_fails_is_told_with_the_fewest_preemptions(capsys: pytest.CaptureFi
 def test_a_hang_ends_with_the_room_that_it_is_told_with(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["replay", f"{SMALLEST} specimen=both-send-first", *SIMULATED, "--transport", "nccl"]
     assert main(line) == 3
-    told = re.search(r"; with room for ([\d,]+) bytes from one rank to another it ends\n", capsys.readouterr().out)
+    told = re.search(
+        r"; with room for ([\d,]+) bytes from one rank to another it ends, under this seed\n", capsys.readouterr().out
+    )
     assert told is not None
     room = int(told[1].replace(",", ""))
     assert main([*line, "--room", str(room // 2)]) == 3

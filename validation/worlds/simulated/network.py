@@ -81,6 +81,7 @@ class Network:
         self._ends: defaultdict[_Way, _Ends] = defaultdict(_Ends)
         self._from_any: defaultdict[_Way, deque[End]] = defaultdict(deque)
         self._queues: defaultdict[_Way, deque[list[End]]] = defaultdict(deque)
+        self._unkept: defaultdict[_Way, deque[End]] = defaultdict(deque)  # sends that have not left
         self._unmet: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
 
     def batch(self, count: int) -> None:
@@ -178,7 +179,9 @@ class Network:
             end.work.end()
         self._enqueue(end)
         self._match(end)
-        self._keep(end)
+        if end.sends and not self.rules.by_name:
+            self._unkept[self._way(end)].append(end)
+            self._keep(self._way(end))
         self.scheduler.pause()
         if self.rules.blocking and not batch.left:
             for work in batch.works:
@@ -262,13 +265,13 @@ class Network:
         way = self._queue(end)
         return end.kept or way is None or end in self._queues[way][0]
 
-    def _keep(self, end: End) -> None:
-        """Let a send end before its receive, where its message is the next and there is room."""
-        if not end.sends or end.offered or end.kept or not self._next(end):
+    def _keep(self, channel: _Way) -> None:
+        """Let the first send of a channel that has not left end before its receive, if it is next and has room."""
+        end = next(iter(self._unkept[channel]), None)
+        if end is None or end.offered or not self._next(end) or not self._room.takes(channel, end.size_bytes):
             return
-        if self._room.takes(self._way(end), end.size_bytes):
-            end.offered = True
-            self.scheduler.offer(end.work.name, partial(self._kept, end))
+        end.offered = True
+        self.scheduler.offer(end.work.name, partial(self._kept, end))
 
     def _kept(self, send: End) -> None:
         self.reads(send.work)
@@ -276,16 +279,15 @@ class Network:
         contents = copies(send.held.contents)
         send.work.end(at_s=max(send.work.posted_s, send.freed_s))
         send.held, send.kept, send.offered = Held(contents), True, False
+        self._has_left(send)
         self._dequeue(send, send.work.done_s)
         self._offer(send)
 
-    def _made_room(self, kept: End, at_s: float) -> None:
-        """What waits to be kept where a message was may be now."""
-        queue = self._queues.get(self._queue(kept) or ())
-        heads = queue[0] if queue else self._ends[self._way(kept)].sends
-        for send in [one for one in heads if one.sends and one.peer == kept.peer]:
-            send.freed, send.freed_s = self.scheduler.now, at_s
-            self._keep(send)
+    def _has_left(self, send: End) -> None:
+        """A send is kept, or has met its receive: the next one of its channel may be kept."""
+        if send in self._unkept[channel := self._way(send)]:
+            self._unkept[channel].remove(send)
+            self._keep(channel)
 
     def _carry(self, send: End, receive: End) -> None:
         if not send.kept:
@@ -304,9 +306,14 @@ class Network:
         for end in (send, receive):
             if not end.kept:
                 self._dequeue(end, at_s)
-        if send.kept:
-            self._room.leaves(self._way(send), send.size_bytes)
-            self._made_room(send, at_s)
+        if not send.kept:
+            self._has_left(send)
+            return
+        channel = self._way(send)
+        self._room.leaves(channel, send.size_bytes)
+        for waiting in [*self._unkept[channel]][:1]:
+            waiting.freed, waiting.freed_s = self.scheduler.now, at_s
+        self._keep(channel)
 
     def _arrival_s(self, send: End, receive: End) -> float:
         """When a message is there: some time after both ends have come to it, or after the send, which keeps it."""
@@ -324,7 +331,8 @@ class Network:
             for following in queue[0] if queue else ():
                 following.freed, following.freed_s = self.scheduler.now, at_s
                 self._offer(following)
-                self._keep(following)
+                if following.sends:
+                    self._keep(self._way(following))
 
 
 def read_early(work: SimulatedWork, stack: Stack) -> Race:

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 
 
 class Room:
-    """So many bytes for each channel. A message that is larger than all of them is never kept."""
+    """So many bytes for each channel. A message that is larger than all of them is never kept; without any, none is."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -13,7 +13,7 @@ class Room:
 
     def takes(self, channel: Hashable, size_bytes: int) -> bool:
         """Whether a message finds room; it then has it."""
-        if self._taken[channel] + size_bytes > self._size_bytes:
+        if not self._size_bytes or self._taken[channel] + size_bytes > self._size_bytes:
             return False
         self._taken[channel] += size_bytes
         return True

@@ -94,9 +94,23 @@ def batched(context: RankContext) -> None:
         work.wait()
 
 
-def waits_for_its_send(context: RankContext) -> None:
-    dist.send(torch.ones(1), 1 - context.rank)
+def waits_for_its_send(context: RankContext, size: int = 1) -> None:
+    dist.send(torch.ones(size), 1 - context.rank)
+    dist.recv(torch.empty(size), 1 - context.rank)
+
+
+def never_sends(context: RankContext) -> None:
     dist.recv(torch.empty(1), 1 - context.rank)
+
+
+def larger_first(context: RankContext) -> bool:
+    """Whether the second of two messages that are posted together is ever known to have left before the first."""
+    if context.rank:
+        for size in (64, 1):
+            dist.recv(torch.empty(size), 0)
+        return False
+    first, second = dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(size), 1) for size in (64, 1)])
+    return any(second.is_completed() and not first.is_completed() for _ in range(8))
 
 
 def kept_and_then_written(context: RankContext) -> list[float]:
@@ -120,9 +134,24 @@ def test_what_is_kept_is_what_was_sent(simulated: World, transport: Transport) -
 
 
 def test_how_much_room_a_habit_needs(simulated: World) -> None:
-    for simulated.transport, needed in ((Transport.PAIR, 4), (Transport.DIRECTED, None), (Transport.UNLIMITED, None)):
-        stuck(simulated, sends_first, ranks=2)
+    for simulated.transport, job, needed in (
+        (Transport.PAIR, sends_first, 4),
+        (Transport.PAIR, never_sends, None),
+        (Transport.UNLIMITED, waits_for_its_send, None),
+    ):
+        assert stuck(simulated, job, ranks=2)
         assert simulated.least_room() == needed
+
+
+def test_nothing_is_kept_without_room_not_even_nothing(simulated: World) -> None:
+    for simulated.transport in Transport:
+        assert stuck(simulated, waits_for_its_send, 0, ranks=2) is (simulated.transport is not Transport.BUFFERED)
+
+
+def test_a_smaller_message_is_not_kept_before_a_larger_one(simulated: World) -> None:
+    simulated.transport, simulated.room = Transport.DIRECTED, 8
+    for simulated.seed in range(8):
+        assert not simulated.run(larger_first, ranks=2)[0]
 
 
 EVERY = set(Transport)
