@@ -66,7 +66,9 @@ def compare_folders(good: str, seen: str, *, also: str | None, until: int | None
         *([] if until is None else ["--until", str(until)]),
     ]
     with outputs.opened("compare") as files:
-        verdict = compare_runs(first, second, third=third, until=until, rerun=f"pipeproof compare {shlex.join(words)}")
+        rerun = f"pipeproof compare {shlex.join(words)}"
+        with Terminal().progress("steps") as tell:
+            verdict = compare_runs(first, second, third=third, until=until, rerun=rerun, tell=tell)
         _tell(verdict)
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 

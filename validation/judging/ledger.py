@@ -1,6 +1,5 @@
 """The ledger of a validation: every comparison made, where it stands, and under which laws it is entered."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,12 +162,12 @@ class Ledger:
         floor: Callable[[], Floor],
         *,
         base: tuple[Sketch, Sketch] | None = None,
-        stored: float = math.inf,
+        stored: float = 0.0,
     ) -> None:
         """Enter two tensors of which there are sketches by ``brief``.
 
         ``base``: what each of them moved from; then the movements are judged, as one large tensor whose few elements
-        may be far off: optimizers make much of rounding in single ones. ``stored``: how far storing may put them apart.
+        may be far off: optimizers make much of rounding in single ones. ``stored``: how far apart storing may put them.
         """
         if observed.digest == expected.digest:
             self._enter(place, "pass", exact=True)
@@ -181,7 +180,7 @@ class Ledger:
         outcome = allowed.outcome(size)
         if base is not None and outcome != "pass":
             usual = allowed.outcome(observed.usual_distance(expected))
-            within = size <= stored
+            within = observed.minus(expected).norm <= stored
             outcome = "pass" if within and usual == "pass" else "unknown" if within or usual != "fail" else outcome
         began = None if base is None else base[1].norm
         self._sized(place, size, outcome, allowed, lambda: _brief_sizes(observed, expected, began))

@@ -4,7 +4,7 @@ Digests are compared first. Where they differ, a third run tells what rounding a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -30,23 +30,30 @@ LAWS = (
     "grad-norm",
     "updated-parameters",
 )
-_UNMEASURED = "nothing measured tells whether that is rounding: give a third run with --also"
+_UNMEASURED = "nothing measured tells whether that is rounding"
 
 
 def compare_runs(
-    good: KeptRun, seen: KeptRun, *, third: KeptRun | None = None, until: int | None = None, rerun: str = ""
+    good: KeptRun,
+    seen: KeptRun,
+    *,
+    third: KeptRun | None = None,
+    until: int | None = None,
+    rerun: str = "",
+    tell: Callable[[str], None] = lambda step: None,
 ) -> Verdict:
     """The verdict on ``seen``, judged by ``good``, step by step, up to the first that does not agree.
 
     third: a run of the right code with another order of sums; how far it is from ``good`` says what is rounding. until:
-    the last step to compare. Raises ``RecordError`` for runs that cannot be compared.
+    the last step to compare. tell: is told, in words, which step it is at. Raises ``RecordError`` for runs that cannot
+    be compared.
     """
     began = perf_counter()
     for one in (seen, third):
         if one is not None:
             _check_parameters(good, one)
     found = _Runs(good, seen, None if third is None else Growth(good, third), until)
-    found.compare()
+    found.compare(tell)
     title = f"{seen} against {good}" + ("" if third is None else f", rounding by {third}")
     verdict = concluded(found.ledger, title, otherwise=precision_in(good), rerun=rerun, seconds=perf_counter() - began)
     mismatches = tuple(replace(one, step=one.operation - 1) for one in verdict.mismatches)
@@ -64,15 +71,17 @@ class _Runs:
     ledger: Ledger = field(default_factory=lambda: Ledger(LAWS))
     parted: int | None = None
 
-    def compare(self) -> None:
+    def compare(self, tell: Callable[[str], None]) -> None:
         """Enter all steps up to the first that does not agree: what follows is consequence."""
         own, theirs = (self._due(run) for run in (self.good, self.seen))
-        numbers = [number for number in own if number in set(theirs)]
+        there = set(theirs)
+        numbers = [number for number in own if number in there]
         if not numbers:
             spans = [f"{run} has {_span(there)}" for run, there in ((self.good, own), (self.seen, theirs))]
             raise RecordError(f"the runs have no step in common: {', '.join(spans)}; give two runs of the same steps")
         last: tuple[KeptStep, KeptStep] | None = None
         for number in numbers:
+            tell(f"step {number} of {numbers[-1]}")
             steps = self.good.step(number), self.seen.step(number)
             _check_kept(self.good, *steps)
             if self.parted is None and differences(*steps):
@@ -84,6 +93,8 @@ class _Runs:
             last = steps
         else:
             self._tell_rest(own, theirs)
+        if self.parted is not None and (told := _other_versions(self.good, self.seen)):
+            self.ledger.remark("steps", told)
         for law in ("microbatches", "loss", "grad-norm"):
             if not any(self.ledger.entered(law, number) for number in numbers):
                 self.ledger.miss(law, "not both runs tell it")
@@ -180,8 +191,12 @@ class _Runs:
             return ""
         first = verdict.mismatches[0]
         what = first.law + ("" if first.parameter is None else f" of {first.parameter}")
-        part = f"the runs part in step {first.operation - 1}, {what} first"
-        return f"{part}; {_UNMEASURED}" if verdict.verdict == "unknown" and self.growth is None else part
+        number = first.operation - 1
+        part = f"the runs part in step {number}, {what} first"
+        if verdict.verdict != "unknown" or self._measured(number) is not None:
+            return part
+        ends = "" if self.growth is None else f", as the third run ends with step {self.growth.last}"
+        return f"{part}; {_UNMEASURED}{ends}" if ends else f"{part}; {_UNMEASURED}: give a third run with --also"
 
     @property
     def _stages(self) -> dict[str, int]:
@@ -197,9 +212,8 @@ class _Runs:
         """Enter a tensor; ``base``: what the two moved from, where it is a weight."""
         what = Quantity(law if base is None else "updated-parameters", name)
         floor = partial(self.allowed, what, number, precision_of(due.dtype))
-        moved = math.inf if base is None else due.minus(base[1]).norm
         # Each element of a weight may be stored one place up or down.
-        stored = 2 * precision_of(due.dtype).unit * due.norm / moved if moved and self._measured(number) else 0.0
+        stored = 2 * precision_of(due.dtype).unit * due.norm if self._measured(number) else 0.0
         self.ledger.sketches(self._at(law, number, name), seen, due, floor, base=base, stored=stored)
 
     def _measured(self, number: int) -> Growth | None:
@@ -260,6 +274,13 @@ def _check_parameters(good: KeptRun, other: KeptRun) -> None:
     for name, held in good.parameters.items():
         if held.form != other.parameters[name].form:
             raise RecordError(f"{name} is {held} in {good} and {other.parameters[name]} in {other}: expected one form")
+
+
+def _other_versions(good: KeptRun, seen: KeptRun) -> str:
+    """What computed the two runs, where that is not the same."""
+    both = good.files[0].header.config, seen.files[0].header.config
+    odd = [f"{name} {both[1].get(name)}, not {there}" for name, there in both[0].items() if both[1].get(name) != there]
+    return f"computed by {', '.join(odd)}" if odd else ""
 
 
 def _check_kept(good: KeptRun, due: KeptStep, seen: KeptStep) -> None:

@@ -1,5 +1,6 @@
 """A run of many steps as all its ranks kept it: their parts put together, one step at a time."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -37,6 +38,11 @@ class KeptStep:
     clipped: bool
     apart: Mapping[str, tuple[str, int]]
     mixed: tuple[str, ...] = ()
+
+    @cached_property
+    def size(self) -> float:
+        """The norm of all gradients together."""
+        return math.sqrt(sum(one.norm**2 for one in self.gradients.values() if one is not None))
 
 
 class KeptRun:
@@ -134,8 +140,8 @@ class KeptRun:
 
     def _part(self, file: RankFile, number: int) -> RankStep:
         """What one rank kept, with all weights that it began with, and parts by names of their own."""
-        step, earlier = file.step(number), [one for one in file.numbers if one < number]
-        left = file.step(earlier[-1]).weights if earlier and len(step.before) < len(file.header.parameters) else {}
+        step, earlier = file.step(number), file.before(number)
+        left = {} if earlier is None else earlier.weights
         by = dict(zip(file.header.parameters, self._named(file), strict=True))
 
         def named(found: Mapping[str, Value]) -> dict[str, Value]:

@@ -7,8 +7,10 @@ job that is killed leaves all its steps but the one whose line is torn.
 import base64
 import json
 import struct
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from pipeproof.records.record import RecordError
 from pipeproof.worlds.output_file import finite
 
 FORMAT, VERSION = "pipeproof/run", 1
+_KEPT = 2  # steps at hand: the one before is asked for, too
 _FORM = struct.Struct("<16s9d")  # the digest, the norm, the projections
 _CURE = "record it again, or leave the run out"
 
@@ -110,6 +113,7 @@ class RankFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.step = lru_cache(_KEPT)(self._step)  # the step of this number
         self._starts: dict[int, int] = {}  # of each step's line
         try:
             with path.open("rb") as file:
@@ -122,13 +126,17 @@ class RankFile:
         except OSError as error:
             raise RecordError(cannot_read(path, error)) from error
 
-    @property
+    @cached_property
     def numbers(self) -> Sequence[int]:
         """Of its steps, in their order."""
         return list(self._starts)
 
-    def step(self, number: int) -> RankStep:
-        """The step of this number."""
+    def before(self, number: int) -> RankStep | None:
+        """The last step before this one."""
+        place = bisect_left(self.numbers, number)
+        return self.step(self.numbers[place - 1]) if place else None
+
+    def _step(self, number: int) -> RankStep:
         with self.path.open("rb") as file:
             file.seek(self._starts[number])
             return self._restored(json.loads(file.readline()))

@@ -8,7 +8,7 @@ none: between the two nothing is decided.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import median
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from pipeproof.records.kept_run import KeptRun, KeptStep
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch
 
 _MOST = 1 / 64  # of what is compared: no growth, however large, lets more than this pass
+_KEPT = 4  # steps at hand
 _NO_ROUNDING = BF16.most  # in a single step no order of sums changes so much of anything that is not rounding itself
 
 
@@ -81,11 +82,6 @@ def _tensors(found: Mapping[str, Sketch | None]) -> dict[str, Sketch]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-def _norm_of(gradients: Mapping[str, Sketch]) -> float:
-    """Of all together."""
-    return math.sqrt(sum(one.norm**2 for one in gradients.values()))
-
-
 def _unlike(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> list[str]:
     return [name for name in one if name in other and one[name].digest != other[name].digest]
 
@@ -102,21 +98,24 @@ class _Largest:
     """The largest differences up to some step; ``typical`` are the medians over parameters, the largest by law.
 
     ``rounding``: parameters whose gradients are rounding alone, such as a bias before a normalisation: they are a small
-    part of all, and others where hardly anything else is.
+    part of all, and others where hardly anything else is. ``moved``: how far the good run's weights went in one step.
     """
 
-    reached: int = -1
+    count: int = 0  # of steps
     each: dict[Quantity, Apart] = field(default_factory=dict)
     typical: dict[str, float] = field(default_factory=dict)
     rounding: set[str] = field(default_factory=set)
+    moved: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: KeptStep, found: Mapping[Quantity, Apart]) -> None:
         """Go on to this step."""
-        self.reached = step.number
-        gradients = _tensors(step.gradients)
+        self.count += 1
         much = max(_NO_ROUNDING, FP32.factor * _typical(found, "gradient"))
         far = [str(what.name) for what, one in found.items() if what.law == "gradient" and one.relative > much]
-        self.rounding |= {name for name in far if gradients[name].norm <= _MOST * _norm_of(gradients)}
+        small_ones = {name for name, one in _tensors(step.gradients).items() if one.norm <= _MOST * step.size}
+        self.rounding |= small_ones.intersection(far)
+        for name in step.weights:
+            self.moved[name] = max(self.moved.get(name, 0.0), movement(step, name).norm)
         for what, apart in found.items():
             before = self.each.get(what, Apart(0.0, 0.0))
             self.each[what] = Apart(*map(max, apart, before))
@@ -137,8 +136,9 @@ class Growth:
 
     def __init__(self, good: KeptRun, third: KeptRun) -> None:
         self._good, self._third = good, third
-        self._numbers = [number for number in good.numbers if number in set(third.numbers)]
-        self._found: dict[int, dict[Quantity, Apart]] = {}
+        there = set(third.numbers)
+        self._numbers = [number for number in good.numbers if number in there]
+        self._differences = lru_cache(_KEPT)(self._compared)
         self._aged, self._ever = _Largest(), _Largest()
 
     @cached_property
@@ -150,7 +150,7 @@ class Growth:
                 f"{self._third} measures no rounding: it is {self._good} bit for bit; give a run with another order of "
                 "sums: its microbatches in another order, another number of threads, or another layout"
             )
-        if (typical := _typical(self._found[found], "gradient")) > _NO_ROUNDING:
+        if (typical := _typical(self._differences(found), "gradient")) > _NO_ROUNDING:
             raise RecordError(
                 f"{self._third} measures more than rounding: in step {found}, the first in which it parts from "
                 f"{self._good}, gradients differ by {small(typical)}; give a run of the right code "
@@ -171,26 +171,27 @@ class Growth:
         aged = max(precision.unit, self._aged.of(what))
         nudged = max(FP32.factor * aged, self._ever.of(what))  # a coarse type's own factor leaves no room for luck
         most = max(precision.most, _MOST)
-        return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, self._size(what, self._good.step(number)))
+        size = self._size(what, self._good.step(number), precision)
+        return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size)
 
-    def _size(self, what: Quantity, step: KeptStep) -> float:
+    def _size(self, what: Quantity, step: KeptStep, precision: Precision) -> float:
         """What rounding makes of a parameter whose gradient is nothing else; 0 of any other.
 
         That is seen by the third run, or as the gradient is a smaller part of all than the last place of it. What
         optimizers make of such a gradient may lead anywhere.
         """
-        name, gradients = str(what.name), _tensors(step.gradients)
-        if name not in gradients or what.law not in ("gradient", "updated-parameters", "initial-weights"):
+        gradient = step.gradients.get(str(what.name)) if what.law in ("gradient", "updated-parameters") else None
+        if gradient is None:
             return 0.0
-        least = FP32.unit * _norm_of(gradients)
-        if name not in self._ever.rounding:
-            if gradients[name].norm > least or (what.law != "gradient" and not gradients[name].norm):
-                return 0.0
+        least = FP32.unit * step.size
+        by_itself = gradient.norm <= least and (what.law == "gradient" or gradient.norm > 0)
+        if what.name not in self._ever.rounding and not by_itself:
+            return 0.0
         seen = self._ever.each.get(what, Apart(0.0, 0.0)).size
         if what.law == "gradient":
             return max(least, seen)
-        before, moved = step.before[name], movement(step, name).norm
-        return max(before.norm if what.law == "initial-weights" else moved, 2 * FP32.unit * before.norm, seen)
+        name = str(what.name)
+        return max(self._ever.moved.get(name, 0.0), 2 * precision.unit * step.before[name].norm, seen)
 
     def told(self, until: int) -> str:
         """How far rounding drives gradients apart, from where they part to this step, in words."""
@@ -199,16 +200,15 @@ class Growth:
         return f"rounding makes {first} of a gradient in step {self.parted}, and {then} in step {last}"
 
     def _reach(self, largest: _Largest, until: int) -> None:
-        for number in self._numbers:
-            if largest.reached < number <= until:
-                largest.add(self._good.step(number), self._differences(number))
+        while largest.count < len(self._numbers) and self._numbers[largest.count] <= until:
+            number = self._numbers[largest.count]
+            largest.add(self._good.step(number), self._differences(number))
 
-    def _differences(self, number: int) -> Mapping[Quantity, Apart]:
-        if number not in self._found:
-            one, other = self._good.step(number), self._third.step(number)
-            self._check_same(one, other)
-            self._found[number] = differences(one, other)
-        return self._found[number]
+    def _compared(self, number: int) -> Mapping[Quantity, Apart]:
+        """How far apart the two are in a step."""
+        one, other = self._good.step(number), self._third.step(number)
+        self._check_same(one, other)
+        return differences(one, other)
 
     def _check_same(self, one: KeptStep, other: KeptStep) -> None:
         why, due, seen = "", one.microbatches, other.microbatches

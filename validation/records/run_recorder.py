@@ -33,7 +33,7 @@ from pipeproof.records.rank_part import RankStages, Rename, own_name
 from pipeproof.records.record import RecordError, content_digests
 from pipeproof.records.run_file import Held, RankFile, RankHeader, RankStep, whole_lines
 from pipeproof.reference.step import dense
-from pipeproof.worlds.side_store import exchange
+from pipeproof.worlds.side_store import rank_in_job
 
 _LETTERS = 32  # of a microbatch's digest
 
@@ -142,16 +142,16 @@ class RunRecorder:
         every: int,
         resume: bool,
     ) -> None:
-        peers = exchange()
-        self.own = RankStages(stages_of(modules, peers.rank), named_by(rename))
+        rank, ranks = rank_in_job()
+        self.own = RankStages(stages_of(modules, rank), named_by(rename))
         self.own.check_names()
         self.optimizers = optimizers_of(optimizer)
         if not isinstance(every, int) or every < 1:
             raise RecordError(f"every is {shown(every)}: expected how many steps there are to one that is kept, from 1")
         parameters = {name: self._held(name, one) for name, one in self.own.parameters.items()}
-        self.header = RankHeader(peers.rank, peers.ranks, parameters, every)
+        self.header = RankHeader(rank, ranks, parameters, every)
         self.left: dict[str, Sketch] = {}
-        self._path, self._stopped = Path(to) / f"rank-{peers.rank}.jsonl", False
+        self._path, self._stopped = Path(to) / f"rank-{rank}.jsonl", False
         self._next = self._opened(resume)
 
     def __enter__(self) -> Self:

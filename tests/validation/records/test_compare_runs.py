@@ -71,6 +71,13 @@ def test_another_order_of_sums_passes_by_the_measure_of_a_third_run(
     assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert 0 < verdict.law("gradient").worst < 1e-4
     assert "bits differ from step 0 on; rounding makes" in verdict.law("gradient").note
+    Loop(SHUFFLED).train(folder / "short third", range(2))
+    file = folder / "reversed" / "rank-0.jsonl"
+    file.write_text(file.read_text().replace('"torch":"', '"torch":"1+', 1))
+    short = compare_runs(KeptRun(folder / "good"), KeptRun(folder / "reversed"), third=KeptRun(folder / "short third"))
+    assert first(short)[:2] == ("unknown", 2)
+    assert "whether that is rounding, as the third run ends with step 1" in short.headline
+    assert short.law("steps").note.startswith("computed by torch 1+")
     alone = judged("reversed")
     assert first(alone) == ("unknown", 0, "gradient", "2.bias")
     assert "nothing measured tells whether that is rounding" in str(alone)
