@@ -266,10 +266,15 @@ def precision_in(run: KeptRun) -> Precision:
 
 def _check_parameters(good: KeptRun, other: KeptRun) -> None:
     """Raise ``RecordError`` where two runs do not have the same parameters, of the same shapes."""
-    cure = "give record_run(rename=), which names them as in the whole model"
     for one, its in ((good, other), (other, good)):
-        if lost := [name for name in one.parameters if name not in its.parameters]:
+        lost = [name for name in one.parameters if name not in its.parameters]
+        if lost and any(held.part for run in (one, its) for held in run.parameters.values()):
+            raise RecordError(
+                f"{its} has not the part {lost[0]} that {one} has: run both in the same parts, or in none"
+            )
+        if lost:
             more = f" and {len(lost) - 1} more" * (len(lost) > 1)
+            cure = "give record_run(rename=), which names them as in the whole model"
             raise RecordError(f"{its} has no parameter {lost[0]}{more}, which {one} has: {cure}")
     for name, held in good.parameters.items():
         if held.form != other.parameters[name].form:

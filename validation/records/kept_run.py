@@ -73,17 +73,13 @@ class KeptRun:
     @cached_property
     def parameters(self) -> dict[str, Held]:
         """All of them, in the order of ranks; parts of one are apart from each other."""
-        return {name: held for one in reversed(self.files) for name, held in self._named(one).items()}
+        return _first([self._named(one) for one in self.files])
 
     @cached_property
     def places(self) -> dict[str, tuple[int, int]]:
         """The first rank that holds each parameter, and the stage it is in there."""
-        found = {
-            name: (one.header.rank, held.stage)
-            for one in reversed(self.files)
-            for name, held in self._named(one).items()
-        }
-        return {name: found[name] for name in self.parameters}
+        ranks = [(one.header.rank, self._named(one)) for one in self.files]
+        return _first([{name: (rank, held.stage) for name, held in named.items()} for rank, named in ranks])
 
     def _named(self, file: RankFile) -> dict[str, Held]:
         return {f"{name} {held.part}".rstrip(): held for name, held in file.header.parameters.items()}
@@ -116,10 +112,7 @@ class KeptRun:
             raise RecordError(f"{self} lacks step {number}, which was not recorded: {told(problems)}")
         data, losses = self._data(number, parts)
         loss, norm = (self._one(what, [getattr(one, what) for one in parts]) for what in ("loss", "norm"))
-        options = {name: said for one in reversed(parts) for name, said in one.options.items()}
-        merged = {
-            what: self._merged([getattr(one, what) for one in parts]) for what in ("before", "gradients", "weights")
-        }
+        merged = {what: _first([getattr(one, what) for one in parts]) for what in ("before", "gradients", "weights")}
         apart = {
             name: (what, rank)
             for what, said in (("updated weight", "weights"), ("gradient", "gradients"), ("weight", "before"))
@@ -131,7 +124,7 @@ class KeptRun:
             losses,
             loss[0],
             norm[0],
-            options,
+            _first([one.options for one in parts]),
             **merged,
             clipped=any(one.clipped for one in parts),
             apart=apart,
@@ -160,8 +153,9 @@ class KeptRun:
         if all(one.microbatches is None for one in parts):
             own = max((one.losses or () for one in parts), key=len)
             return None, dict(enumerate(own))
-        # Who passes a single module has it as a stage of the rank's number, also where that is a replica.
-        held = [dict.fromkeys(self._named(file), 0) for file in self.files]
+        # Who passes a single module has it as a stage of the rank's number, also where that is a replica; and parts of
+        # the same parameters are trained on microbatches of their own.
+        held = [dict.fromkeys(file.header.parameters, 0) for file in self.files]
         run, problems = run_of([Arrival(of, one.microbatches, "") for of, one in zip(held, parts, strict=True)])
         if problems:
             raise RecordError(f"step {number} of {self}: {told(problems)}")
@@ -180,10 +174,6 @@ class KeptRun:
             return known.pop(), ""
         return None, f"ranks of {self} tell other numbers for the {what}" if known else ""
 
-    def _merged(self, parts: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-        found = {name: one for each in reversed(parts) for name, one in each.items()}
-        return {name: found[name] for name in self.parameters if name in found}
-
     def _apart(self, parts: Sequence[Mapping[str, Sketch | None]]) -> Iterator[tuple[str, int]]:
         """Parameters that a rank has otherwise than the first that has them, and that rank."""
         first: dict[str, Sketch | None] = {}
@@ -195,3 +185,11 @@ class KeptRun:
 
 def _content(one: Sketch | None) -> bytes:
     return b"" if one is None else one.digest
+
+
+def _first(parts: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    """What the first has that has it, by name, in the order in which they have it."""
+    found: dict[str, Value] = {}
+    for one in parts:
+        found |= {name: value for name, value in one.items() if name not in found}
+    return found

@@ -15,8 +15,9 @@ from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import RecordError
 from pipeproof.records.run_growth import Quantity, differences
 from pipeproof.worlds.world import World
-from tests.support.long_runs import RATE, Fault, Loop, faster, in_replicas, in_stages
+from tests.support.long_runs import RATE, Fault, Loop, faster, in_replicas, in_stages, model_of
 
+pytestmark = pytest.mark.long
 STEPS, LONG = 12, 50
 REVERSED, SHUFFLED = [3, 2, 1, 0], [2, 0, 3, 1]
 
@@ -168,6 +169,8 @@ def test_other_layouts_are_matched_by_name_and_by_microbatch(
         assert verdict.verdict == "pass", str(verdict)
         assert verdict.law("loss").checked >= 4 * STEPS
         assert verdict.law("gradient").checked == 10 * STEPS
+    names = [name for name, _ in model_of().named_parameters()]
+    assert list(KeptRun(folder / "stages").parameters) == list(KeptRun(folder / "good").parameters) == names
     world.run(lambda context: in_replicas(folder / "apart", range(2), apart=True), ranks=2)
     assert first(judged("apart", also=True))[:3] == ("fail", 0, "replicas")
     with pytest.raises(RecordError, match=r"rank 1 of .*apart has another gradient of 2\.bias than the first"):
