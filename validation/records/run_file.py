@@ -118,11 +118,11 @@ class RankFile:
         try:
             with path.open("rb") as file:
                 self.header = _header(path, file.readline())
-                start = file.tell()
+                self.whole = file.tell()  # bytes of whole lines
                 for line in iter(file.readline, b""):
                     if line.endswith(b"\n"):  # else the job was killed while it wrote this
-                        self._index(line, start)
-                    start += len(line)
+                        self._index(line, self.whole)
+                        self.whole += len(line)
         except OSError as error:
             raise RecordError(cannot_read(path, error)) from error
 
@@ -183,12 +183,6 @@ class RankFile:
         held = self.header.parameters[name]
         content, norm, *projections = _FORM.unpack(base64.b64decode(text))
         return Sketch(held.shape, held.torch_dtype, content, norm, tuple(projections))
-
-
-def whole_lines(path: Path) -> int:
-    """How many bytes of the file at ``path`` are whole lines: what a killed job left after them is no step."""
-    content = path.read_bytes()
-    return content.rfind(b"\n") + 1
 
 
 def _header(path: Path, line: bytes) -> RankHeader:

@@ -31,7 +31,7 @@ from pipeproof.records.as_given import (
 from pipeproof.records.checked_step import looked_at
 from pipeproof.records.rank_part import RankStages, Rename, own_name
 from pipeproof.records.record import RecordError, content_digests
-from pipeproof.records.run_file import Held, RankFile, RankHeader, RankStep, whole_lines
+from pipeproof.records.run_file import Held, RankFile, RankHeader, RankStep
 from pipeproof.reference.step import dense
 from pipeproof.worlds.side_store import rank_in_job
 
@@ -152,7 +152,7 @@ class RunRecorder:
         self.header = RankHeader(rank, ranks, parameters, every)
         self.left: dict[str, Sketch] = {}
         self._path, self._stopped = Path(to) / f"rank-{rank}.jsonl", False
-        self._next = self._opened(resume)
+        self._next = None if self._goes_on(resume) else 0  # ranks may have come to other steps before a job was stopped
 
     def __enter__(self) -> Self:
         return self
@@ -161,12 +161,13 @@ class RunRecorder:
         """A context manager around one step; inside, ``gradients``, ``report`` and ``wrap`` say what cannot be seen.
 
         microbatches: those that this rank's replica trains in the step, in any form: what is kept is a digest of each
-        one's tensors. None on a rank that does not have them. number: the step's, from 0; the default is the next one.
-        Give it where a job goes on from a checkpoint, for two runs are compared by these numbers.
+        one's tensors. None on a rank that does not have them. number: the step's, from 0; the default is the next one,
+        and there is none where a job goes on from a checkpoint. Two runs are compared by these numbers.
         """
         at = self._next if number is None else number
         if not isinstance(at, int) or at < 0:
-            raise RecordError(f"number is {shown(at)}: expected that of the step, from 0")
+            why = ", as the run goes on from a checkpoint" if number is None else ""
+            raise RecordError(f"number is {shown(at)}: expected that of the step, from 0{why}")
         self._next = at + 1
         due = at % self.header.every == 0 and not self._stopped
         return RunStep(self, RankStep(at) if due else None, microbatches)
@@ -208,11 +209,12 @@ class RunRecorder:
         part = "" if shard is None else str(shard)
         return Held(self.own.places[name], tuple(one.shape), str(one.dtype).removeprefix("torch."), part)
 
-    def _opened(self, resume: bool) -> int:
-        """Begin the file, or go on in it; the number of its next step."""
+    def _goes_on(self, resume: bool) -> bool:
+        """Begin the file, or go on in it; whether it is that."""
         try:
             if resume and self._path.exists():
-                return self._resumed()
+                self._cut_torn_line()
+                return True
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("x") as file:
                 file.write(self.header.line())
@@ -222,15 +224,14 @@ class RunRecorder:
         except OSError as error:
             cure = "choose a writable folder"
             raise RecordError(f"cannot write {self._path}: {error.strerror or error}; {cure}") from error
-        return 0
+        return False
 
-    def _resumed(self) -> int:
+    def _cut_torn_line(self) -> None:
         there = RankFile(self._path)
         if any(getattr(there.header, what) != getattr(self.header, what) for what in ("ranks", "every", "parameters")):
             raise RecordError(f"{self._path} is of a job with other ranks, parameters or every=: name a new folder")
         with self._path.open("r+b") as file:
-            file.truncate(whole_lines(self._path))
-        return max(there.numbers, default=-1) + 1
+            file.truncate(there.whole)
 
 
 def record_run(

@@ -212,6 +212,10 @@ UNFIT = {
         other_header(lambda header: header["parameters"].update(x=header["parameters"].pop("2.bias"))),  # type: ignore[attr-defined]
         "has no parameter 2.bias, which",
     ),
+    "part": (
+        other_header(lambda header: header["parameters"]["2.bias"].update(part="[0:8]")),  # type: ignore[index]
+        r"has not the part 2.bias that .* has",
+    ),
     "line": (lambda file: file.write_text(file.read_text().replace('{"number":1,', '"1')), "byte .* is no step"),
     "steps": (lambda file: file.write_text(file.read_text().splitlines()[0] + "\n"), "the runs have no step in common"),
     "none": (lambda file: file.unlink(), "has no run in it"),
@@ -228,6 +232,15 @@ def test_runs_that_cannot_be_compared_are_refused_in_a_sentence(
     edit(folder / f"unfit {name}" / "rank-0.jsonl")
     with pytest.raises(RecordError, match=words):
         judged(f"unfit {name}")
+
+
+def test_gradients_that_were_not_kept_alike_are_refused(
+    folder: Path, judged: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeproof.records.run_recorder.RunStep.gradients", lambda step: None)
+    Loop().train(folder / "clipped", range(1))
+    with pytest.raises(RecordError, match="in step 0 one run kept gradients before clipping and the other after it"):
+        judged("clipped")
 
 
 def test_a_third_run_that_does_not_measure_rounding_is_refused(folder: Path) -> None:

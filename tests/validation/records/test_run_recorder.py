@@ -99,6 +99,12 @@ def test_a_job_that_is_resumed_after_a_torn_line_writes_whole_ones(tmp_path: Pat
     file = tmp_path / "run" / "rank-0.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
     assert RankFile(file).numbers == [0, 1]
-    with record_run(loop.model, tmp_path / "run", resume=True) as run, run.step(microbatches_of(2)):
-        pass
+    with record_run(loop.model, tmp_path / "run", resume=True) as run:
+        with pytest.raises(
+            RecordError, match="expected that of the step, from 0, as the run goes on from a checkpoint"
+        ):
+            run.step()
+        with run.step(microbatches_of(2), number=2):
+            pass
+        assert run.step()._step is not None
     assert RankFile(file).numbers == [0, 1, 2]
