@@ -105,6 +105,14 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "nanotron.record_step", "validation/nanotron.py", own="record_step"),
         Name("pipeproof", "record_step", "validation/records/step_record.py"),
         Name("pipeproof", "write_record", "validation/records/step_record.py"),
+        Name("pipeproof", "record_run", "validation/records/run_recorder.py"),
+        Name("pipeproof.records.run_recorder", "RunRecorder", "validation/records/run_recorder.py", methods=("step",)),
+        Name(
+            "pipeproof.records.run_recorder",
+            "RunStep",
+            "validation/records/run_recorder.py",
+            methods=("gradients", "report", "wrap"),
+        ),
     ),
     "Verdicts": (
         Name("pipeproof", "Verdict", "validation/judging/verdict.py", methods=VERDICT),

@@ -2,8 +2,9 @@
 
 ``Case`` says what to run, ``World`` where, ``validate`` gives the ``Verdict``. ``PipelineSchedule`` runs any of
 ``pipeproof.pipeline``'s schedules on your ranks. ``whitebox.validate`` judges your own step, ``check_step`` a step of a
-running job by a record that ``record_step`` and ``write_record`` made, or by a ``SingleDevice`` beside it. They load
-when first used, so that a command that needs no torch does not wait for it.
+running job by a record that ``record_step`` and ``write_record`` made, or by a ``SingleDevice`` beside it.
+``record_run`` keeps what tells two runs of many steps apart. They load when first used, so that a command that needs no
+torch does not wait for it.
 """
 
 import importlib
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pipeproof.pipeline.action import ScheduleError as ScheduleError
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
     from pipeproof.records.record import RecordError as RecordError
+    from pipeproof.records.run_recorder import record_run as record_run
     from pipeproof.records.single_device import SingleDevice as SingleDevice
     from pipeproof.records.step_check import check_step as check_step
     from pipeproof.records.step_record import record_step as record_step
@@ -55,6 +57,7 @@ _HOMES = {
     "World": "worlds.world",
     "check_step": "records.step_check",
     "page": "reports.page.page",
+    "record_run": "records.run_recorder",
     "record_step": "records.step_record",
     "validate": "cases.validator",
     "write_record": "records.step_record",
@@ -83,6 +86,7 @@ __all__ = [
     "deepspeed",
     "megatron",
     "nanotron",
+    "record_run",
     "record_step",
     "torchtitan",
     "transformers",

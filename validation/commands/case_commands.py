@@ -6,6 +6,7 @@ torch is imported by the one that runs, and meanwhile by the fork server where r
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeproof.cases.any_case import case_of_line
@@ -247,14 +248,22 @@ def _add_records(commands: Commands) -> None:
     recorder.set_defaults(run=_record)
     comparer = commands.add_parser(
         "compare",
-        help="is a run right? its record is judged by what was expected",
+        help="is a run right? its record is judged by what was expected, or by a run that was right",
         description="Is a run right? Its record is judged by what was expected, under any schedule, as a live run is. "
-        "Of two runs that both may be wrong, `pipeproof diff` says what is different.",
+        "Of two runs that both may be wrong, `pipeproof diff` says what is different. Of two folders that record_run "
+        "wrote in training loops, the first is taken to be right: it says at which step they part, and by what. Exit "
+        "status 3: bits differ, and nothing measured tells whether that is rounding.",
     )
-    comparer.add_argument("expected", help="what `pipeproof record` wrote")
+    comparer.add_argument("expected", help="what `pipeproof record` wrote, or the folder of a run that is right")
     comparer.add_argument(
-        "seen", help="what validate or replay wrote with --record; its schedule, P and V may be others"
+        "seen",
+        help="what validate or replay wrote with --record, or the folder of a run; its schedule, P and V may be others",
     )
+    third = (
+        "the folder of a third run, right but with another order of sums: it measures what rounding does, step by step"
+    )
+    comparer.add_argument("--also", metavar="RUN", help=third)
+    add_count(comparer, "--until", "STEP", "of runs, the last step to compare (default: the last one)")
     differ = commands.add_parser(
         "diff",
         help="what did two runs do differently, and why? configs first, then numbers",
@@ -284,9 +293,20 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from pipeproof.commands.offline import compare_files
+    from pipeproof.commands.offline import compare_files, compare_folders
 
-    return compare_files(options.expected, options.seen, outputs=Outputs.of(options))
+    outputs, folders = Outputs.of(options), [Path(one).is_dir() for one in (options.expected, options.seen)]
+    if all(folders):
+        until = None if options.until is None else counted("--until", options.until, least=0, most=MOST_ACTIONS)
+        return compare_folders(options.expected, options.seen, also=options.also, until=until, outputs=outputs)
+    if any(folders):
+        folder, other = sorted((options.expected, options.seen), key=lambda one: not Path(one).is_dir())
+        raise UsageError(
+            f"{folder} is a folder, and {other} is none: expected two runs, which are folders that record_run wrote, "
+            "or two records, which are files"
+        )
+    without_effect(options, ["--also", "--until"], "on records, which are files")
+    return compare_files(options.expected, options.seen, outputs=outputs)
 
 
 def _diff(options: argparse.Namespace) -> int:

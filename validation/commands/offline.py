@@ -1,5 +1,6 @@
 """What the commands ``record``, ``compare`` and ``diff`` do: no rank is started."""
 
+import shlex
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,9 @@ from pipeproof.judging.verdict import JUDGED, Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
+from pipeproof.records.compare_runs import compare_runs
 from pipeproof.records.difference import Difference, difference, other_steps
+from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import OtherSteps, Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
 from pipeproof.reports.columns import Column, table
@@ -45,6 +48,27 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs) -> int:
         raise RecordError(f"{expected} is of a run, which may be wrong: {wanted}")
     with outputs.opened("compare") as files:
         verdict = compare(first, second, rerun=f"pipeproof compare {expected} {seen}")
+        _tell(verdict)
+        return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
+
+
+def compare_folders(good: str, seen: str, *, also: str | None, until: int | None, outputs: Outputs) -> int:
+    """Say where the run in one folder parts from that in another, which is right; returns the exit status.
+
+    ``also``: the folder of a third one, which measures rounding. ``until``: the last step.
+    """
+    first, second = KeptRun(good), KeptRun(seen)
+    third = None if also is None else KeptRun(also)
+    words = [
+        good,
+        seen,
+        *([] if also is None else ["--also", also]),
+        *([] if until is None else ["--until", str(until)]),
+    ]
+    with outputs.opened("compare") as files:
+        rerun = f"pipeproof compare {shlex.join(words)}"
+        with Terminal().progress("steps") as tell:
+            verdict = compare_runs(first, second, third=third, until=until, rerun=rerun, tell=tell)
         _tell(verdict)
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 

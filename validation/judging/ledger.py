@@ -12,6 +12,7 @@ from pipeproof.judging.measured import Compared
 from pipeproof.judging.tolerance import Floor, Precision, pieces, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.elements import is_rounded
+from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Site
 
 _KEPT = ("loss", "gradient", "grad-norm")  # laws whose comparisons are kept one by one
@@ -151,12 +152,49 @@ class Ledger:
         allowed = allowed.reached(size, outcome)
         if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
+        self._sized(place, size, outcome, allowed, lambda: _sizes(observed, expected, base))
+
+    def sketches(
+        self,
+        place: Heading,
+        observed: Sketch,
+        expected: Sketch,
+        floor: Callable[[], Floor],
+        *,
+        base: tuple[Sketch, Sketch] | None = None,
+        stored: float = 0.0,
+    ) -> None:
+        """Enter two tensors of which there are sketches by ``brief``.
+
+        ``base``: what each of them moved from; then the movements are judged, as one large tensor whose few elements
+        may be far off: optimizers make much of rounding in single ones. ``stored``: how far apart storing may put them.
+        """
+        if observed.digest == expected.digest:
+            self._enter(place, "pass", exact=True)
+            self._keep(place, "pass")
+            return
+        allowed = floor()
+        if base is not None:
+            observed, expected = (one.minus(start) for one, start in zip((observed, expected), base, strict=True))
+        size = observed.minus(expected).norm / allowed.size if allowed.noise else observed.distance(expected)
+        outcome = allowed.outcome(size)
+        if base is not None and outcome != "pass":
+            usual = allowed.outcome(observed.usual_distance(expected))
+            within = observed.minus(expected).norm <= stored
+            outcome = "pass" if within and usual == "pass" else "unknown" if within or usual != "fail" else outcome
+        began = None if base is None else base[1].norm
+        self._sized(place, size, outcome, allowed, lambda: _brief_sizes(observed, expected, began))
+
+    def _sized(
+        self, place: Heading, size: float, outcome: str, allowed: Floor, sizes: Callable[[], tuple[Size, Size]]
+    ) -> None:
+        """Enter two tensors that are ``size`` apart; ``sizes`` says them in numbers, where they do not agree."""
         size = self._blind(place, allowed, size, outcome)
         self._enter(place, outcome, size=size, floor=allowed)
-        self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit)
+        limit = allowed.limit or None
+        self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
         if outcome != "pass":
-            found, due = _sizes(observed, expected, base)
-            self.mismatches.append(place.mismatch(found, due, "tensor", error=size, limit=allowed.limit))
+            self.mismatches.append(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
 
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Enter two numbers."""
@@ -176,7 +214,7 @@ class Ledger:
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
             numbers: tuple[Value, Value] = float(observed), float(expected)
-            self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit))
+            self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit or None))
 
     def forget(self, laws: Sequence[str]) -> None:
         """Take out those of ``laws`` of which nothing at all was said."""
@@ -288,7 +326,16 @@ def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Siz
     return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
 
 
-_NOISE = "rounding alone, in fp64 zero: no fault shows there"
+def _brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tuple[Size, Size]:
+    """As ``_sizes``, of sketches."""
+    if observed.shape != expected.shape:
+        return Size(observed.shape), Size(expected.shape)
+    cosine = observed.cosine(expected)
+    factor = None if cosine is None else cosine * observed.norm / expected.norm
+    return Size(observed.shape, observed.norm, began, factor, cosine), Size(expected.shape, expected.norm, began)
+
+
+_NOISE = "rounding alone, and zero without it: no fault shows there"
 _STRIDE = "made from rounding alone, so that only the length was compared"
 NOWHERE = -1  # the stage of a parameter that no stage holds
 

@@ -70,7 +70,8 @@ class Mismatch:
     of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
     is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
     which may itself be wrong; None where that was the model. ``doing``: what the operation does, where the plan has
-    several. ``output`` is the name of one that a step handed back. Fields that do not apply are None.
+    several. ``output`` is the name of one that a step handed back. ``step``: of a run of many, its number there. Fields
+    that do not apply are None.
     """
 
     law: str
@@ -89,6 +90,7 @@ class Mismatch:
     beside: int | None = None
     doing: str = ""
     output: str | None = None
+    step: int | None = None
 
     @property
     def seen(self) -> str:
@@ -123,17 +125,20 @@ class Mismatch:
 
     @property
     def later(self) -> str:
-        """Which operation of the plan it is in; a first step goes without saying."""
+        """Which step of a run, or operation of the plan, it is in; a first operation goes without saying."""
+        if self.step is not None:
+            return f"; step {self.step}"
         if self.operation == 1 and self.doing in ("", "train"):
             return ""
         return f"; operation {self.operation}{f', {self.doing}' if self.doing else ' of the plan'}"
 
     @property
     def allowance(self) -> str:
-        """How large the error is, and how large it might be; empty where that was no question of size."""
-        if self.error is None or self.limit is None:
+        """How large the error is, and how large it might be, if that is known; empty where size was no question."""
+        if self.error is None:
             return ""
-        return f"; relative error {small(self.error)}, rounding allows {small(self.limit)}"
+        allowed = "" if self.limit is None else f", rounding allows {small(self.limit)}"
+        return f"; relative error {small(self.error)}{allowed}"
 
     @property
     def _place(self) -> tuple[tuple[str, object], ...]:

@@ -4,9 +4,10 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeproof.observers.digest import digest, rows_of
 from pipeproof.observers.elements import bits, has_fp64, is_rounded, numbers, plain
@@ -17,6 +18,8 @@ _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 _DIRECTIONS = 4
 _FEW = 16
 _ROW = 65_521  # signs in a direction
+_SHARES = 8
+_SHORT = 16  # bytes of a digest that is kept for every step of a run
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Sketch:
         narrow = self.narrow or other.narrow
         return replace(self, digest=b"", norm=norm, projections=projections, narrow=narrow, bits=0, said=frozenset())
 
+    def minus(self, other: "Sketch") -> "Sketch":
+        """About that of the difference, as ``plus`` has it."""
+        return self.plus(other.times(-1.0))
+
     def widened(self, dtype: torch.dtype) -> "Sketch":
         """That of the tensor as it is in ``dtype``, if that is a wider type; itself otherwise."""
         name = next((name for name, narrow in ROUNDED_TO.items() if narrow == self.dtype != dtype), "")
@@ -60,13 +67,29 @@ class Sketch:
 
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
-        if self.digest == other.digest:
+        if self.digest == other.digest != b"":
             return 0.0
         if self.shape != other.shape or self.dtype != other.dtype or not other.norm:
             return math.inf
-        squares = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
-        distance = math.sqrt(sum(squares) / len(squares)) / other.norm
+        distance = math.sqrt(fmean(self._apart(other))) / other.norm
         return distance if distance == distance else math.inf
+
+    def usual_distance(self, other: "Sketch") -> float:
+        """As ``distance``, of two that ``brief`` made, as most elements are apart: a few far ones do not count."""
+        distance = self.distance(other)
+        if not 0.0 < distance < math.inf:
+            return distance
+        filled = self._apart(other)[: max(1, min(_SHARES, math.prod(self.shape)))]
+        return min(distance, math.sqrt(median(filled)) / other.norm)
+
+    def cosine(self, other: "Sketch") -> float | None:
+        """About that of the angle between both; None where one is zero."""
+        own, its = (math.sqrt(sum(one**2 for one in each.projections)) for each in (self, other))
+        product = sum(a * b for a, b in zip(self.projections, other.projections, strict=True))
+        return product / own / its if own and its else None
+
+    def _apart(self, other: "Sketch") -> list[float]:
+        return [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
 
     def factor(self, other: "Sketch") -> float | None:
         """How many times ``other`` this is; None if it is no multiple, as far as projections tell."""
@@ -99,14 +122,33 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     content = digest(_unsigned(tensor))
     if known is not None and known.digest == content:
         return known
-    flat = numbers(tensor if has_fp64(tensor.device) else tensor.cpu())
-    flat = flat.to(flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float64)
+    flat = _countable(tensor)
     narrow = list(_narrow(flat)) if is_rounded(tensor.dtype) else []
     own = tensor if narrow and tensor.dtype in (torch.float32, torch.float64) else None
     said = frozenset() if own is None else frozenset(digest(_unsigned(own.to(ROUNDED_TO[name]))) for name in narrow)
     size, *projections = torch.cat([flat.norm().double()[None], _projections(flat)]).tolist()
     form = tuple(tensor.shape), tensor.dtype, content
     return Sketch(*form, size, tuple(projections), next(iter(narrow), ""), _bits(tensor), said)
+
+
+def brief(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
+    """A sketch without what recognises the tensor in other types or orders; ``known`` as for ``sketch``.
+
+    Its directions share the elements: each has its own, so that all of them are made in one pass, and what is odd in
+    one element is odd in one direction alone (a count sketch, as of Charikar, Chen and Farach-Colton).
+    """
+    content = digest(_unsigned(tensor))[:_SHORT]
+    if known is not None and known.digest == content:
+        return known
+    flat = _countable(tensor)
+    size, *projections = torch.cat([flat.norm().double()[None], _shares(flat)]).tolist()
+    return Sketch(tuple(tensor.shape), tensor.dtype, content, size, tuple(projections))
+
+
+def _countable(tensor: Tensor) -> Tensor:
+    """The elements as numbers of a type that sums can be made of; on the host where their device has no fp64."""
+    flat = numbers(tensor if has_fp64(tensor.device) else tensor.cpu())
+    return flat.to(flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float64)
 
 
 def _unsigned(tensor: Tensor) -> Tensor:
@@ -144,6 +186,19 @@ def _projections(flat: Tensor) -> Tensor:
     wide = signs.double()
     sums = torch.cat([part.double() @ wide for part in rows_of(flat[:even], _ROW)])
     return found + (sums * _turns(len(sums)).to(flat.device)).sum(0)
+
+
+def _shares(flat: Tensor) -> Tensor:
+    """The sums of the elements with signs, each in one of so many directions (8), long enough to be as projections."""
+    even, rest = flat.numel() // _ROW * _ROW, flat.numel() % _ROW
+    row = flat[even:].double()
+    if even:
+        row, turns, first = nn.functional.pad(row, (0, _ROW - rest)), _turns(even // _ROW)[:, 0].double(), 0
+        for part in rows_of(flat[:even], _ROW):
+            row += turns[first : first + len(part)].to(flat.device) @ part.double()
+            first += len(part)
+    signed = row * _signs(flat.device)[: len(row), 0]
+    return nn.functional.pad(signed, (0, -len(row) % _SHARES)).view(-1, _SHARES).sum(0) * math.sqrt(_SHARES)
 
 
 @functools.cache

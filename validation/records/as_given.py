@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeproof.foreign.frameworks.framework import shown
 from pipeproof.foreign.handed_back import Gradient
@@ -96,6 +97,17 @@ def gradients_of(named: Any, known: Mapping[str, Any]) -> Mapping[str, Gradient]
         names = few([str(name) for name in named])
         raise RecordError(f"gradients is of {names}, which are no parameters: expected names as {next(iter(known))}")
     return named
+
+
+def optimizers_of(given: Any) -> tuple[Optimizer, ...]:
+    """This rank's optimizers: one, several, or none where nobody says."""
+    every = () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+    for one in every:
+        if not isinstance(one, Optimizer):
+            raise RecordError(
+                f"optimizer is {shown(one)}: expected this rank's torch.optim.Optimizer, or a list of them"
+            )
+    return every
 
 
 def number(what: str, told: Any) -> float:

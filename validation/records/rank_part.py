@@ -187,6 +187,11 @@ class RankStages:
         return {name: held_here(parameter) for name, _, parameter in self._named}
 
     @cached_property
+    def names(self) -> dict[int, str]:
+        """The name of each parameter, by the ``id`` of it."""
+        return {id(parameter): name for name, _, parameter in self._named}
+
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of whole parameters."""
         return {name: tuple(parameter.shape) for name, _, parameter in self._named}

@@ -263,3 +263,12 @@ def exchange() -> Exchange:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return Exchange(_of_default_group())
     return Exchange(None)
+
+
+def rank_in_job() -> tuple[int, int]:
+    """This process's rank among this job's, and how many there are, as ``exchange`` has it: nothing is exchanged."""
+    if under_torchrun():
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

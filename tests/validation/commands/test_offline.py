@@ -13,6 +13,7 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.record_file import write
 from pipeproof.worlds.output_file import OutputFile
 from tests.support.json_schema import documented
+from tests.support.long_runs import Loop, faster
 
 ONE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=0"
 OTHER = "gpipe r1 s1 m3 split=2 model=mlp plan=train seed=0"
@@ -48,6 +49,37 @@ def test_records_of_two_schedules_agree(capsys: pytest.CaptureFixture[str]) -> N
     assert out.startswith("PASS 37 comparisons, fp32\n")
     assert out.endswith("replay    pipeproof compare one other\n")
     assert documented(Path("verdict.json").read_text())["verdicts"][0]["verdict"] == "pass"
+
+
+def test_runs_of_many_steps_are_compared_by_their_folders(capsys: pytest.CaptureFixture[str]) -> None:
+    Loop().train(Path("runs/good"), range(4))
+    Loop([3, 2, 1, 0], faster, 2).train(Path("runs/seen"), range(4))
+    Loop([2, 0, 3, 1]).train(Path("runs/third"), range(3))
+    compare = ["compare", "runs/good", "runs/seen"]
+    assert main(compare) == 3
+    assert main([*compare, "--also", "runs/third", "--until", "1"]) == 0
+    capsys.readouterr()
+    assert main([*compare, "--also", "runs/third", "--json", "run.json", "--html", "run.html"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("FAIL the runs part in step 2, updated-parameters of 2.bias first\n  where")
+    assert "replay    pipeproof compare runs/good runs/seen --also runs/third\n" in out
+    assert documented(Path("run.json").read_text())["verdicts"][0]["mismatches"][0]["step"] == 2
+    assert "the runs part in step 2" in Path("run.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["one", "run"], "run is a folder, and one is none: expected two runs"),
+        (["run", "run"], "run has no run in it: expected a folder with the rank-N.jsonl"),
+        (["run", "run", "--until", "-1"], "--until is -1: expected at least 0"),
+        (["one", "other", "--also", "run"], "--also has no effect on records, which are files"),
+    ],
+)
+def test_what_is_no_pair_of_runs_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir(exist_ok=True)
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,18 @@
 """The ledger: what a comparison does to its laws, and that a law without one is unknown."""
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import Floor
+from pipeproof.judging.tolerance import FP32, Floor
 from pipeproof.judging.verdict import Mismatch
+from pipeproof.observers.sketch import brief
 
 FLOOR = Floor(1e-7, 1e-7, 0.1)
 
@@ -146,6 +152,37 @@ def test_a_law_that_compared_rounding_alone_is_unknown() -> None:
     assert outcomes(book)[0] == "unknown"
     book.tensors(place(), one, one, lambda: FLOOR)
     assert outcomes(book)[0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("change", "stored", "outcome"),
+    [
+        (lambda moved: 2 * moved, 0.0, "fail"),
+        (lambda moved: moved.index_fill(0, torch.tensor(5), 1.0), 0.0, "unknown"),  # Adam may turn a single step around
+        (lambda moved: moved.index_fill(0, torch.tensor(5), 1e-6), 1e-6, "pass"),  # no more than storing it may do
+        (lambda moved: 1.01 * moved, 1e-6, "unknown"),  # as much, but of all elements
+    ],
+)
+def test_how_far_weights_moved_is_judged_as_most_of_them_did(
+    change: Callable[[Tensor], Tensor], stored: float, outcome: str
+) -> None:
+    book, start, moved = ledger(), torch.linspace(1, 2, 100).double(), torch.full((100,), 1e-6).double()
+    moved[5] = 1.2e-6
+    seen, due, base = brief(start + change(moved)), brief(start + moved), brief(start)
+    book.sketches(place(), seen, due, lambda: FLOOR, base=(base, base), stored=stored)
+    assert outcomes(book)[0] == outcome
+    assert [one.found.began for one in book.mismatches] == [base.norm] * (outcome != "pass")  # type: ignore[union-attr]
+
+
+def test_sketches_where_nobody_measured_rounding_are_neither_right_nor_wrong() -> None:
+    book, one = ledger(), torch.arange(9.0)
+    unmeasured = Floor(0.0, 0.0, 0.0, replace(FP32, least=0.0), nudged=math.inf)
+    book.sketches(place(), brief(one), brief(one.clone()), lambda: unmeasured)
+    assert outcomes(book)[0] == "pass"
+    book.sketches(place(), brief(3 * one), brief(one), lambda: unmeasured)
+    assert outcomes(book)[0] == "unknown"
+    assert book.mismatches[0].read("expected").endswith("3 times expected, cosine 1.000000")
+    assert book.mismatches[0].allowance == "; relative error 2.0e+00"
 
 
 def test_what_is_struck_out_counts_in_no_law_and_no_scenario() -> None:

@@ -16,7 +16,7 @@ from pipeproof.judging.verdict import Mismatch, Verdict
 from pipeproof.observers.digest import digest
 from pipeproof.observers.elements import all_finite, any_nonzero, bits
 from pipeproof.observers.recorder import Snapshot
-from pipeproof.observers.sketch import UNSOUGHT, _signs, sketch
+from pipeproof.observers.sketch import UNSOUGHT, _signs, brief, sketch
 from pipeproof.records.record import ContentError, Record, RecordedOperation
 from pipeproof.records.record import digest as recorded_digest
 from pipeproof.records.record_file import read, write
@@ -288,3 +288,28 @@ def test_a_gradient_off_by_rounding_is_judged_by_floors_of_both_parts() -> None:
     floors = record.operations[0].floors
     assert floors is not None
     assert 0 < floors.gradients["weight"].rounding < 1e-6
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000, 3 * 65_521 + 2])
+def test_a_brief_sketch_tells_how_far_apart_tensors_are_and_by_how_many_elements(size: int) -> None:
+    torch.manual_seed(size)
+    one = torch.randn(size)
+    other = one + 1e-4 * torch.randn(size)
+    assert brief(one.clone()).distance(brief(one)) == 0.0
+    assert 0.3 <= brief(other).distance(brief(one)) / error_of(other, one) <= 3.0
+    assert brief(other).minus(brief(one)).norm == pytest.approx(brief(other).distance(brief(one)) * one.norm().item())
+    odd = one.clone()
+    odd[size // 2] += 9.0
+    assert brief(odd).distance(brief(one)) == pytest.approx(error_of(odd, one), rel=1e-3)
+    assert (brief(odd).usual_distance(brief(one)) == 0.0) == (size > 1)
+    assert brief(2 * one).usual_distance(brief(one)) > 0.5
+    assert brief(one, known=(known := brief(one))) is known
+
+
+def error_of(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def test_sums_of_sketches_are_not_equal_for_want_of_a_digest() -> None:
+    one, other = brief(torch.ones(9)), brief(torch.arange(9.0))
+    assert one.plus(one).distance(other.plus(other)) > 0.1

@@ -1,0 +1,257 @@
+"""Two runs of many steps: where they part, by what, and whether that is rounding. Every law is shown failing."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.compare_runs import compare_runs
+from pipeproof.records.kept_run import KeptRun
+from pipeproof.records.record import RecordError
+from pipeproof.records.run_growth import Quantity, differences
+from pipeproof.worlds.world import World
+from tests.support.long_runs import RATE, Fault, Loop, faster, in_replicas, in_stages, model_of
+
+pytestmark = pytest.mark.long
+STEPS, LONG = 12, 50
+REVERSED, SHUFFLED = [3, 2, 1, 0], [2, 0, 3, 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("runs")
+    Loop().train(made / "good", range(LONG))
+    Loop(SHUFFLED).train(made / "third", range(LONG))
+    return made
+
+
+@pytest.fixture(scope="module")
+def judged(folder: Path) -> Callable[..., Verdict]:
+    """The verdict on a run in the folder, up to a step, with or without the third one."""
+
+    def judge(seen: str, *, good: str = "good", also: bool = False, until: int | None = STEPS - 1) -> Verdict:
+        third = KeptRun(folder / "third") if also else None
+        return compare_runs(KeptRun(folder / good), KeptRun(folder / seen), third=third, until=until)
+
+    return judge
+
+
+def first(verdict: Verdict) -> tuple[str, int | None, str, str | None]:
+    one = verdict.mismatches[0]
+    return verdict.verdict, one.step, one.law, one.parameter
+
+
+def test_equal_runs_are_equal_bit_for_bit(folder: Path, judged: Callable[..., Verdict]) -> None:
+    Loop().train(folder / "same", range(STEPS))
+    verdict = judged("same")
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert verdict.law("gradient").checked == verdict.law("updated-parameters").checked == STEPS * 10
+    assert verdict.law("microbatches").exact == verdict.law("grad-norm").exact == STEPS
+
+
+def test_a_run_that_went_on_from_a_checkpoint_is_equal(folder: Path, judged: Callable[..., Verdict]) -> None:
+    stopped = Loop().train(folder / "resumed", range(5))
+    state = stopped.model.state_dict(), stopped.optimizer.state_dict()
+    Loop(start=state).train(folder / "resumed", range(5, STEPS), resume=True)
+    assert judged("resumed").tier == "bitwise"
+    forgot = Loop(start=(state[0], torch.optim.SGD(stopped.model.parameters(), lr=RATE, momentum=0.9).state_dict()))
+    forgot.train(folder / "forgot", range(5, STEPS))
+    assert first(judged("forgot")) == ("unknown", 5, "updated-parameters", "2.bias")
+
+
+def test_another_order_of_sums_passes_by_the_measure_of_a_third_run(
+    folder: Path, judged: Callable[..., Verdict]
+) -> None:
+    Loop(REVERSED).train(folder / "reversed", range(LONG))
+    verdict = judged("reversed", also=True, until=None)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert 0 < verdict.law("gradient").worst < 1e-4
+    assert "bits differ from step 0 on; rounding makes" in verdict.law("gradient").note
+    Loop(SHUFFLED).train(folder / "short third", range(2))
+    file = folder / "reversed" / "rank-0.jsonl"
+    file.write_text(file.read_text().replace('"torch":"', '"torch":"1+', 1))
+    short = compare_runs(KeptRun(folder / "good"), KeptRun(folder / "reversed"), third=KeptRun(folder / "short third"))
+    assert first(short)[:2] == ("unknown", 2)
+    assert "whether that is rounding, as the third run ends with step 1" in short.headline
+    assert short.law("steps").note.startswith("computed by torch 1+")
+    alone = judged("reversed")
+    assert first(alone) == ("unknown", 0, "gradient", "2.bias")
+    assert "nothing measured tells whether that is rounding" in str(alone)
+
+
+def without_the_last_microbatch(loop: Loop, number: int) -> None:
+    loop.optimizer.zero_grad()
+    for inputs, target in (loop.microbatches(number)[k] for k in loop.order if k < 3):
+        (nn.functional.mse_loss(loop.model(inputs), target) / 4).backward()
+
+
+def scaled(loop: Loop, number: int, *, by: float = 1.001) -> None:
+    loop.model[1][0].weight.grad.mul_(by)
+
+
+def decayed(loop: Loop, number: int) -> None:
+    with torch.no_grad():
+        loop.model[0][0].bias.mul_(1 - 1e-3)
+
+
+FAULTS = {
+    "rate": (faster, 7, "updated-parameters", "2.bias"),
+    "dropped": (without_the_last_microbatch, 5, "gradient", "2.bias"),
+    "scaled": (scaled, 3, "gradient", "1.0.weight"),
+    "decayed": (decayed, 6, "updated-parameters", "0.0.bias"),
+}
+
+
+@pytest.mark.parametrize("order", [range(4), REVERSED], ids=["in order", "reversed"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_at_the_step_it_begins_and_by_its_law(
+    name: str, order: list[int], folder: Path, judged: Callable[..., Verdict]
+) -> None:
+    fault: Fault
+    fault, begins, law, parameter = FAULTS[name]
+    run = f"{name} {order[0]}"
+    Loop(order, fault, begins).train(folder / run, range(begins + 1))
+    verdict = judged(run, also=True)
+    assert first(verdict) == ("fail", begins, law, parameter), str(verdict)
+    if order != REVERSED:
+        assert first(judged(run)) == ("unknown", begins, law, parameter)
+    if name == "rate":
+        assert "the optimizer was told lr 0.2, not 0.1 for" in verdict.law(law).note
+
+
+def test_a_fault_smaller_than_what_rounding_grows_to_is_found_where_it_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a rate of 10 the runs of right code are soon farther apart than the fault was."""
+    monkeypatch.setattr("tests.support.long_runs.RATE", 10.0)
+    for name, loop in (("wild", Loop()), ("wild third", Loop(SHUFFLED))):
+        loop.train(folder / name, range(23))
+    Loop(REVERSED, partial(scaled, by=1 + 2e-4), 1).train(folder / "wild fault", range(3))
+    good, third, seen = (KeptRun(folder / name) for name in ("wild", "wild third", "wild fault"))
+    assert first(compare_runs(good, seen, third=third)) == ("fail", 1, "gradient", "1.0.weight")
+    assert differences(good.step(22), third.step(22))[Quantity("gradient", "1.0.weight")].relative > 2e-4
+
+
+def test_other_data_are_told_as_data(folder: Path, judged: Callable[..., Verdict]) -> None:
+    class OtherData(Loop):
+        def microbatches(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            return super().microbatches(number if number < 4 else 99)
+
+    OtherData().train(folder / "data", range(STEPS))
+    verdict = judged("data")
+    assert first(verdict) == ("fail", 4, "microbatches", None)
+    assert "other data: microbatch 0 first" in str(verdict)
+    assert verdict.law("gradient").outcome == "pass"
+
+
+def test_weights_that_change_between_steps_are_told_as_such(folder: Path, judged: Callable[..., Verdict]) -> None:
+    loop = Loop().train(folder / "between", range(3))
+    with torch.no_grad():
+        loop.model[2].weight.mul_(1.1)
+    loop.train(folder / "between", range(3, STEPS), resume=True)
+    assert first(judged("between", also=True)) == ("fail", 3, "initial-weights", "2.weight")
+    Loop(fault=scaled, begins=3).train(folder / "seldom", range(9), every=4)  # steps 0, 4, 8
+    assert first(judged("seldom", also=True)) == ("fail", 4, "initial-weights", "1.0.weight")
+
+
+@pytest.mark.pipeproof_ranks
+def test_other_layouts_are_matched_by_name_and_by_microbatch(
+    world: World, folder: Path, judged: Callable[..., Verdict]
+) -> None:
+    for name, job in (("stages", in_stages), ("replicas", in_replicas)):
+        world.run(lambda context, job=job, name=name: job(folder / name, range(STEPS)), ranks=2)
+        verdict = judged(name, also=True)
+        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.law("loss").checked >= 4 * STEPS
+        assert verdict.law("gradient").checked == 10 * STEPS
+    names = [name for name, _ in model_of().named_parameters()]
+    assert list(KeptRun(folder / "stages").parameters) == list(KeptRun(folder / "good").parameters) == names
+    world.run(lambda context: in_replicas(folder / "apart", range(2), apart=True), ranks=2)
+    assert first(judged("apart", also=True))[:3] == ("fail", 0, "replicas")
+    with pytest.raises(RecordError, match=r"rank 1 of .*apart has another gradient of 2\.bias than the first"):
+        judged("good", good="apart")
+    (folder / "stages" / "rank-1.jsonl").unlink()
+    with pytest.raises(RecordError, match="is of 2 ranks and lacks rank 1"):
+        judged("stages")
+
+
+def test_a_killed_job_is_compared_up_to_its_last_whole_step(folder: Path, judged: Callable[..., Verdict]) -> None:
+    Loop().train(folder / "killed", range(STEPS))
+    file = folder / "killed" / "rank-0.jsonl"
+    file.write_bytes(file.read_bytes()[:-100])
+    verdict = judged("killed")
+    assert verdict.verdict == "unknown"
+    assert "step 11 not compared, as" in verdict.law("steps").note
+    assert judged("killed", until=STEPS - 2).tier == "bitwise"
+    Loop().train(folder / "killed", range(3), resume=True)  # from the beginning: what came later is another run's
+    assert KeptRun(folder / "killed").numbers == [0, 1, 2]
+
+
+def other_header(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
+    def edit(file: Path) -> None:
+        first, *steps = file.read_text().splitlines(keepends=True)
+        header = json.loads(first)
+        change(header)
+        file.write_text("".join([json.dumps(header) + "\n", *steps]))
+
+    return edit
+
+
+UNFIT = {
+    "version": (other_header(lambda header: header.update(version=9)), "is of version 9 of runs"),
+    "shape": (
+        other_header(lambda header: header["parameters"]["2.bias"].update(shape=[3])),  # type: ignore[index]
+        r"2.bias is float32\[8\] in .* and float32\[3\] in",
+    ),
+    "name": (
+        other_header(lambda header: header["parameters"].update(x=header["parameters"].pop("2.bias"))),  # type: ignore[attr-defined]
+        "has no parameter 2.bias, which",
+    ),
+    "part": (
+        other_header(lambda header: header["parameters"]["2.bias"].update(part="[0:8]")),  # type: ignore[index]
+        r"has not the part 2.bias that .* has",
+    ),
+    "line": (lambda file: file.write_text(file.read_text().replace('{"number":1,', '"1')), "byte .* is no step"),
+    "steps": (lambda file: file.write_text(file.read_text().splitlines()[0] + "\n"), "the runs have no step in common"),
+    "none": (lambda file: file.unlink(), "has no run in it"),
+    "other": (lambda file: file.write_text("{}\n"), "is no part of a run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_runs_that_cannot_be_compared_are_refused_in_a_sentence(
+    name: str, folder: Path, judged: Callable[..., Verdict]
+) -> None:
+    edit, words = UNFIT[name]
+    Loop().train(folder / f"unfit {name}", range(2))
+    edit(folder / f"unfit {name}" / "rank-0.jsonl")
+    with pytest.raises(RecordError, match=words):
+        judged(f"unfit {name}")
+
+
+def test_gradients_that_were_not_kept_alike_are_refused(
+    folder: Path, judged: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeproof.records.run_recorder.RunStep.gradients", lambda step: None)
+    Loop().train(folder / "clipped", range(1))
+    with pytest.raises(RecordError, match="in step 0 one run kept gradients before clipping and the other after it"):
+        judged("clipped")
+
+
+def test_a_third_run_that_does_not_measure_rounding_is_refused(folder: Path) -> None:
+    good, seen = KeptRun(folder / "good"), KeptRun(folder / "third")
+    Loop().train(folder / "equal", range(2))
+    for name, fault, words in (
+        ("equal", None, "measures no rounding: it is .* bit for bit"),
+        ("wrong rate", faster, "has another optimizer: lr 0.2, not 0.1"),
+        ("wrong sums", without_the_last_microbatch, "gradients differ by .*e-01"),
+    ):
+        if fault is not None:
+            Loop(fault=fault).train(folder / name, range(2))
+        with pytest.raises(RecordError, match=words):
+            compare_runs(good, seen, third=KeptRun(folder / name))

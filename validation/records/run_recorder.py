@@ -1,0 +1,277 @@
+"""What a job keeps of each of its steps, to hold two runs against each other: each rank in a file of its own.
+
+No rank asks another, nothing is drawn, and no gradient or weight is written to: the job goes on with the same bits.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from pipeproof.foreign.frameworks.framework import shown
+from pipeproof.foreign.handed_back import FlatShard
+from pipeproof.judging.verdict import raised
+from pipeproof.observers.shards import held_here
+from pipeproof.observers.sketch import Sketch, brief
+from pipeproof.pipeline.step import Parts
+from pipeproof.records.as_given import (
+    gradients_of,
+    losses_of,
+    named_by,
+    number,
+    optimizers_of,
+    stages_of,
+)
+from pipeproof.records.checked_step import looked_at
+from pipeproof.records.rank_part import RankStages, Rename, own_name
+from pipeproof.records.record import RecordError, content_digests
+from pipeproof.records.run_file import Held, RankFile, RankHeader, RankStep
+from pipeproof.reference.step import dense
+from pipeproof.worlds.side_store import rank_in_job
+
+_LETTERS = 32  # of a microbatch's digest
+
+
+class RunStep:
+    """One step of a run, as a context manager around it; ``record_run(...).step`` makes it."""
+
+    def __init__(self, run: "RunRecorder", kept: RankStep | None, microbatches: Sequence[object] | None) -> None:
+        self._run, self._step, self._given = run, kept, microbatches
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        self._note(self._begin)
+        return self
+
+    def gradients(self, named: Mapping[str, Tensor | None] | None = None) -> None:
+        """Keep this rank's gradients now: they must be complete, and not clipped yet.
+
+        ``named``: gradients by the names of parameters in the whole model, for a runtime that does not keep them in
+        ``.grad``. Where nobody calls this, those are kept that the optimizer is given, clipped.
+        """
+        self._note(lambda _: {"gradients": self._gradients(named), "clipped": False})
+
+    def report(
+        self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
+    ) -> None:
+        """Keep what this rank knows: the microbatches' losses, in their order; what they are together; the norm."""
+        if losses is not None:
+            self._note(lambda _: {"losses": self._losses(losses)})
+        known = {what: told for what, told in (("loss", loss), ("norm", norm)) if told is not None}
+        self._note(lambda _: {what: number(what, told) for what, told in known.items()})
+
+    def wrap(self, parts: Parts) -> Parts:
+        """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
+        return looked_at(parts, self.gradients)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if error is None:
+            self._note(self._end)
+        if self._step is not None:
+            self._run.end(self._step, whole=error is None)
+
+    def _note(self, look: Callable[[RankStep], Mapping[str, object]]) -> None:
+        """Keep what ``look`` finds, as fields of the step; what it raises is kept too: it is no reason to end a job."""
+        if self._step is None or self._step.problem:
+            return
+        try:
+            found = look(self._step)
+        except RecordError as error:
+            found = {"problem": str(error)}
+        except Exception as error:  # no one type: what a job gives may be anything
+            found = {"problem": f"recording it raised {raised(error)}"}
+        self._step = replace(self._step, **found)  # type: ignore[arg-type]  # fields by their names
+
+    def _begin(self, _: RankStep) -> Mapping[str, object]:
+        self._hooks = [one.register_step_pre_hook(self._stepping) for one in self._run.optimizers]
+        left, now = self._run.left, self._run.sketched(self._run.own.parameters)
+        self._run.left = now
+        moved = {name: one for name, one in now.items() if one is not left.get(name)}
+        if self._given is None:
+            return {"before": moved}
+        digests = content_digests(_each_of(self._given))
+        return {"before": moved, "microbatches": tuple(one[:_LETTERS] for one in digests)}
+
+    def _stepping(self, *_: object) -> None:
+        """An optimizer is about to step: what it is told now counts."""
+        self._note(lambda step: {} if step.gradients else {"gradients": self._gradients(None), "clipped": True})
+        self._note(lambda _: {"options": self._run.options()})
+
+    def _end(self, step: RankStep) -> Mapping[str, object]:
+        self._run.left = weights = self._run.sketched(self._run.own.parameters)
+        return {"weights": weights, "options": step.options or self._run.options()}
+
+    def _gradients(self, named: Mapping[str, Any] | None) -> dict[str, Sketch | None]:
+        own = self._run.own
+        found = own.gradients if named is None else gradients_of(named, own.parameters)
+        if odd := [name for name, one in found.items() if isinstance(one, FlatShard)]:
+            raise RecordError(f"the gradient of {odd[0]} is a FlatShard: expected the tensor that this rank has")
+        there = {name: dense(held_here(one)) for name, one in found.items() if isinstance(one, Tensor)}
+        for name, one in there.items():
+            if tuple(one.shape) != (due := self._run.header.parameters[name].shape):
+                raise RecordError(f"the gradient of {name} has shape {list(one.shape)}, and the weight {list(due)}")
+        return {**dict.fromkeys(found), **{name: brief(one) for name, one in there.items()}}
+
+    def _losses(self, told: Sequence[float]) -> tuple[float, ...]:
+        found = tuple(losses_of(told))
+        if self._given is not None and len(found) != len(self._given):
+            raise RecordError(f"losses has {len(found)} numbers, and there are {len(self._given)} microbatches")
+        return found
+
+
+class RunRecorder:
+    """What ``record_run`` makes: a context manager around a job's steps on this rank."""
+
+    def __init__(
+        self,
+        modules: nn.Module | Mapping[int, nn.Module],
+        to: str | Path,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        rename: Rename,
+        every: int,
+        resume: bool,
+    ) -> None:
+        rank, ranks = rank_in_job()
+        self.own = RankStages(stages_of(modules, rank), named_by(rename))
+        self.own.check_names()
+        self.optimizers = optimizers_of(optimizer)
+        if not isinstance(every, int) or every < 1:
+            raise RecordError(f"every is {shown(every)}: expected how many steps there are to one that is kept, from 1")
+        parameters = {name: self._held(name, one) for name, one in self.own.parameters.items()}
+        self.header = RankHeader(rank, ranks, parameters, every)
+        self.left: dict[str, Sketch] = {}
+        self._path, self._stopped = Path(to) / f"rank-{rank}.jsonl", False
+        self._next = None if self._goes_on(resume) else 0  # ranks may have come to other steps before a job was stopped
+
+    def __enter__(self) -> Self:
+        return self
+
+    def step(self, microbatches: Sequence[object] | None = None, *, number: int | None = None) -> RunStep:
+        """A context manager around one step; inside, ``gradients``, ``report`` and ``wrap`` say what cannot be seen.
+
+        microbatches: those that this rank's replica trains in the step, in any form: what is kept is a digest of each
+        one's tensors. None on a rank that does not have them. number: the step's, from 0; the default is the next one,
+        and there is none where a job goes on from a checkpoint. Two runs are compared by these numbers.
+        """
+        at = self._next if number is None else number
+        if not isinstance(at, int) or at < 0:
+            why = ", as the run goes on from a checkpoint" if number is None else ""
+            raise RecordError(f"number is {shown(at)}: expected that of the step, from 0{why}")
+        self._next = at + 1
+        due = at % self.header.every == 0 and not self._stopped
+        return RunStep(self, RankStep(at) if due else None, microbatches)
+
+    def sketched(self, tensors: Mapping[str, Tensor]) -> dict[str, Sketch]:
+        """Each in brief; those that are as they were left are these very sketches."""
+        return {name: brief(one, known=self.left.get(name)) for name, one in tensors.items()}
+
+    def options(self) -> dict[str, dict[str, object]]:
+        """What optimizers are told now, by parameter: learning rate, weight decay and others that are numbers."""
+        found: dict[str, dict[str, object]] = {}
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            said = {name: _plain(value) for name, value in group.items() if name != "params"}
+            told = {name: value for name, value in said.items() if value is not None}
+            found |= {self.own.names[id(one)]: told for one in group["params"] if id(one) in self.own.names}
+        return found
+
+    def end(self, step: RankStep, *, whole: bool) -> None:
+        """Add the step's line to the file, if it is ``whole``. Where that cannot be, say so once; the job goes on."""
+        if step.problem or not whole:
+            self.left = {}  # the next line has all weights that it begins with
+        if not whole:
+            return
+        if step.problem:
+            warnings.warn(f"step {step.number} was not recorded: {step.problem}", stacklevel=3)
+            step = RankStep(step.number, problem=step.problem)
+        try:
+            with self._path.open("a") as file:
+                file.write(step.line(self.header))
+        except OSError as error:
+            self._stopped = True
+            warnings.warn(f"steps from {step.number} on are not recorded: {error}", stacklevel=3)
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+
+    def _held(self, name: str, one: Tensor) -> Held:
+        shard = self.own.shards.get(name)
+        part = "" if shard is None else str(shard)
+        return Held(self.own.places[name], tuple(one.shape), str(one.dtype).removeprefix("torch."), part)
+
+    def _goes_on(self, resume: bool) -> bool:
+        """Begin the file, or go on in it; whether it is that."""
+        try:
+            if resume and self._path.exists():
+                self._cut_torn_line()
+                return True
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("x") as file:
+                file.write(self.header.line())
+        except FileExistsError as error:
+            cure = "name a new folder, or say resume=True to go on in this one"
+            raise RecordError(f"{self._path} is there already: {cure}") from error
+        except OSError as error:
+            cure = "choose a writable folder"
+            raise RecordError(f"cannot write {self._path}: {error.strerror or error}; {cure}") from error
+        return False
+
+    def _cut_torn_line(self) -> None:
+        there = RankFile(self._path)
+        if any(getattr(there.header, what) != getattr(self.header, what) for what in ("ranks", "every", "parameters")):
+            raise RecordError(f"{self._path} is of a job with other ranks, parameters or every=: name a new folder")
+        with self._path.open("r+b") as file:
+            file.truncate(there.whole)
+
+
+def record_run(
+    modules: nn.Module | Mapping[int, nn.Module],
+    to: str | Path,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    rename: Rename = own_name,
+    every: int = 1,
+    resume: bool = False,
+) -> RunRecorder:
+    """A context manager around a training loop, that keeps what tells two runs apart. Every rank enters it.
+
+    Its ``step`` goes around each step of the loop. Of that is kept: digests of the microbatches, losses, the gradient
+    norm, what the optimizer was told, and of each gradient and each updated weight a digest, a norm and eight
+    projections: about 250 bytes a parameter, however large it is. ``pipeproof compare`` says at which step two runs
+    part, and by what. Each rank writes ``rank-N.jsonl`` into the folder ``to``.
+
+    modules: this rank's stages by number. A single module is the stage of this rank's number. optimizer: this rank's,
+    or several: their learning rates and so on are kept. rename: from a stage's number and a name in it to the name in
+    the whole model. every: keep one step of so many. resume: go on in a folder that a job left which was stopped; steps
+    that are made anew take the place of those that were there.
+
+    Raises ``RecordError`` for what is of no use, and for a folder that has a run already. What goes wrong later is a
+    warning, and the job goes on.
+    """
+    return RunRecorder(modules, to, optimizer=optimizer, rename=rename, every=every, resume=resume)
+
+
+def _each_of(microbatches: Any) -> Sequence[object]:
+    if not isinstance(microbatches, Sequence) or isinstance(microbatches, str):
+        raise RecordError(f"microbatches is {shown(microbatches)}: expected a list of them")
+    return microbatches
+
+
+def _plain(value: Any) -> object:
+    """An option that is a number, or several; None of anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        parts = [_plain(one) for one in value]
+        return None if None in parts else parts
+    return value if isinstance(value, int | float | str) else None
