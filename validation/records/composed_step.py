@@ -12,6 +12,7 @@ from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import renamed
 from pipeproof.foreign.rank import Order, Origin, parameters_of
+from pipeproof.foreign.step_verdict import with_notes
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.initial_weights import FirstUse
@@ -19,7 +20,7 @@ from pipeproof.observers.shards import InShards, held_here
 from pipeproof.observers.watching import Watcher, watching
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.rank_part import AdapterNames
-from pipeproof.records.stage_numbers import Modules, stage_numbers, told_by
+from pipeproof.records.stage_numbers import Flow, Modules, stage_numbers, told_by
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
 from pipeproof.worlds.side_store import exchange
@@ -52,7 +53,7 @@ class Composed(AgainstItself):
             watcher.close()
             made = _Made(context.rank, order, handed, origin, watcher, sent_messages())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        stages = made.stages(whole, bound_s)
+        stages, note = made.stages(whole, bound_s)
         by = self if handed.accumulation is None else replace(self, accumulation=handed.accumulation)
         named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
         check = ComposedCheck(stages, given, against=by, rename=named, timeout_s=bound_s)
@@ -62,7 +63,7 @@ class Composed(AgainstItself):
                 check.begin(made.begun(stages, first_use))
                 check.gradients(made.gradients(stages))
                 check.report(losses=handed.by_microbatch or None, loss=handed.whole_loss, norm=handed.norm)
-        return check.verdict
+        return with_notes(check.verdict, {"boundaries": note} if note else {})
 
 
 @dataclass(frozen=True)
@@ -76,23 +77,28 @@ class _Made:
     watcher: Watcher
     sent: Mapping[Message, Sent]
 
-    def stages(self, whole: Sequence[str], bound_s: float) -> dict[int, nn.Module]:
-        """The watched modules by the number of their stage; ``whole``: the model's names, if they are known."""
+    def stages(self, whole: Sequence[str], bound_s: float) -> tuple[dict[int, nn.Module], str]:
+        """The watched modules by the number of their stage, and what that leaves open.
+
+        ``whole``: the model's names, if they are known.
+        """
         self._check()
         modules = self._modules
         names = [frozenset(self._names[id(module)].values()) for module in modules]
         calls = [self.watcher.calls(module) or [] for module in modules]
-        own = Modules(names, told_by(self.handed.actions(self.rank), calls)), self.sent
+        told = told_by(self.handed.actions(self.rank), calls)
+        mine = Modules(names, [Flow.of(one) for one in calls], told), self.sent
         every: list[tuple[Modules, Mapping[Message, Sent]]] = exchange().gather(
-            own, what="the modules that were handed back", bound_s=bound_s
+            mine, what="the modules that were handed back", bound_s=bound_s
         )
         sent = {message: what for _, messages in every for message, what in messages.items()}
         for call in (call for one in calls for call in one):
             call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
-        numbers = stage_numbers([one for one, _ in every], self.order.replicas, whole, self.order.name)
-        if len({*numbers[self.rank]}) < len(modules):
+        found = stage_numbers([one for one, _ in every], self.order.replicas, whole, self.order.name)
+        own = found.stages[self.rank]
+        if len({*own}) < len(modules):
             raise HandBackError(f"{self.order.name} handed back a stage twice: expected each of its modules once")
-        return dict(zip(numbers[self.rank], modules, strict=True))
+        return dict(zip(own, modules, strict=True)), found.note
 
     def _check(self) -> None:
         """Raise ``HandBackError`` for what cannot be run again, or compared."""

@@ -1,33 +1,82 @@
-"""Which stage each module is that ranks handed back: by the model's names, by what the runtime told, or by their ranks.
+"""Which stage each module is that ranks handed back: by the model's names, by what the runtime told, or by what flowed.
 
 Names and calls are of one rank's modules, in the order in which it handed them back.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Self
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.observers.calls import Call
+from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Action, Kind
 
 _UNKNOWN = (
-    "{} handed back {} modules, and nothing tells which stages they are: give Composed a build=, which makes the whole "
-    "model on the meta device; or hand back a trace, as torch_pipelining.step does"
+    "{} handed back modules, and what passed between them does not tell in which order they are the stages: give "
+    "Composed a build=, which makes the whole model on the meta device, or hand back a trace"
 )
+_AS_PASSED = "stages are in the order in which tensors passed them: with a build= of Composed, that is compared, too"
 _NO_NAMES = "they have no parameters; let a module with parameters be a part of each stage"
 
 
 @dataclass(frozen=True)
+class Flow:
+    """Digests of what passed a module: what ``came`` in and what was ``returned`` to its outputs, by call.
+
+    ``gave``: all that it put out. ``handed``: all that flowed on from its inputs.
+    """
+
+    came: Sequence[frozenset[bytes]] = ()
+    returned: Sequence[frozenset[bytes]] = ()
+    gave: frozenset[bytes] = frozenset()
+    handed: frozenset[bytes] = frozenset()
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> Self:
+        """That of these calls; zeros are anybody's."""
+        return cls(
+            [_contents(call.inputs) for call in calls],
+            [_contents(call.output_gradients.values()) for call in calls],
+            _contents(one for call in calls for one in call.outputs),
+            _contents(one for call in calls for one in call.input_gradients.values()),
+        )
+
+    def with_another(self, other: Self) -> Self:
+        """The two together, of one stage on several ranks."""
+        both = [*self.came, *other.came], [*self.returned, *other.returned]
+        return replace(
+            self, came=both[0], returned=both[1], gave=self.gave | other.gave, handed=self.handed | other.handed
+        )
+
+    def given_to(self, other: Self) -> int:
+        """How often ``other`` was called on what this gave, and this was sent back what ``other`` handed on."""
+        forward = sum(bool(one & self.gave) for one in other.came)
+        return forward + sum(bool(one & other.handed) for one in self.returned)
+
+    def feeds(self, other: Self) -> bool:
+        """Whether most of what passed between the two went from this to ``other``: a wrong message is no way."""
+        votes = self.given_to(other)
+        return 2 * votes >= max(1, len(other.came)) and votes > other.given_to(self)
+
+
+def _contents(those: Iterable[Sketch]) -> frozenset[bytes]:
+    return frozenset(digest for one in those if one.norm for digest in (one.digest, *one.said))
+
+
+@dataclass(frozen=True)
 class Modules:
-    """What a rank handed back: the ``names`` of each module's parameters in the whole model.
+    """What a rank handed back: the ``names`` of each module's parameters in the whole model, and what passed it.
 
     ``told``: the stage of each, as the runtime says; None where it does not.
     """
 
     names: Sequence[frozenset[str]]
+    flows: Sequence[Flow] = ()
     told: Sequence[int] | None = None
 
 
@@ -41,19 +90,24 @@ def told_by(actions: Sequence[Action] | None, calls: Sequence[Sequence[Call]]) -
     return [min(stages) for stages in found] if all(len(stages) == 1 for stages in found) else None
 
 
-def stage_numbers(every: Sequence[Modules], replicas: Replicas, whole: Collection[str], step: str) -> list[list[int]]:
+@dataclass(frozen=True)
+class Numbered:
+    """The stage of each module, by rank; ``note``: what that leaves open."""
+
+    stages: Sequence[Sequence[int]]
+    note: str = ""
+
+
+def stage_numbers(every: Sequence[Modules], replicas: Replicas, whole: Collection[str], step: str) -> Numbered:
     """The stage of each module of ``every`` rank. ``whole``: the model's names in order, where that is known.
 
     Raises ``HandBackError`` where nothing tells.
     """
     if whole:
-        return _by_names(every, whole, step)
+        return Numbered(_by_names(every, whole, step))
     if all(one.told is not None for one in every):
-        return [list(one.told or ()) for one in every]
-    if many := next((one for one in every if len(one.names) > 1), None):
-        raise HandBackError(_UNKNOWN.format(step, len(many.names)))
-    places = _places([bool(one.names) for one in every], replicas)
-    return [[place] * len(one.names) for place, one in zip(places, every, strict=True)]
+        return Numbered([one.told or () for one in every])
+    return _by_flows(every, _places([bool(one.names) for one in every], replicas), step)
 
 
 def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> list[list[int]]:
@@ -72,6 +126,29 @@ def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> li
         raise HandBackError(f"{step} handed back several modules whose place nothing tells: {why}")
     index = {stage.held: stage.index for stage in in_order([*found.values()], [*whole], frozenset)}
     return [[index[held & known] for held in one.names] for one in every]
+
+
+def _by_flows(every: Sequence[Modules], places: Sequence[int], step: str) -> Numbered:
+    """As tensors went from one to another; where that is not seen, as ranks are numbered, if each has one module."""
+    flows: dict[tuple[int, int], Flow] = {}
+    for place, one in zip(places, every, strict=True):
+        for at, flow in zip(((place, chunk) for chunk in range(len(one.names))), one.flows, strict=True):
+            flows[at] = flows[at].with_another(flow) if at in flows else flow
+    feeds = {(one, other) for one, other in permutations(flows, 2) if flows[one].feeds(flows[other])}
+    order, left = list[tuple[int, int]](), dict.fromkeys(sorted(flows))
+    while left:
+        first = [at for at in left if not any((other, at) in feeds for other in left)]
+        if len(first) != 1:
+            break
+        order += first
+        del left[first[0]]
+    if left:
+        order = sorted(flows)
+        against = any(order.index(one) > order.index(other) for one, other in feeds)
+        if against or any(chunk for _, chunk in flows):
+            raise HandBackError(_UNKNOWN.format(step))
+    found = [[order.index((place, k)) for k in range(len(one.names))] for place, one in zip(places, every, strict=True)]
+    return Numbered(found, _AS_PASSED if order != sorted(flows) or any(chunk for _, chunk in flows) else "")
 
 
 def _places(holding: Sequence[bool], replicas: Replicas) -> Sequence[int]:
