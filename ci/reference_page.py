@@ -24,7 +24,7 @@ class Name:
     package: str
     name: str
     file: str
-    own: str = ""  # what it is called there, if that is another name
+    own: str = ""  # what it is called there, if that is another name; or the class that it has its fields of
     methods: Sequence[str] = field(default=())
 
 
@@ -85,7 +85,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
             methods=("gradients", "report", "wrap", "verdict"),
         ),
         Name("pipeproof", "SingleDevice", "validation/records/single_device.py"),
-        Name("pipeproof", "Composed", "validation/foreign/composed.py"),
+        Name("pipeproof", "Composed", "validation/foreign/composed.py", own="AgainstItself"),
         Name("pipeproof", "colossalai.check_step", "validation/colossalai.py", own="check_step"),
         Name("pipeproof", "colossalai.record_step", "validation/colossalai.py", own="record_step"),
         Name("pipeproof", "deepspeed.check_step", "validation/deepspeed.py", own="check_step"),

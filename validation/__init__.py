@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
-    from pipeproof.foreign.composed import Composed as Composed
     from pipeproof.foreign.task import WhiteBoxError as WhiteBoxError
     from pipeproof.judging.verdict import NoVerdict as NoVerdict
     from pipeproof.judging.verdict import PipelineMismatch as PipelineMismatch
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from pipeproof.judging.verdict import Verdict as Verdict
     from pipeproof.pipeline.action import ScheduleError as ScheduleError
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
+    from pipeproof.records.composed_step import Composed as Composed
     from pipeproof.records.record import RecordError as RecordError
     from pipeproof.records.run_recorder import record_run as record_run
     from pipeproof.records.single_device import SingleDevice as SingleDevice
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Case": "cases.case",
-    "Composed": "foreign.composed",
+    "Composed": "records.composed_step",
     "CaseError": "cases.case",
     "NeedsMoreRanks": "worlds.rank_report",
     "NoVerdict": "judging.verdict",

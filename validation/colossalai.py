@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipeproof.foreign.frameworks.framework import OfMicrobatch
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
@@ -44,7 +46,7 @@ def check_step(
     criterion: Criterion,
     batches: Sequence[Any] | None,
     *,
-    reference: Callable[[], nn.Module],
+    reference: Callable[[], nn.Module] | Composed,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[CheckedStep]:
     """A context manager around ``execute_pipeline`` and ``optimizer.step`` of a running job. Every rank enters it.
@@ -54,11 +56,13 @@ def check_step(
 
     booster, model, optimizer, criterion: as ``execute_pipeline`` is called with them. batches: what its data iterator
     gives in the step, of this rank's replica: one; or where gradients are accumulated, one for each call. None on a
-    rank that does not have them, and not on rank 0. reference: builds the whole model, as it is before it is boosted.
-    timeout_s is that of ``check_step``.
+    rank that does not have them, and not on rank 0. reference: builds the whole model, as it is before it is boosted;
+    or a ``Composed``, for a model too large for one device: the ranks of the first and of the last stage then have
+    batches, and there is one. timeout_s is that of ``check_step``.
     """
-    boosted = booster, model, optimizer
-    return checking(partial(_step, boosted, criterion, batches, reference), timeout_s=timeout_s)
+    boosted, composed = (booster, model, optimizer), reference if isinstance(reference, Composed) else None
+    made = partial(_step, boosted, criterion, batches, reference)
+    return checking(made, timeout_s=timeout_s, composed=composed)
 
 
 def record_step(
@@ -73,6 +77,18 @@ def record_step(
     # Cut when they are wanted: what is wrong with them is the record's.
     microbatches = None if batches is None else _microbatches(booster, batches)
     return recording(step, microbatches, path, framework=COLOSSALAI, timeout_s=timeout_s)
+
+
+def _against_itself(by: Composed, criterion: Criterion, packed: Packed, model: Any, given: Sequence[Any]) -> Composed:
+    """``by``, with ``criterion`` and the names that the whole model has here. Raises ``ColossalAIError``."""
+    if len(given) > 1:
+        raise ColossalAIError(f"batches has {len(given)}: expected one, where a step is held against itself")
+    if model.shared_params and by.build is None:
+        raise ColossalAIError(
+            "the model shares weights among stages, and nothing tells by which names: give Composed a build=, which "
+            "makes the model as it is before it is boosted, on the meta device"
+        )
+    return replace(by, loss_fn=criterion, build=None if by.build is None else partial(Whole, by.build, packed))
 
 
 def _counted_step(boosted: tuple[Any, Any, Any], batches: Sequence[Any] | None) -> FrameworkStep:
@@ -93,13 +109,17 @@ def _step(
     boosted: tuple[Any, Any, Any],
     criterion: Criterion,
     batches: Sequence[Any] | None,
-    reference: Callable[[], nn.Module],
+    reference: Callable[[], nn.Module] | Composed,
 ) -> JobStep:
     check_criterion(criterion)
     step = _counted_step(boosted, batches)
     plugin, given = boosted[0].plugin, batches or ()
     microbatches = [*_microbatches(boosted[0], given)]
     packed = Packed.of(microbatches)
+    if isinstance(reference, Composed):
+        by = _against_itself(reference, criterion, packed, boosted[1], given)
+        every = None if batches is None else [(packed.pack(one), one) for one in microbatches]
+        return JobStep(step, every, by, contents(batches))
 
     def of_all(every: Pairs) -> OfMicrobatch:
         known: Any = every  # pairs as they are made below

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.deepspeed import check_count, check_loss, observed, pair_of, step_of, validate
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.task import name_of
 from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice

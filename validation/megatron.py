@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.megatron import (
@@ -32,6 +31,7 @@ from pipeproof.foreign.frameworks.megatron_whole import (
     forget_group,
 )
 from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice

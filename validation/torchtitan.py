@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import content_of_rows
 from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
 from pipeproof.foreign.frameworks.torchtitan_whole import (
@@ -24,6 +23,7 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
 )
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice

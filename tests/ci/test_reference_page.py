@@ -40,8 +40,9 @@ def test_every_public_name_is_on_it() -> None:
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: f"{one.package}.{one.name}")
 def test_a_name_is_where_the_page_says(one: Name) -> None:
     there = attrgetter(one.name)(importlib.import_module(one.package))
-    assert there.__name__ == (one.own or one.name)
-    assert found(ast.parse((ROOT / one.file).read_text()).body, there.__name__).name == there.__name__
+    written = one.own or one.name
+    assert written in {own.__name__ for own in getattr(there, "__mro__", (there,))}
+    assert found(ast.parse((ROOT / one.file).read_text()).body, written).name == written
     for method in one.methods:
         assert hasattr(there, method)
 

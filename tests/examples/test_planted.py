@@ -1,12 +1,16 @@
 """Faults planted in foreign runtimes are caught and named, with watched modules and from final gradients alone."""
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from planted import FAULTS, Planted
-from test_foreign_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn
+from test_foreign_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn, zero_bubble
 
+from pipeproof import Composed
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
@@ -19,6 +23,25 @@ LOCATED, NAMED = 0.95, 0.85
 def judged(whitebox: WhiteBox, fault: Planted, *, watched: bool) -> Verdict:
     step = partial(fault, watched=watched)
     return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=RANKS, loss_fn=loss_fn)
+
+
+CLOSED = [fault for fault in FAULTS if fault.runtime is not zero_bubble]  # its store is no backward of the stage's
+NAMES: Mapping[str, Callable[[str, int, int], str]] = {
+    "interleaved": lambda name, rank, module: f"{rank + RANKS * module}.{name}",
+}
+# What nobody sees where the step's own names are taken for those of the whole model.
+OTHER_LAYERS = {"chunks exchanged", "wrong layers"}
+
+
+def alone(model: None, microbatches: list[Any], *, step: Planted) -> Any:
+    """The step, which makes the stages of its rank by itself."""
+    return step(build_model(), microbatches)
+
+
+def held_against_itself(whitebox: WhiteBox, fault: Planted) -> Verdict:
+    by, names = Composed(loss_fn, build=build_model), NAMES.get(fault.runtime.__name__)
+    step = partial(alone, step=fault)
+    return whitebox.validate(step, reference=by, microbatches=data(), ranks=RANKS, names=names)
 
 
 def located(fault: Planted, found: Cause) -> bool:
@@ -55,6 +78,13 @@ def test_faults_are_caught_and_named(whitebox: WhiteBox, faults: tuple[Planted, 
         assert counts["located"] >= LOCATED * len(faults), told
     else:
         assert counts["located"] + counts["named"] >= NAMED * len(faults), told
+
+
+@SWEEP
+def test_faults_are_named_as_well_where_a_step_is_held_against_itself(whitebox: WhiteBox) -> None:
+    rounded = [replace(fault, alike=(*fault.alike, "cast-on-wire")) for fault in CLOSED]  # both of its ends are seen
+    found = {fault.name: outcome(fault, held_against_itself(whitebox, fault)) for fault in rounded}
+    assert {name for name, one in found.items() if one != "located"} == OTHER_LAYERS, found
 
 
 def test_there_are_enough_and_every_runtime_has_its_share() -> None:

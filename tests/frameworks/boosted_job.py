@@ -45,10 +45,10 @@ def check_of(made: Any, batches: list[Any], layout: Layout, **other: Any) -> Any
     return pipeproof.colossalai.check_step(*made, batches=batches, timeout_s=100.0, **given)
 
 
-def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
-    """The verdict on a step that has a fault."""
+def checked(_: RankContext, layout: Layout, fault: str, by: pipeproof.Composed | None = None) -> Verdict:
+    """The verdict on a step that has a fault; ``by``: how it is held against itself."""
     with boosted(layout, fault, layout.microbatches) as (made, batch):
-        with check_of(made, [batch], layout) as check:
+        with check_of(made, [batch], layout, **_against(by)) as check:
             tiny_colossal.train_step(*made, iter([batch]))
         return check.verdict
 
@@ -87,13 +87,20 @@ def recorded(_: RankContext, layout: Layout, path: str, fault: str) -> str:
         return seen.problem
 
 
-def checked_and_unchecked(_: RankContext, layout: Layout, microbatches: int) -> tuple[Verdict, list[str]]:
+def _against(by: pipeproof.Composed | None) -> dict[str, Any]:
+    return {} if by is None else {"reference": by}
+
+
+def checked_and_unchecked(
+    _: RankContext, layout: Layout, microbatches: int, by: pipeproof.Composed | None = None
+) -> tuple[Verdict, list[str]]:
     """The verdict on a right step, and what is another after it and one more than in a job without a check."""
     found = []
     for check_it in (False, True):
         with boosted(layout, microbatches=microbatches) as (made, batch):
             seed()
-            with check_of(made, [batch], layout) if check_it else nullcontext() as check:
+            new = check_of(made, [batch], layout, **_against(by))
+            with new if check_it else nullcontext() as check:
                 tiny_colossal.train_step(*made, iter([batch]))
             first = state(*made)
             tiny_colossal.train_step(*made, iter([batch]))

@@ -3,16 +3,17 @@
 ``ci/frameworks`` runs this in an environment that has ColossalAI; elsewhere it is skipped.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("colossalai", reason="colossalai is not installed: ci/frameworks installs it")
 
-from pipeproof import World
+from pipeproof import Composed, World
 from pipeproof.records.compare import compare
 from pipeproof.records.record_file import read
-from tests.frameworks import boosted_job
+from tests.frameworks import boosted_job, tiny_colossal
 from tests.frameworks.colossalai_faults import FAULTS
 from tests.frameworks.fault import named, passed
 from tests.frameworks.tiny_colossal import Layout
@@ -64,6 +65,48 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     for verdict in world.run(boosted_job.checked, layout, name, ranks=layout.pp * layout.dp):
         outcome, causes = named(verdict)
         assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
+
+
+BY_ITSELF = {  # messages between stages are seen
+    "not-divided": ("scale", "rank 0, stage 0"),
+    "tied-not-summed": ("tied-not-summed", "parameter model.words.weight"),
+    "not-reduced": ("not-reduced", "rank 0, stage 0"),
+    "other-labels": ("swapped-data", "rank 1, stage 1, microbatches 0, 1, 2, 3"),
+    "stale-buffer": ("mispaired", "rank 1, stage 1, microbatch 2, action 1F2"),
+    "last-in-first-out": ("mispaired", "rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B0"),
+    "copies-counted": ("norm", "everywhere"),
+}
+
+
+def itself(layout: Layout) -> Composed:
+    return Composed(build=partial(tiny_colossal.build, layout) if layout.tied else None)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "bf16-tied", "zero-1"])
+def test_a_right_step_passes_that_is_held_against_itself(name: str, world: World) -> None:
+    layout, microbatches, tier = RIGHT[name]
+    ranks, job = layout.pp * layout.dp, boosted_job.checked_and_unchecked
+    for verdict, harmed in world.run(job, layout, microbatches, itself(layout), ranks=ranks):
+        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+        assert passed(verdict) >= {"microbatches", "boundaries", "gradient", "loss"}
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_a_fault_is_named_in_a_job_that_is_held_against_itself(name: str, world: World) -> None:
+    layout = FAULTS[name].layout
+    for verdict in world.run(boosted_job.checked, layout, name, itself(layout), ranks=layout.pp * layout.dp):
+        outcome, causes = named(verdict)
+        assert (outcome, causes[:1]) == ("fail", [BY_ITSELF[name]]), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_weights_that_stages_share_are_known_by_the_names_of_a_model(world: World) -> None:
+    for verdict in world.run(boosted_job.checked, Layout(tied=True), "", Composed(), ranks=2):
+        assert verdict.verdict == "unknown"
+        assert "nothing tells by which names: give Composed a build=" in str(verdict)
 
 
 RECORDED = {

@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 
 MSE = nn.functional.mse_loss

@@ -1,26 +1,42 @@
 """The composed check: what it is told."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.task import WhiteBoxError, check_builds, check_divisor, check_loss_fn
+from pipeproof.foreign.rank import Order
+from pipeproof.foreign.task import (
+    LossFn,
+    Task,
+    WhiteBoxError,
+    check_builds,
+    check_divisor,
+    check_loss_fn,
+    check_module,
+    name_of,
+)
+from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.generators import Generator, is_generator
 from pipeproof.reference.step import clip_factor
+from pipeproof.worlds.drawing import drawing_apart
+from pipeproof.worlds.worker import RankContext
 
 _ONE_BY_ONE = "one by one"
+# What only a running job has, by the fields that say it.
+_OF_A_JOB = dict.fromkeys(("optimizer", "masters", "scaler", "generators"), "is a rank's own, and no rank runs yet")
+_OF_A_JOB |= {"max_norm": "goes with its optimizer"} | dict.fromkeys(("every", "stages"), "is about many steps")
 
 
 @dataclass(frozen=True)
-class Composed:
+class AgainstItself(ABC):
     """A step is held against itself, link by link, so that no rank needs more of the model than it has.
 
     Every rank runs its own stages again, from what they were given in the step. What a stage gave must be what it gives
@@ -41,6 +57,9 @@ class Composed:
     ``gradients()``. generators: what stages draw random numbers from besides torch's, Python's, numpy's and their
     modules' own generators: generators of these three, and keepers with ``get_states`` and ``set_states``, such as
     Megatron's tracker.
+
+    As ``reference=`` of ``whitebox.validate`` it takes neither ``optimizer`` and ``max_norm``, nor ``masters``,
+    ``scaler`` and ``generators``, nor ``every`` and ``stages``: these are of a running job.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | LossOfAll | None = None
@@ -55,11 +74,41 @@ class Composed:
     generators: Sequence[Generator] = ()
     every: int = 1
     stages: Literal["all", "one by one"] = "all"
-    _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
+    _steps: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
+
+    @abstractmethod
+    def checked(self, context: RankContext, order: Order, bound_s: float) -> Verdict:
+        """One rank's part of a step of ``order``, held against itself; a job for ``World.run``.
+
+        All ranks give the same. ``bound_s`` bounds each wait for others, in seconds.
+        """
+
+    def of_a_step(self, loss_fn: LossFn | None, loss_divisor: float | None) -> Self:
+        """The same, of a step that is run to be checked, with what was said beside it. Raises ``WhiteBoxError``."""
+        for one in fields(self):
+            if one.name in _OF_A_JOB and getattr(self, one.name) != one.default:
+                raise WhiteBoxError(f"{one.name}= of Composed {_OF_A_JOB[one.name]}: leave it out, or use check_step")
+        given: dict[str, Any] = {"loss_fn": loss_fn, "loss_divisor": loss_divisor}
+        for name, said in given.items():
+            if said is not None and getattr(self, name) is not None:
+                raise WhiteBoxError(f"{name} is given twice, also to Composed: give it once")
+        found = replace(self, **{name: said for name, said in given.items() if said is not None})
+        found.check()
+        return found
+
+    def whole(self) -> nn.Module | None:
+        """The whole model, on the meta device; None where nobody makes it. Raises ``WhiteBoxError``."""
+        if self.build is None:
+            return None
+        with drawing_apart(), torch.device("meta"):
+            model = self.build()
+        check_module(f"build, {name_of(self.build)}, returned", model)
+        return model
 
     def turn(self) -> int | None:
         """The number of the next step among those that are checked; None where it is not. Every call is a step."""
-        step, every = next(self._steps), self.every if isinstance(self.every, int) and self.every > 0 else 1
+        step, every = self._steps[0], self.every if isinstance(self.every, int) and self.every > 0 else 1
+        self._steps[0] += 1
         return None if step % every else step // every
 
     def check(self) -> None:
@@ -132,3 +181,30 @@ class Composed:
         """A copy of ``tensor``, where it is kept, that autograd can use wherever this was made."""
         with torch.inference_mode(False):
             return tensor.detach().to("cpu", copy=True) if self.host else tensor.detach().clone()
+
+
+_OF_A_MODEL = "leave it out, or let reference= be a function that builds the whole model"
+
+
+@dataclass(frozen=True)
+class LinkedTask(Task):
+    """A step that is held against itself, as ``by`` says; its ``reference`` gives the model that it gets, if any."""
+
+    by: AgainstItself = field(kw_only=True)
+
+    @classmethod
+    def of(cls, task: Task, by: AgainstItself) -> Self:
+        """``task``, held so. Raises ``WhiteBoxError`` for what only a whole model can be asked for."""
+        for name in ("optimizer", "steps", "outputs"):
+            if getattr(task, name):
+                raise WhiteBoxError(f"{name}= with a Composed, which holds one step up to its gradients: {_OF_A_MODEL}")
+        by = by.of_a_step(task.loss_fn, task.loss_divisor)
+        return cls(task.step, by.whole, task.microbatches, by=by)
+
+    @property
+    def in_pairs(self) -> bool:
+        return True
+
+    @property
+    def beside(self) -> str:
+        return "link by link"

@@ -13,7 +13,7 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain
-from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_causes import on_the_wire, repeated, with_own
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.own_calls import StageSeen
@@ -121,7 +121,7 @@ class Whole:
     no_norm: str = ""
     everybodys: tuple[float, ...] = ()
     only: int | None = None
-    by: Composed = field(default_factory=Composed)
+    by: AgainstItself = field(kw_only=True)
 
     @property
     def precision(self) -> Precision:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.layerwise import Build
 from pipeproof.foreign.matching import Names
 from pipeproof.foreign.mutate import Mutated
@@ -21,7 +22,7 @@ from pipeproof.worlds.world import World
 def validate(
     step: Step,
     *,
-    reference: Callable[[], nn.Module],
+    reference: Callable[[], nn.Module] | AgainstItself,
     microbatches: Sequence[Any],
     ranks: int | Sequence[int] | Mapping[str, int],
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,

@@ -38,7 +38,7 @@ class Order:
     """
 
     step: Step
-    build: Callable[[], nn.Module]
+    build: Callable[[], Any]
     microbatches: Sequence[Any]
     names: Names | None
     name: str
@@ -120,7 +120,7 @@ def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
     __tracebackhide__ = True  # what is told of a failure begins in the user's own code
     deterministic(context.device)
     model = order.build().to(context.device).train()
-    origin, due = _Origin(model), order.operations(context.rank, context.device)
+    origin, due = Origin(model), order.operations(context.rank, context.device)
     with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use:
         collect = _Collector(context.rank, order, origin, first_use, watcher)
         if not order.steps:
@@ -145,7 +145,7 @@ def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
     return tuple(tuple(digest(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in microbatches)
 
 
-class _Origin:
+class Origin:
     """Where the parameters of the model are that the step was given, so that they are known again as objects."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -153,7 +153,7 @@ class _Origin:
         self._kept = [*model.modules(), *model.parameters()]
         self._by_holder: dict[tuple[int, str], str] = {}
         self._by_parameter: dict[int, str] = {}
-        for name, module, leaf, parameter in _parameters(model):
+        for name, module, leaf, parameter in parameters_of(model):
             self._by_holder.setdefault((id(module), leaf), name)
             self._by_parameter.setdefault(id(parameter), name)
         for name, module, leaf, _ in _held(model, "_buffers"):
@@ -167,7 +167,7 @@ class _Origin:
 class _Collector:
     """Takes what is handed back of one operation after another, before anything can change it."""
 
-    def __init__(self, rank: int, order: Order, origin: _Origin, first_use: FirstUse, watcher: Watcher) -> None:
+    def __init__(self, rank: int, order: Order, origin: Origin, first_use: FirstUse, watcher: Watcher) -> None:
         self._rank, self._order, self._origin = rank, order, origin
         self._first_use, self._watcher = first_use, watcher
         self._names = order.names
@@ -213,7 +213,7 @@ class _Collector:
         locals_: list[Local] = []
         held: list[tuple[str, Any]] = []
         values: dict[int, Tensor] = {}
-        for name, holder, leaf, parameter in _parameters(module):
+        for name, holder, leaf, parameter in parameters_of(module):
             seen = self._first_use.of(parameter, holder, leaf)
             identical = self._origin.name(holder, leaf, parameter)
             content = None if seen is None else seen.digest
@@ -222,7 +222,7 @@ class _Collector:
             locals_.append(Local(name, renamed(self._names, name, rank=self._rank, chunk=chunk), identical, content))
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
         calls = self._watcher.calls(module)
-        parameters = [parameter for *_, parameter in _parameters(module)]
+        parameters = [parameter for *_, parameter in parameters_of(module)]
         gradients, shards = in_parts(held)
         shards = {k: shard.in_all(parameters[k].shape) for k, shard in shards.items()}
         weights = dict(self._of_dtensors(parameters))
@@ -269,7 +269,7 @@ class _Collector:
         return "stage.forward(x) was called in its place, or a copy of it: call stage(x), and watch what is called"
 
 
-def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+def parameters_of(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
     """Every parameter under each of its names, with the module that holds it and its name there."""
     return _held(module, "_parameters")
 

@@ -8,6 +8,7 @@ from pipeproof.reference.step import Site
 
 Weights = Mapping[Site, tuple[str, bytes]]  # of a rank: which part of each parameter it has, and the digest of that
 _LAW = "initial-weights"
+RENAMED = "rename= gives each weight its name in the whole model, as lambda stage, name: f'{stage}.{name}'"
 
 
 def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> list[Cause]:
@@ -39,10 +40,10 @@ def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> list[Cause]:
     ]
 
 
-def not_one(ranks: Sequence[Weights]) -> str:
+def not_one(ranks: Sequence[Weights], cure: str = RENAMED) -> str:
     """Why weights of several stages are not one that they have in common, though they have one name; empty if they are.
 
-    ``ranks``: of one replica.
+    ``ranks``: of one replica. ``cure``: how a weight gets another name.
     """
     first: dict[tuple[str, str], tuple[int, bytes]] = {}
     apart: dict[str, tuple[int, int]] = {}
@@ -56,6 +57,5 @@ def not_one(ranks: Sequence[Weights]) -> str:
     more = f", and {len(apart) - 1} more" * (len(apart) > 1)
     return (
         f"stages {one} and {other} both have a weight that is called {name}{more}, and they begin with others in it: "
-        "rename= gives each weight its name in the whole model, as lambda stage, name: f'{stage}.{name}'; if it is one "
-        "weight, its copies are apart"
+        f"{cure}; if it is one weight, its copies are apart"
     )

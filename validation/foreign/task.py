@@ -18,6 +18,7 @@ from pipeproof.reference.graph import ends_of, uses
 from pipeproof.reference.step import Gradient, Loss, Reference, Site
 from pipeproof.worlds.accelerator import first_of
 
+LossFn = Callable[[Any, Tensor], Tensor]  # of output and target, the loss of a microbatch
 Outputs = Callable[[Any, Tensor], Mapping[str, Tensor]]  # of output and target, what is compared by its name
 
 
@@ -58,7 +59,7 @@ class Task:
     """
 
     step: Step
-    reference: Callable[[], nn.Module]
+    reference: Callable[[], Any]
     microbatches: tuple[Any, ...]
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
     loss_divisor: float | None = None
@@ -130,6 +131,16 @@ class Task:
         return name_of(self.reference)
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether a microbatch is a pair of inputs and target."""
+        return self.loss_fn is not None
+
+    @property
+    def beside(self) -> str:
+        """What the step is held against, in words."""
+        return f"reference {self.name}"
+
+    @property
     def loss(self) -> Loss:
         """The loss of a microbatch, and what it is divided by."""
         function = self.loss_fn or (lambda output, target: output)
@@ -159,12 +170,12 @@ class Task:
     def title(self, ranks: int) -> str:
         """The subject in words."""
         count, steps = some(self.each, "microbatch"), f"{', '.join(self.steps)} of " if self.steps else ""
-        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {steps}{count}, reference {self.name}"
+        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {steps}{count}, {self.beside}"
 
     def built(self, device: str) -> nn.Module:
         """The reference, as every rank builds it."""
         try:
-            model = self.reference()
+            model: nn.Module = self.reference()
         except Exception as error:  # no one type: it is the user's code
             raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
         check_module(f"reference {self.name} returned", model)
@@ -187,7 +198,7 @@ class Task:
 
     def _batch(self, number: int) -> Batch:
         given = self.microbatches[number]
-        batch = Batch.of(given, torch.empty(0)) if self.loss_fn is None else Batch.of(*pair_of(number, given))
+        batch = Batch.of(*pair_of(number, given)) if self.in_pairs else Batch.of(given, torch.empty(0))
         for tensor in (*batch.inputs, batch.target):
             if not isinstance(tensor, Tensor):
                 raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")

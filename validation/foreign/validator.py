@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
+from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.layerwise import Build, Layered
@@ -24,6 +25,7 @@ from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
+from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
 from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_steps, name_of
 from pipeproof.judging.elsewhere import told_of_transports
@@ -49,7 +51,7 @@ class WhiteBox:
         self,
         step: Step,
         *,
-        reference: Callable[[], nn.Module],
+        reference: Callable[[], nn.Module] | AgainstItself,
         microbatches: Sequence[Any],
         ranks: int | Sequence[int] | Mapping[str, int],
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
@@ -65,7 +67,9 @@ class WhiteBox:
         ``model`` is ``reference()`` in training mode: the step cuts it into stages, or ignores it. It hands back its
         modules, losses and norm, as ``HandedBack`` has them, before gradients are clipped or cleared.
 
-        reference: builds the whole model. microbatches: pairs of inputs (a tensor or a tuple of tensors) and target.
+        reference: builds the whole model. Or a ``Composed``: each rank then runs its own stages, which it has to watch,
+        again, and no device needs more; ``model`` is what ``build=`` of that makes, on the meta device, or None.
+        microbatches: pairs of inputs (a tensor or a tuple of tensors) and target.
         ranks: how many; or a list, the replica of each rank. Of n replicas, replica r is given the microbatches r,
         r + n, ..., and reports their losses. The reference sees all. Or a mesh, its axes and their sizes:
         ``{"pp": 2, "dp": 2, "tp": 2}``, ranks as ``init_device_mesh`` numbers them. Ranks along tp, sp and cp are given
@@ -84,9 +88,11 @@ class WhiteBox:
         Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.
         """
-        began = perf_counter()
-        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer, outputs=outputs)
+        began, build = perf_counter(), reference.whole if isinstance(reference, AgainstItself) else reference
+        task = Task(step, build, tuple(microbatches), loss_fn, loss_divisor, optimizer, outputs=outputs)
         task = task if steps is None else replace(task, steps=as_steps(steps))
+        if isinstance(reference, AgainstItself):
+            task = LinkedTask.of(task, reference)
         task.check()
         replicas = Replicas.along(ranks, task.each)
         replicas.check()
@@ -168,7 +174,21 @@ class WhiteBox:
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
 
+    def _linked(self, task: LinkedTask, replicas: Replicas, names: Names | None) -> Verdict:
+        """The verdict on a step that its ranks hold against itself."""
+        title, ranks = _title(task, replicas), len(replicas.of)
+        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), {}, replicas)
+        bound_s = self.world.timeout_s if self.timeout_s is None else self.timeout_s
+        try:
+            rows = self.world.run(task.by.checked, order, bound_s, ranks=ranks, timeout_s=self.timeout_s)
+        except RankFailed as failure:
+            return _failed(title, failure)
+        laws = tuple(law for law in rows[0].laws if law.name not in UPDATED)  # the optimizer is not known
+        return replace(rows[0], config=title, laws=laws)
+
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
+        if isinstance(task, LinkedTask):
+            return self._linked(task, replicas, names)
         title, first = _title(task, replicas), task.operation(0)
         model = first.built(self.world.device)
         known = contents(model)

@@ -126,12 +126,18 @@ class Watcher:
 
         Those without gradients are forwards where backwards ran any of them again, and where there are no others.
         """
+        if (one := self._found(module)) is None:
+            return None
+        again = any(call.silent and call.ran for call in one.calls)
+        return [call for call in one.calls if again or not call.silent] or list(one.calls)
+
+    def watched(self, module: nn.Module) -> nn.Module | None:
+        """``module``, or the one watched module inside it or around it; None if there is none."""
+        return None if (one := self._found(module)) is None else one.module
+
+    def _found(self, module: nn.Module) -> _Watched | None:
         own = {id(part) for part in module.modules()}
-        for one in self._watched.values():
-            if id(one.module) in own or module in one.module.modules():
-                again = any(call.silent and call.ran for call in one.calls)
-                return [call for call in one.calls if again or not call.silent] or list(one.calls)
-        return None
+        return next((w for w in self._watched.values() if id(w.module) in own or module in w.module.modules()), None)
 
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
@@ -293,10 +299,10 @@ belongs_to_rank(__name__, "_watcher", fresh=lambda _: None)
 
 
 @contextmanager
-def watching() -> Iterator[Watcher]:
-    """While this is open, ``watch`` has somebody to tell."""
+def watching(watcher: Watcher | None = None) -> Iterator[Watcher]:
+    """While this is open, ``watch`` has somebody to tell: ``watcher``, or one that keeps nothing."""
     global _watcher
-    outer, _watcher = _watcher, Watcher()
+    outer, _watcher = _watcher, watcher or Watcher()
     clearing: Callable[[Any], Any] = _watcher.clearing
     kept = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
     nn.Module.zero_grad, torch.optim.Optimizer.zero_grad = map(clearing, kept)  # type: ignore[method-assign]

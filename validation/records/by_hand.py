@@ -28,6 +28,8 @@ def sizes_seen(stages: Sequence[OwnStage], seen: Mapping[str, Any], rename: Rena
     """
     found = []
     for own in stages:
+        if own.flowing and own.factor is None:
+            continue  # what should have flowed there says nothing of what did
         due = _length([own.gradients[name] for name in own.single_names]) * abs(own.factor or 1.0) / scaled
         here = _length([seen.get(rename(own.stage, name)) for name in own.single_names])
         if due and here:

@@ -1,22 +1,19 @@
 """What ranks bring to a step that is held against itself, and whether it is one chain of stages."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.sources import TARGETS
-from pipeproof.foreign.task import check_module, name_of
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import tensors_in
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
-from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.side_store import RanksAbsent
 
 _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
@@ -37,7 +34,7 @@ class ChainStart:
     together: int = 1
 
     @staticmethod
-    def of(given: Pairs | None, own: RankStages, against: Composed, *, together: int = 1) -> "ChainStart":
+    def of(given: Pairs | None, own: RankStages, against: AgainstItself, *, together: int = 1) -> "ChainStart":
         """What a rank with these brings. Raises ``RecordError`` for what is no part of a chain."""
         if given is not None and not given:
             raise RecordError("microbatches is empty: expected those of the step")
@@ -83,7 +80,7 @@ def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[i
 
 
 @contextmanager
-def saying_how_often(against: Composed, rank: int) -> Iterator[None]:
+def saying_how_often(against: AgainstItself, rank: int) -> Iterator[None]:
     """Who is waited for in vain may have been told to check other steps: say to what steps this ``rank`` comes."""
     try:
         yield
@@ -94,7 +91,7 @@ def saying_how_often(against: Composed, rank: int) -> Iterator[None]:
         raise RanksAbsent({one: f"{why}; {own}" for one, why in absent.reasons.items()}, late=absent.late) from None
 
 
-def _told(own: RankStages, against: Composed) -> dict[str, object]:
+def _told(own: RankStages, against: AgainstItself) -> dict[str, object]:
     """What all ranks are to be told alike. A rank that has nothing to train needs no optimizer, and tells of none."""
     told: dict[str, object] = {
         "loss_divisor": against.loss_divisor,
@@ -119,10 +116,7 @@ def _brought(inputs: Any, target: Any) -> dict[int, Sketch]:
     return {first + k: sketch(one) for first, part in every for k, one in enumerate(part)}
 
 
-def names_in(build: Callable[[], nn.Module]) -> dict[str, str]:
-    """By each name of a parameter in the model that this builds, which takes no memory, the first one."""
-    with drawing_apart(), torch.device("meta"):
-        model = build()
-    check_module(f"build, {name_of(build)}, returned", model)
+def names_in(model: nn.Module) -> dict[str, str]:
+    """By each name of a parameter in the model, the first one."""
     first: dict[int, str] = {}
     return {n: first.setdefault(id(one), n) for n, one in model.named_parameters(remove_duplicate=False)}

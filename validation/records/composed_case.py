@@ -11,12 +11,12 @@ from pipeproof.cases.observe import assemble, planted
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import PLUGINS, specimen
 from pipeproof.cases.validator import refusal
-from pipeproof.foreign.composed import Composed
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.wrappers import Steps
 from pipeproof.pipeline.step import PipelineSchedule
 from pipeproof.records.checked_step import looked_at
 from pipeproof.records.composed_check import ComposedCheck
+from pipeproof.records.composed_step import Composed
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.step import Recipe, objective

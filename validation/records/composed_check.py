@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import of_gradients
 from pipeproof.foreign.chain import Chain, without_trials
-from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.foreign.composed_verdict import verdict_of
 from pipeproof.foreign.giving import all_giving
@@ -23,7 +23,7 @@ from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_calls import StageSeen, counting
 from pipeproof.foreign.own_links import OwnStage
-from pipeproof.foreign.replica_weights import not_one
+from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data, shared
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.cause import Cause
@@ -44,7 +44,7 @@ from pipeproof.records.own_gradients import OwnGradients
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_lines import RankLines
-from pipeproof.records.rank_part import Arrival, Rename, own_name, places_of, run_of, told
+from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares
@@ -80,7 +80,7 @@ class ComposedCheck(CheckedStep):
         modules: nn.Module | Mapping[int, nn.Module],
         microbatches: Pairs | None,
         *,
-        against: Composed,
+        against: AgainstItself,
         rename: Rename = own_name,
         timeout_s: float = 300.0,
         turn: int = 0,
@@ -89,6 +89,8 @@ class ComposedCheck(CheckedStep):
         self._by, self._turn = against, turn
         self._only: int | None = None  # the one stage that is run again, if not all are
         self._watchers: dict[int, Watcher] = {}
+        self._seen: Watcher | None = None  # who saw a step that is over
+        self._left: frozenset[int] = frozenset()  # the stages whose weights that had moved
         self._weights: dict[int, dict[str, bytes]] = {}  # of stages that are run again, as the step began
         self._places: dict[str, list[RankStage]] = {}
         self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
@@ -115,7 +117,11 @@ class ComposedCheck(CheckedStep):
     def moved(self, stages: Iterable[int]) -> frozenset[int]:
         """Those of ``stages`` whose weights are others than those that the step began with, as far as that is known."""
         known = [stage for stage in stages if stage in self._weights]
-        return frozenset(one for one in known if self._weights[one] != contents(self._own.modules[one]))
+        return self._left | {one for one in known if self._weights[one] != contents(self._own.modules[one])}
+
+    def seen_by(self, watcher: Watcher, moved: Collection[int]) -> None:
+        """The step is over, and ``watcher`` saw the calls of all stages; those that it ``moved`` are as they were."""
+        self._seen, self._left = watcher, frozenset(moved)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         with self.noting():
@@ -156,7 +162,8 @@ class ComposedCheck(CheckedStep):
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
             self._start = ChainStart.of(self._given, self._own, self._by, together=self._shards.together)
-            self._one_name = None if self._by.build is None else names_in(self._by.build)
+            whole = self._by.whole()
+            self._one_name = None if whole is None else names_in(whole)
         with saying_how_often(self._by, self._exchange.rank):
             arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
@@ -182,7 +189,8 @@ class ComposedCheck(CheckedStep):
         self._only = self._by.only(self._turn, last + 1)
         for stage, module in self._own.modules.items():
             kept = self._only is None or stage in (self._only, last)
-            self._watchers[stage] = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators)
+            watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators)
+            self._watchers[stage] = self._seen or watcher
             self._watchers[stage].watch(module)
             if self._only in (None, stage):
                 self._weights[stage] = contents(module)
@@ -275,9 +283,10 @@ class ComposedCheck(CheckedStep):
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
         again.agree(every, lines.of_line(every))
         here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
-        if again.times is not None:
+        if again.times is not None or not again.fits:
             sizes = sizes_seen(again.stages, here, self._own.rename, scaled=again.way.scaled)
-            again.take_times([one for those in self._gather(sizes, "how large gradients are") for one in those])
+            every_size = [one for those in self._gather(sizes, "how large gradients are") for one in those]
+            (again.take_times if again.fits else again.way.take_late)(every_size)
         if again.times is not None:
             self._ledger.remark("boundaries", by_hand(again.times))
         with self.noting():
@@ -338,7 +347,8 @@ class ComposedCheck(CheckedStep):
         if self._lines.together > 1:
             obstacle = obstacle or cut_by_hand([one.own.weights for one in parts], self._lines.replica_of_rank)
         if ended is None and not obstacle:
-            obstacle = not_one([one.own.weights for one in self._lines.of_line(parts)])
+            cure = self._rename.cure if isinstance(self._rename, AdapterNames) else RENAMED
+            obstacle = not_one([one.own.weights for one in self._lines.of_line(parts)], cure)
         if ended is not None or obstacle:
             laws = (LawResult("comparable", "unknown", note=obstacle),) if obstacle else ()
             blank = Verdict("a step of this job", "unknown", "none", laws, seconds=seconds, rerun=rerun)

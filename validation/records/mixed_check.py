@@ -8,9 +8,9 @@ import torch
 from pipeproof.cases.mixed.specimens import RANKS, MixedCase, MixedFault
 from pipeproof.cases.mixed.step import MixedPrecision, MixedStep, loss_fn, microbatches_of
 from pipeproof.cases.trial import Named, Trial, located
-from pipeproof.foreign.composed import Composed
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_check import ComposedCheck
+from pipeproof.records.composed_step import Composed
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

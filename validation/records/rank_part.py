@@ -156,9 +156,10 @@ def own_name(stage: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """The names that a framework's adapter gives: its users have no rename= to give."""
+    """Names of another's making: its users have no rename= to give, and ``cure`` is what they can do."""
 
     named: Rename
+    cure: str = "the whole model has one, so cut it into stages that hold each layer once"
 
     def __call__(self, stage: int, name: str) -> str:
         return self.named(stage, name)
@@ -221,9 +222,7 @@ class RankStages:
         twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
         if twice:
             stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
-            cure = "give rename=, from stage and name"
-            if isinstance(self.rename, AdapterNames):
-                cure = "the whole model has one, so cut it into stages that hold each layer once"
+            cure = self.rename.cure if isinstance(self.rename, AdapterNames) else "give rename=, from stage and name"
             raise RecordError(f"stages {stages} both have a parameter {twice[0]}: {cure}")
 
     def check_start(self, expected: RecordedOperation) -> None:

@@ -60,6 +60,7 @@ class StagesAgain:
     stages: list[OwnStage] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
     times: float | None = None  # what losses are multiplied by of which nobody told
+    fits: bool = True  # whether any way fits anything that flows to a last stage
     _crossed: bool = False
 
     def run(self, note: Callable[[OwnStage], None]) -> None:
@@ -98,6 +99,7 @@ class StagesAgain:
         if any(one.crossed for one in of_replica):
             self.chain = crossed(self.chain) or self.chain
         self.times = agreed_times([one.times for one in every])
+        self.fits = self.way.replicas > 1 or self.times is not None or any(one.fitting for one in every)
 
     def take_times(self, sizes: Sequence[float]) -> None:
         """Take it that gradients are divided by what losses are multiplied by, if the ``sizes`` of most look so."""

@@ -17,7 +17,6 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.judging.comparison import Comparison
 from pipeproof.judging.verdict import Verdict
@@ -32,6 +31,7 @@ from pipeproof.records.as_given import (
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.checked_step import CheckError as CheckError
 from pipeproof.records.composed_check import ComposedCheck
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.rank_part import (
     MOST,

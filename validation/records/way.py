@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain
-from pipeproof.foreign.composed import Composed
+from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.links import Ending
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.observers.calls import Call
+from pipeproof.records.by_hand import are_divided
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.model import LossFn
 
+_LATE = "late"
 _SPEAKS = (
     "stage {} speaks to other ranks when it is run, so that it is run but once, and what flowed to its outputs is not "
     "what the loss gives that is divided by the number of its replica's microbatches: pass loss_divisor"
@@ -34,7 +36,7 @@ class Way:
     narrower. ``in_parts``: stages are cut inside.
     """
 
-    by: Composed
+    by: AgainstItself
     scales: Sequence[float] = (1.0,)
     whole: float = 1.0
     own: float = 1.0
@@ -76,6 +78,14 @@ class Way:
         self.scaled = next(iter(scaled), self.scaled)
         self.name = max(self._ways, key=lambda name: sum(name in those for those in fitting))
 
+    def take_late(self, sizes: Sequence[float]) -> None:
+        """Take it that sums are divided at last, if the ``sizes`` of most gradients look so.
+
+        Where no way fits what flows to the last stage, what flowed is wrong; gradients may still be of what flowed.
+        """
+        if are_divided(sizes, self.whole):
+            self.name = _LATE
+
     def as_agreed(
         self, own: OwnStage, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
     ) -> OwnStage:
@@ -115,9 +125,9 @@ class Way:
             "averaged": (self.own, every),
             "added": (self.whole, 1.0),
             "weighted": (self.whole / every, every),
-            "late": (1.0, self.whole),
+            _LATE: (1.0, self.whole),
         }
-        names = ["late"] if self.by.accumulation.late else [*found]
+        names = [_LATE] if self.by.accumulation.late else [*found]
         return {name: (found[name][0] / scaled, found[name][1] * scaled) for name in names}
 
     def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
+from pipeproof.foreign import WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -141,3 +142,30 @@ def test_generators_that_are_none_are_refused(given: Any) -> None:
         WhiteBoxError, match=r"generators is .*: expected a list of generators of torch, Python or numpy"
     ):
         Composed(LOSS, generators=given).check()
+
+
+def mine(model: None, microbatches: list[Any]) -> None:
+    """A step that nobody calls."""
+
+
+@pytest.mark.parametrize(
+    ("by", "beside", "said"),
+    [
+        ({"loss_fn": LOSS}, {"loss_fn": LOSS}, "loss_fn is given twice, also to Composed: give it once"),
+        ({"loss_divisor": 2}, {"loss_divisor": 2}, "loss_divisor is given twice, also to Composed: give it once"),
+        ({}, {"steps": ["train"]}, "leave it out, or let reference= be a function that builds the whole model"),
+        ({}, {"optimizer": torch.optim.SGD}, "optimizer= with a Composed, which holds one step up to its gradients"),
+        ({}, {"outputs": dict}, "outputs= with a Composed"),
+        ({"max_norm": 1.0}, {}, "max_norm= of Composed goes with its optimizer: leave it out, or use check_step"),
+        ({"every": 2}, {}, "every= of Composed is about many steps"),
+        ({"generators": [random.Random(0)]}, {}, "generators= of Composed is a rank's own, and no rank runs yet"),
+        ({"build": 3}, {}, "build is a int"),
+        ({}, {"microbatches": [torch.zeros(1)]}, "microbatch 0 is a Tensor: expected a pair of inputs and target"),
+    ],
+)
+def test_a_step_of_ones_own_is_refused_what_is_of_a_running_job_or_of_a_whole_model(
+    by: dict[str, Any], beside: dict[str, Any], said: str
+) -> None:
+    given = {"microbatches": [(torch.zeros(1), torch.zeros(1))], "ranks": 2, **beside}
+    with pytest.raises(WhiteBoxError, match=said):
+        WhiteBox(World()).validate(mine, reference=Composed(**by), **given)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, layers
 

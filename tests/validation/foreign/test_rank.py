@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.foreign.rank import _Origin
+from pipeproof.foreign.rank import Origin
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import loss_fn, pairs
 
 
 def test_what_a_step_replaces_is_kept_so_that_nothing_else_comes_to_lie_there() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    origin, freed = _Origin(model), weakref.ref(model[1])
+    origin, freed = Origin(model), weakref.ref(model[1])
     assert origin.name(model[1], "weight", model[1].weight) == "1.weight"
     model[1] = nn.Linear(2, 2)
     gc.collect()

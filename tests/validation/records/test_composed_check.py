@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.composed_parts import Whole
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

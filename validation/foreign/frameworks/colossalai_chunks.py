@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
@@ -51,8 +52,25 @@ def stages_of(manager: Any, module: nn.Module) -> dict[int, nn.Module]:
         return {int(manager.stage): module}
     numbers = numbers_of(manager)
     held = _held(module, manager.stage_indices)
-    call = module.forward
-    return {number: Chunk(module, names, call) for number, names in zip(numbers, held, strict=True)}
+    calls = [partial(_at, _Place(manager, chunk), module.forward) for chunk in range(len(numbers))]
+    return {number: Chunk(module, held[chunk], calls[chunk]) for chunk, number in enumerate(numbers)}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A chunk of the rank's; a copy of a module that is called there asks the very same manager."""
+
+    manager: Any
+    chunk: int
+
+    def __deepcopy__(self, memo: object) -> "_Place":
+        return self
+
+
+def _at(place: _Place, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Call it as the schedule does that is at this chunk: a stage that runs again does so when no schedule runs."""
+    with place.manager.switch_model_chunk_id(place.chunk):
+        return call(*given, **named)
 
 
 def numbers_of(manager: Any) -> list[int]:

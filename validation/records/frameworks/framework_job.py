@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from pipeproof.foreign.composed import Composed
 from pipeproof.foreign.frameworks.drawn import NOT_GIVEN, Content
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.observers.shards import held_whole
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.composed_check import ComposedCheck
+from pipeproof.records.composed_step import Composed
 from pipeproof.records.rank_part import AdapterNames, Rename, own_name
 from pipeproof.records.record import RecordError
 from pipeproof.records.single_device import SingleDevice

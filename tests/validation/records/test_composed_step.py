@@ -1,0 +1,255 @@
+"""A step of a user's own, held against itself on the ranks of a world, says what it says beside a whole reference."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+from pipeproof import Composed, World
+from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
+from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
+
+COUNT = 4
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def data() -> Pairs:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 16, generator=draw), torch.randn(8, 16, generator=draw)) for _ in range(COUNT)]
+
+
+class AcrossReplicas(OneFOneB):
+    """Every other rank is of another replica."""
+
+    def __init__(self, stage: nn.Module, microbatches: Pairs) -> None:
+        super().__init__(stage, microbatches)
+        self.replica = self.rank % 2
+        self.rank, self.last = self.rank // 2, self.last // 2
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        super().send(tensor, 2 * peer + self.replica)
+
+    def receive(self, peer: int, like: Tensor) -> Tensor:
+        return super().receive(2 * peer + self.replica, like)
+
+
+class LastIn(OneFOneB):
+    """The latest activation in place of the first."""
+
+    def backward(self) -> None:
+        self.live.insert(0, self.live.pop())
+        super().backward()
+
+
+class Skipping(OneFOneB):
+    """The third backward of rank 0 is not run."""
+
+    done = 0
+
+    def backward(self) -> None:
+        self.done += 1
+        if self.rank or self.done != 3:
+            super().backward()
+        else:
+            self.receive(1, self.live.pop(0)[1])
+
+
+def crossed(microbatches: Pairs) -> Pairs:
+    (x, own), (y, other) = microbatches[1:3]
+    return [microbatches[0], (x, other), (y, own), *microbatches[3:]]
+
+
+def doubled(stage: nn.Module) -> None:
+    for one in stage.parameters():
+        if dist.get_rank() == 1 and one.grad is not None:
+            one.grad *= 2
+
+
+def averaged(stage: nn.Module) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for one in stage.parameters():
+        if one.grad is not None:
+            dist.all_reduce(one.grad, group=groups[dist.get_rank() // 2])
+            one.grad /= 2
+
+
+def updated(stage: nn.Module) -> None:
+    torch.optim.SGD(stage.parameters(), lr=0.5).step()
+
+
+def unchanged(given: Any) -> Any:
+    return given
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A step of a user's own; of a whole model it takes its stage, and else it makes that itself."""
+
+    runtime: type[OneFOneB] = OneFOneB
+    last_data: Callable[[Pairs], Pairs] = unchanged  # what the last stage's rank makes of its microbatches
+    after: Callable[[nn.Module], object] = unchanged
+
+    def __call__(self, model: nn.Sequential | None, microbatches: Pairs) -> Any:
+        whole = build_model() if model is None or next(model.parameters()).is_meta else model
+        runtime = self.runtime(nn.Module(), self.last_data(microbatches) if dist.get_rank() == 1 else microbatches)
+        runtime.stage = watch(whole[2 * runtime.rank :][:2])
+        losses = runtime.step()
+        self.after(runtime.stage)
+        return runtime.stage, losses
+
+
+def judged(whitebox: WhiteBox, step: Callable[..., Any], reference: Any, ranks: Any = 2, **more: Any) -> Verdict:
+    return whitebox.validate(step, reference=reference, microbatches=data(), ranks=ranks, **more)
+
+
+def whole_on_meta() -> nn.Module:
+    assert torch.empty(()).is_meta, "nobody has room for the whole model"
+    return build_model()
+
+
+def test_a_right_step_passes_where_nobody_builds_the_whole_model(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, Mine(after=updated), Composed(build=whole_on_meta), loss_fn=loss_fn)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert verdict.config == "Mine on 2 ranks, 4 microbatches, link by link"
+    compared = {law.name: law.checked for law in verdict.laws if law.outcome == "pass"}
+    assert compared == {
+        "parameters-once": 8,
+        "microbatches": 8,
+        "boundaries": 36,
+        "loss": 4,
+        "presence": 8,
+        "gradient": 8,
+    }
+    assert "link by link" in verdict.to_html()
+
+
+def told(cause: Cause) -> tuple[Any, ...]:
+    return cause.kind, cause.rank, cause.stage, cause.microbatches
+
+
+REPLICAS = {"pp": 2, "dp": 2}
+FAULTS: dict[str, tuple[Mine, Any, tuple[Any, ...]]] = {
+    "wrong activation": (Mine(LastIn), 2, ("mispaired", 0, 0, (0, 1, 2, 3))),
+    "gradient scale": (Mine(after=doubled), 2, ("scale", 1, 1, ())),
+    "dropped microbatch": (Mine(Skipping), 2, ("dropped", 0, 0, (2,))),
+    "another's target": (Mine(last_data=crossed), 2, ("swapped-data", 1, 1, (1, 2))),
+    "no reduction": (Mine(AcrossReplicas), REPLICAS, ("not-reduced", 0, 0, ())),
+}
+
+
+@pytest.mark.parametrize(("step", "ranks", "place"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_named_as_beside_a_whole_reference(
+    whitebox: WhiteBox, step: Mine, ranks: Any, place: tuple[Any, ...]
+) -> None:
+    alone = judged(whitebox, step, Composed(loss_fn), ranks)
+    beside = judged(whitebox, step, build_model, ranks, loss_fn=loss_fn)
+    assert alone.verdict == beside.verdict == "fail", f"{alone}\n{beside}"
+    assert told(alone.cause[0]) == place, str(alone)
+    said = zip(told(beside.cause[0]), place, strict=True)
+    assert all(one in (other, None) for one, other in said), f"the whole reference says more or else: {beside}"
+
+
+def test_replicas_that_reduce_pass(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, Mine(AcrossReplicas, after=averaged), Composed(loss_fn), REPLICAS)
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def interleaved(model: None, microbatches: Pairs, loss_fn: Any = loss_fn, last_data: Any = unchanged) -> HandedBack:
+    rank, whole = dist.get_rank(), build_model()
+    stages = [PipelineStage(whole[k : k + 1], k, 4, torch.device("cpu")) for k in (rank, rank + 2)]
+    schedule = ScheduleInterleaved1F1B(stages, COUNT, loss_fn=loss_fn)
+    return torch_pipelining.step(schedule, last_data(microbatches) if rank == 1 else microbatches)
+
+
+def uphill(output: Tensor, target: Tensor) -> Tensor:
+    return -loss_fn(output, target)
+
+
+def shifted(microbatches: Pairs) -> Pairs:
+    return [(x, microbatches[k - 1][1]) for k, (x, _) in enumerate(microbatches)]
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({}, None),
+        ({"loss_fn": uphill}, ("sign", 1, 3, ())),
+        ({"last_data": shifted}, ("swapped-data", 1, 3, (0, 1, 2, 3))),
+    ],
+    ids=["right", "uphill", "targets shifted"],
+)
+def test_a_schedule_of_torch_says_its_stages_and_divides_gradients_at_last(
+    whitebox: WhiteBox, options: Any, place: tuple[Any, ...] | None
+) -> None:
+    verdict = judged(whitebox, partial(interleaved, **options), Composed(loss_fn))
+    assert verdict.verdict == ("pass" if place is None else "fail"), str(verdict)
+    assert [told(one) for one in verdict.cause[:1]] == ([] if place is None else [place]), str(verdict)
+
+
+def unwatched(model: None, microbatches: Pairs) -> Any:
+    return build_model()[2 * dist.get_rank() :][:2]
+
+
+def alone(model: None, microbatches: Pairs) -> Any:
+    stage, _ = Mine()(model, microbatches)
+    return {name: one.grad for name, one in stage.named_parameters()}
+
+
+def with_outputs(model: None, microbatches: Pairs) -> Any:
+    return HandedBack(*Mine()(model, microbatches), outputs={"y": [1, 2, 3, 4]})
+
+
+def by_index(model: None, microbatches: Pairs) -> Any:
+    stage, losses = Mine()(model, microbatches)
+    return HandedBack(stage, losses, gradients={one: (one.grad, slice(0, 1)) for one in stage.parameters()})
+
+
+def twice(model: None, microbatches: Pairs) -> Any:
+    stage, losses = Mine()(model, microbatches)
+    return HandedBack([stage, stage], losses, trace=["0F0"])
+
+
+def of_the_model(model: Any, microbatches: Pairs) -> Any:
+    return model[2 * dist.get_rank() :][:2]
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (unwatched, "module 0 that unwatched handed back was not watched: call watch(module)"),
+        (alone, "alone handed back gradients alone: hand back its modules, too"),
+        (with_outputs, "with_outputs handed back outputs, which no whole model is there to give"),
+        (by_index, "by_index handed back a part of a gradient by its index: expected a FlatShard"),
+        (twice, "twice handed back modules, and what passed between them does not tell in which order"),
+        (of_the_model, "the step is given what build= of Composed makes on the meta device, or None"),
+    ],
+)
+def test_what_cannot_be_held_against_itself_is_said_with_the_cure(
+    simulated: World, step: Callable[..., Any], said: str
+) -> None:
+    verdict = judged(WhiteBox(simulated), step, Composed(loss_fn))
+    assert verdict.verdict == "unknown"
+    assert said in f"{verdict.headline}\n{verdict.failure}", str(verdict)
+
+
+def local_names(model: None, microbatches: Pairs) -> Any:
+    rank = dist.get_rank()
+    stage = watch(nn.Sequential(*build_model()[2 * rank :][:2]))
+    return stage, OneFOneB(stage, microbatches).step()
+
+
+def test_names_that_are_no_names_of_the_whole_model_are_told_by_names(simulated: World) -> None:
+    whitebox = WhiteBox(simulated)
+    verdict = judged(whitebox, local_names, Composed(loss_fn))
+    assert verdict.verdict == "unknown"
+    assert "names= gives each weight its name in the whole model" in str(verdict)
+    names = lambda name, rank, module: f"{2 * rank + int(name[0])}{name[1:]}"  # noqa: E731
+    assert judged(whitebox, local_names, Composed(loss_fn, build=build_model), names=names).verdict == "pass"

@@ -1,0 +1,90 @@
+"""Which stage a module is that was handed back: its names tell, or the runtime, or its rank; else nobody knows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.handed_back import HandBackError
+from pipeproof.observers.calls import Call
+from pipeproof.pipeline.action import Action
+from pipeproof.records.stage_numbers import Flow, Modules, stage_numbers, told_by
+
+WHOLE = ["words", "a", "b", "c", "head"]
+V_SHAPED = [Modules([frozenset({"words"}), frozenset({"c", "head"})]), Modules([frozenset({"a"}), frozenset({"b"})])]
+ONE_EACH = [Modules([frozenset({name})], [Flow()]) for name in ("x", "x", "y", "y")]
+NONE = Modules([])
+
+
+def numbers(every: Sequence[Modules], replicas: Replicas, whole: Sequence[str] = ()) -> list[list[int]]:
+    return [list(one) for one in stage_numbers(every, replicas, whole, "mine").stages]
+
+
+def test_the_model_has_its_stages_in_the_order_of_its_names() -> None:
+    assert numbers(V_SHAPED, Replicas.along(2, 4), WHOLE) == [[0, 3], [1, 2]]
+    assert numbers([*V_SHAPED, *V_SHAPED], Replicas.along([0, 0, 1, 1], 4), WHOLE) == [[0, 3], [1, 2]] * 2
+    tied = [Modules([frozenset({"head", "words"})]), Modules([frozenset({"a", "words"})])]
+    assert numbers(tied, Replicas.along(2, 4), ["words", "a", "head"]) == [[1], [0]]
+
+
+def test_one_module_on_each_rank_has_the_place_of_the_rank_in_its_pipeline() -> None:
+    assert numbers(ONE_EACH, Replicas.along(4, 4)) == [[0], [1], [2], [3]]
+    assert numbers(ONE_EACH, Replicas.along([0, 1, 0, 1], 4)) == [[0], [0], [1], [1]]
+    assert numbers(ONE_EACH, Replicas.along({"dp": 2, "pp": 2}, 4)) == [[0], [1], [0], [1]]
+    assert numbers([NONE, *ONE_EACH[:2]], Replicas.along(3, 4)) == [[], [0], [1]]
+
+
+def test_what_the_runtime_ran_tells_which_stage_a_module_is() -> None:
+    calls = [[Call(True, began=1), Call(True, began=4)], [Call(True, began=2)]]
+    trace = [Action.parse(one) for one in ("3F0", "0F0", "0B0", "3F1")]
+    told = told_by(trace, calls)
+    assert told == [3, 0]
+    every = [replace(V_SHAPED[0], told=told), replace(V_SHAPED[1], told=[1, 2])]
+    assert numbers(every, Replicas.along(2, 2)) == [[3, 0], [1, 2]]
+    assert told_by(trace[:-1], calls) is told_by(None, calls) is None, "other calls than the trace has"
+    assert told_by([Action.parse(one) for one in ("3F0", "3F1", "0F0")], calls) is None, "two stages in one module"
+
+
+def digests(*names: str) -> frozenset[bytes]:
+    return frozenset(name.encode() for name in names)
+
+
+def passed(came: str, gave: str, returned: str = "", handed: str = "") -> Flow:
+    """What passed a module of two calls, each tensor by a letter; - is one that is nobody's."""
+    return Flow([digests(one) for one in came], [digests(one) for one in returned], digests(*gave), digests(*handed))
+
+
+FIRST, SECOND, THIRD = passed("ab", "AB"), passed("AB", "cd"), passed("cd", "CD")
+
+
+@pytest.mark.parametrize(
+    ("flows", "stages"),
+    [
+        ([[THIRD], [FIRST], [SECOND]], [[2], [0], [1]]),
+        ([[FIRST, THIRD], [SECOND]], [[0, 2], [1]]),
+        ([[THIRD], [passed("A-", "cd")], [FIRST]], [[2], [1], [0]]),
+        ([[passed("AB", "--", "xy")], [passed("--", "CD", handed="xy")], [FIRST]], [[1], [2], [0]]),
+        ([[FIRST], [SECOND], [passed("--", "CD")]], [[0], [1], [2]]),
+        ([[FIRST], [passed("AC", "cd")], [THIRD]], [[0], [1], [2]]),
+    ],
+    ids=["in turn", "two on a rank", "one is wrong", "rounded, and back", "as ranks are", "one is another's"],
+)
+def test_where_names_are_not_known_tensors_tell_the_order(flows: list[list[Flow]], stages: list[list[int]]) -> None:
+    every = [Modules([frozenset({"x"})] * len(own), own) for own in flows]
+    found = stage_numbers(every, Replicas.along(3 if len(flows) == 3 else 2, 4), (), "mine")
+    assert found.stages == stages
+    in_turn = [[0], [1], [2]]
+    assert ("with a build=" in found.note) == (stages != in_turn), "it is said where another order would be as good"
+
+
+def test_where_nothing_tells_that_is_said_with_the_cure() -> None:
+    for flows in ([[FIRST, passed("--", "xy")], [passed("--", "zw")]], [[THIRD], [SECOND], [passed("--", "--")]]):
+        every = [Modules([frozenset({"x"})] * len(own), own) for own in flows]
+        with pytest.raises(HandBackError, match="mine handed back modules, and what passed between them does not tell"):
+            numbers(every, Replicas.along(len(flows), 4))
+    with pytest.raises(HandBackError, match="the model of build= does not have a: say its name there, by names="):
+        numbers(V_SHAPED, Replicas.along(2, 4), ["words", "c", "head"])
+    bare = [Modules([frozenset()]), Modules([frozenset()])]
+    with pytest.raises(HandBackError, match="they have no parameters"):
+        numbers(bare, Replicas.along(2, 4), WHOLE)
