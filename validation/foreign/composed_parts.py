@@ -178,10 +178,12 @@ class Whole:
         at.crossings(0, frozenset())
         enter_wiring(self.chain, ledger)
         for stage, links in self._links.items():
-            if any(link.strange for link in links):
+            if self._is_strange(stage):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
             if any(link.endless for link in links):
                 ledger.doubt("boundaries", f"what stage {stage} gives is not finite")
+            elif any(one.limit == math.inf for one in self._passed[stage].crossings) and not self._is_strange(stage):
+                ledger.doubt("boundaries", f"what came to stage {stage} is not finite in the type of what it gave")
             for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
                 ledger.doubt("boundaries", told)
         self._enter_told(ledger)
@@ -189,6 +191,10 @@ class Whole:
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         if any(one.uncompared for rank in observed.ranks for one in rank):
             at.uncompared(0)
+
+    def _is_strange(self, stage: int) -> bool:
+        """Whether a call of ``stage`` gives something else each time that it is run."""
+        return any(link.strange for link in self._links[stage])
 
     def _enter_parameters(self, ledger: Ledger, due: Collection[str]) -> None:
         at = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)

@@ -1,5 +1,6 @@
 """A stage's calls in a step that is held against itself."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -87,7 +88,8 @@ def in_types_of_outputs(
 ) -> tuple[Column, dict[Limited, float]]:
     """``column``, and how far rounding put gradients that came in a narrower type than they were sent in.
 
-    A gradient has the type of its output and can have no other. ``numbers`` are the microbatches of ``calls``.
+    A gradient has the type of its output and can have no other. ``numbers`` are the microbatches of ``calls``. How far
+    is infinite where numbers may be too large for that type: then nothing tells what came from a fault.
     """
     found, limits = list(column.seen), dict[Limited, float]()
     for k, (call, number) in enumerate(zip(calls, numbers, strict=True)):
@@ -97,8 +99,15 @@ def in_types_of_outputs(
         forced = seen.dtype == call.outputs[column.number].dtype
         if forced and seen.digest != due.digest and _narrower(seen, due):
             found[k] = replace(seen, dtype=due.dtype, narrow=due.narrow)
-            limits[column.where, column.number, k] = torch.finfo(seen.dtype).eps
+            limits[column.where, column.number, k] = (
+                math.inf if _may_overflow(due, seen) else torch.finfo(seen.dtype).eps
+            )
     return replace(column, seen=tuple(found)), limits
+
+
+def _may_overflow(sent: Sketch, came: Sketch) -> bool:
+    """Whether what ``came`` may be without end for the type that it came in alone: no element is above the norm."""
+    return not math.isfinite(came.norm) and not sent.norm <= torch.finfo(came.dtype).max
 
 
 def _narrower(one: Sketch, other: Sketch) -> bool:

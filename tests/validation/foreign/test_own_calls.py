@@ -62,6 +62,7 @@ class Way:
     run: Around = nullcontext
     told: Around = nullcontext
     tried: bool = False
+    times: float = 1.0  # what losses are multiplied by, as the check knows
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
@@ -71,8 +72,9 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 def step(context: RankContext, way: Way) -> Verdict:
     torch.manual_seed(context.rank)
+    by = Composed(loss_fn, loss_divisor=COUNT / way.times)
     stage, losses = Join(one_side=way.one_side) if context.rank else Fork(wide=way.wide), list[float]()
-    with check_step(stage, data(), against=Composed(loss_fn), rename="{}.{}".format, timeout_s=20) as check:
+    with check_step(stage, data(), against=by, rename="{}.{}".format, timeout_s=20) as check:
         if way.tried:
             try_out(stage, context.rank)
         for x, target in data():
@@ -118,7 +120,7 @@ def ending(stage: nn.Module, target: Tensor, way: Way) -> float:
     inputs = [way.took(one).requires_grad_(wants) for one, wants in zip(inputs, way.wanting, strict=True)]
     with way.run():
         loss = loss_fn(stage(*inputs), target)
-    torch.autograd.backward(loss / COUNT)
+    torch.autograd.backward(loss * way.times / COUNT)
     for one in inputs:
         dist.send(torch.zeros_like(one) if one.grad is None else way.back(one.grad.float()), 0)
     return loss.item()
@@ -172,6 +174,15 @@ def test_a_message_that_is_widened_and_altered_is_wrong(world: World) -> None:
 def test_a_gradient_that_is_narrowed_and_altered_is_wrong(world: World) -> None:
     verdict = world.run(step, Way(run=in_bf16, back=lambda one: one * 1.01), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
+
+
+def test_a_gradient_that_is_too_large_for_the_type_that_it_comes_in_tells_nothing(world: World) -> None:
+    in_fp16 = partial(torch.autocast, "cpu", dtype=torch.float16)
+    verdict = world.run(step, Way(run=in_fp16, times=2.0**30), ranks=2)[0]
+    assert verdict.verdict == "unknown", str(verdict)
+    assert "what came to stage 0 is not finite in the type of what it gave" in verdict.law("boundaries").note
+    verdict = world.run(step, Way(run=in_fp16, back=lambda one: one * torch.nan), ranks=2)[0]
+    assert (verdict.verdict, verdict.cause[0].kind) == ("fail", "not-finite"), str(verdict)
 
 
 def test_what_digits_are_lost_of_is_wrong(world: World) -> None:
