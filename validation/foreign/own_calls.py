@@ -15,6 +15,7 @@ from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import twin
 
+_PASS = "pass tensors that are not sparse, in tuples, lists or mappings, or register its class with torch.utils._pytree"
 Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 
 
@@ -44,6 +45,14 @@ def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
     """The calls that are about microbatches: where there are too many, those that gradients came back to."""
     trained = [call for call in calls if call.ran]
     return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
+
+
+def hidden(stages: Mapping[int, Sequence[Call]]) -> str:
+    """Why it is not known what passes one of ``stages``, where tensors are in objects that nobody looks into."""
+    found = ((stage, call.hidden) for stage, calls in stages.items() for call in calls if call.hidden)
+    return next(
+        (f"stage {stage} is given or gives {what}, in which tensors are not seen: {_PASS}" for stage, what in found), ""
+    )
 
 
 def on_its_own(calls: Sequence[Call]) -> bool:

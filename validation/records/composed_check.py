@@ -21,7 +21,7 @@ from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.own_calls import StageSeen, counting
+from pipeproof.foreign.own_calls import StageSeen, counting, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import not_one
 from pipeproof.foreign.sources import Data, shared
@@ -254,6 +254,8 @@ class ComposedCheck(CheckedStep):
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
             self._begun.check_called(self._own, calls, self.microbatches)
+            if unseen := hidden(calls):
+                raise RecordError(unseen)
         seen = {
             stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
             for stage, own in calls.items()
