@@ -335,8 +335,9 @@ class ComposedCheck(CheckedStep):
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
         seconds = perf_counter() - self._began
-        ended = ended_otherwise([part.report for part in parts], self._absent)
         obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
+        said = obstacle and len(parts) == self._exchange.ranks  # who was missed has said why
+        ended = ended_otherwise([part.report for part in parts], None if said else self._absent)
         if self._lines.together > 1:
             obstacle = obstacle or cut_by_hand([one.own.weights for one in parts], self._lines.replica_of_rank)
         if ended is None and not obstacle:
