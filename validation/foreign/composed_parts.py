@@ -30,6 +30,7 @@ from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
+from pipeproof.observers.recording import FORWARD_POINTS, HANDED_ON, MADE
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
@@ -153,6 +154,13 @@ class Whole:
         """Whether the first of what ``verdict`` found wrong is on one of its ranks."""
         first = verdict.mismatches[0].rank if verdict.mismatches else None
         return first is not None and bool(self.parts[first].stages)
+
+    @cached_property
+    def first_wrong(self) -> tuple[bool, int, bool]:
+        """Where the flow is first wrong, along it: what comes after may only follow from that."""
+        every = [one for flow in self._passed.values() for one in flow.crossings if not one.same]
+        points = [(one.where in FORWARD_POINTS, one.action.stage, one.where in (MADE, HANDED_ON)) for one in every]
+        return min([(not f, stage if f else -stage, out) for f, stage, out in points], default=(True, 1, True))
 
     @cached_property
     def chain(self) -> Chain:

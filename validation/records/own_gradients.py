@@ -125,7 +125,7 @@ class OwnGradients:
         if stage.speaks:
             why = f"the cause was not sought: stage {stage.stage} speaks to other ranks when it is run"
             return replace(part, undecided=(*part.undecided, why))
-        begun = {full: self.begun.get(full) for full in names}
+        begun = {full: self.shards.in_place(full, self.begun.get(full)) for full in names}
         found = own_causes(stage, self.ledger, numbers, seen, names, begun, placement=self.placement)
         unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
         causes, undecided = map(self.by_scale, found.cause), (*found.undecided, *unsought)
