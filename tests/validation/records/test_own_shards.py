@@ -24,6 +24,7 @@ from tests.support.sharded_chain import (
     STAGES,
     UPDATE,
     WIDTH,
+    Plant,
     Sharded,
     sharded_steps,
 )
@@ -83,6 +84,12 @@ def test_a_part_that_is_wrong_is_named_with_its_rank(tensor: int, world: World) 
     assert wrong == [(3, "1.0.weight")], str(verdict)
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.factor, cause.parameter) == ("scale", 3, 3.0, "1.0.weight")
+
+
+def test_gradients_of_the_step_before_are_named_in_shards(world: World) -> None:
+    verdict = verdicts(world, Sharded(plant=Plant(kept=lambda rank: rank >= 2)))[1]
+    told = [(cause.kind, cause.rank, cause.stage) for cause in verdict.cause]
+    assert told == [("stale-gradient", 2, 1)], str(verdict)
 
 
 def test_other_causes_say_nothing_of_what_is_put_together(world: World) -> None:
