@@ -23,6 +23,7 @@ _SETTING = frozenset({"set_state", "graphsafe_set_state"})
 _SHORT = 100  # members that are looked at
 _OURS = 2  # references to a generator that nobody else has by now: it was made for the computation alone
 _FURTHER = 4  # steps from a name to what is looked for
+_HOLDERS: tuple[Any, ...] = (dict, list, tuple, deque, set)
 _PLAIN = (type(None), bool, int, float, str, bytes, FunctionType, CodeType)  # these have no members of interest
 _found: ContextVar[dict[int, Kept] | None] = ContextVar("generators that are put back", default=None)
 
@@ -157,8 +158,9 @@ def _with_members(found: Iterable[Any]) -> Iterator[Any]:
     for one in found:
         yield one
         kind = type(one)
-        if issubclass(kind, dict | list | tuple | deque | set):
-            yield from () if len(one) > _SHORT else one.values() if issubclass(kind, dict) else one
+        if (base := next((base for base in _HOLDERS if issubclass(kind, base)), None)) is not None:
+            every = dict.values(one) if base is dict else base.__iter__(one)
+            yield from list(every) if base.__len__(one) <= _SHORT else ()  # at once: other threads may change it
         elif issubclass(kind, partial):
             yield from (*_with_members([one.func]), *one.args, *one.keywords.values())
         elif issubclass(kind, MethodType | BuiltinMethodType):

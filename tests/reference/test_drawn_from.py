@@ -22,11 +22,19 @@ NUMPY, BEFORE = {"mine": numpy.random.default_rng(3)}, numpy.random.RandomState(
 AWAY = torch.Generator().manual_seed(9).get_state()
 
 
+class Lazy(dict[str, int]):
+    """Whoever asks it for its values makes it load them all."""
+
+    def values(self) -> Any:
+        raise AssertionError("nobody is to ask")
+
+
 class Noise:
     of_all, of_method = numpy.random.default_rng(7), numpy.random.default_rng(8)
     bound = partial(of_method.random)
 
     def __init__(self) -> None:
+        self.lazy = Lazy(a=1)
         self.arrays = numpy.random.default_rng(9)
 
 
@@ -50,6 +58,7 @@ def of_numpy_before() -> None:
 
 
 def of_a_member() -> None:
+    assert HOLDER.noise.lazy
     HOLDER.noise.arrays.random(3)
 
 
