@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
+from os import sep
+from pathlib import Path
 from sys import getrefcount
 from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -22,6 +24,7 @@ _READING = frozenset({"get_state", "graphsafe_get_state", "clone_state"})
 _SETTING = frozenset({"set_state", "graphsafe_set_state"})
 _SHORT = 100  # members that are looked at
 _OURS = 2  # references to a generator that nobody else has by now: it was made for the computation alone
+_TORCH = f"{Path(torch.__file__).parent}{sep}"  # code that has no generator of numpy, and much of which compiles
 _FURTHER = 4  # steps from a name to what is looked for
 _HOLDERS: tuple[Any, ...] = (dict, list, tuple, deque, set)
 _PLAIN = (type(None), bool, int, float, str, bytes, FunctionType, CodeType)  # these have no members of interest
@@ -105,7 +108,7 @@ class DrawnFrom(TorchFunctionMode):
 
     def _read_code(self, frame: FrameType) -> None:
         """Numpy's generators are compiled, and no profiler is told of their methods: look for them by name."""
-        if frame.f_code in self._read:
+        if frame.f_code in self._read or frame.f_code.co_filename.startswith(_TORCH):
             return
         self._read.add(frame.f_code)
         names = frame.f_code.co_names
@@ -144,8 +147,10 @@ class DrawnFrom(TorchFunctionMode):
 
 def _within_reach(found: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
     """These, and what code with these ``names`` in it may take from them: ``self.noise.generator`` is two further."""
+    met: dict[int, Any] = {}
     for _ in range(_FURTHER):
-        found = [*_with_members(found)]
+        found = [one for one in _with_members(found) if id(one) not in met and type(one) not in _PLAIN]
+        met |= {id(one): one for one in found}
         yield from found
         found = [own[name] for one in found for own in _members(one) for name in names if name in own]
 
@@ -170,11 +175,10 @@ def _with_members(found: Iterable[Any]) -> Iterator[Any]:
 def _members(one: object) -> Iterator[Mapping[str, Any]]:
     """The object's own members by name, and those of its classes."""
     kind = type(one)
-    if kind not in _PLAIN:
-        with suppress(AttributeError):  # it has slots, or none
-            yield object.__getattribute__(one, "__dict__")
-        yield from map(vars, kind.__mro__)
-        yield from map(vars, one.__mro__[1:] if isinstance(one, type) else ())
+    with suppress(AttributeError):  # it has slots, or none
+        yield object.__getattribute__(one, "__dict__")
+    yield from map(vars, kind.__mro__)
+    yield from map(vars, one.__mro__[1:] if isinstance(one, type) else ())
 
 
 def _own(devices: Iterable[torch.device]) -> Iterator[Generator]:
