@@ -123,7 +123,7 @@ class MeshFile:
         return Sum(over, divisor, next((made.keeps for made in mesh.sums if made.over == over), ()))
 
     def _keeps(self, over: str, size: int, found: object) -> tuple[Rows, ...]:
-        if not isinstance(found, list):
+        if not isinstance(found, list) or not all(isinstance(one, list) for one in found):
             raise self._wrong("keeps", found, "of each of a group its rows, e.g. [[0, 2], [2, 4]]")
         if len(found) != size:
             said = f"has {len(found)} parts to keep over {over}, which has {size} ranks"
@@ -134,7 +134,8 @@ class MeshFile:
         if isinstance(one, list):
             return Tied(self._numbers("tied", one))
         if not isinstance(one, dict) or {*one} != {"stages", "groups"}:
-            raise self._wrong("tied", one, 'stages, e.g. [0, 3], or {"stages": [0, 3], "groups": [[0, 3]]}')
+            wanted = 'a list of stages for each parameter, e.g. [[0, 3]], or [{"stages": [0, 3], "groups": [[0, 3]]}]'
+            raise self._wrong("tied", self._data["tied"], wanted)
         return Tied(self._numbers("tied", one["stages"]), self._groups("tied", one["groups"]))
 
     def _of_ranks(self, name: str, mesh: Mesh) -> list[Any]:

@@ -244,15 +244,15 @@ class Again(nn.Module):
     """A ``stage``, called as it was: of a call and its tensors, what the stage makes of them.
 
     It has the stage's own members, under the names that they have there. ``others``: the generators of random numbers
-    that its first call drew from, and whose states are not known; None before that. That call raises ``KeptElsewhere``
-    where a state is.
+    that its first call drew from, and whose states are not known, and those of what else ran with it. Either
+    raises ``KeptElsewhere`` where a state is.
     """
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.__dict__["stage"] = stage
         self.__dict__["drew"] = False  # whether any call drew random numbers
-        self.__dict__.update(others=None, known=[])
+        self.__dict__.update(others={}, known=[])
         for members in ("_parameters", "_buffers", "_modules"):
             self.__dict__[members] = stage.__dict__[members]
 
@@ -267,21 +267,26 @@ class Again(nn.Module):
         """What the stage returns."""
         stage: nn.Module = self.__dict__["stage"]
         arguments, named = called.given(tensors)
-        with called.state.resumed(stage), self._looking(called.state):
+        with called.state.resumed(stage), self.looking(called.state):
             made = stage(*arguments, **named)
             self.__dict__["drew"] = self.__dict__["drew"] or called.state.drew
             return made
 
     @contextmanager
-    def _looking(self, state: State) -> Iterator[None]:
-        """While the first call runs, note what it draws from."""
-        if self.__dict__["others"] is not None:
+    def looking(self, state: State, who: str = "") -> Iterator[None]:
+        """While it runs for the first time, note what it draws from: its call, or ``who`` else computes with it."""
+        if who in self.__dict__["others"]:
             yield
             return
         known = self.__dict__["known"] = [kept.generator for kept in state.generators]
         with DrawnFrom(known, state.drawn) as drawn:
             yield
-        self.__dict__["others"] = tuple(drawn.others)
+        self.__dict__["others"][who] = tuple(drawn.others)
+
+    @property
+    def drawn_from(self) -> tuple[str, Generator] | None:
+        """Who draws from a generator whose state is not known, and that."""
+        return next(((who, one) for who, those in self.__dict__["others"].items() for one in those), None)
 
 
 class _Flow(torch.autograd.Function):

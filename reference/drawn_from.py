@@ -2,10 +2,15 @@
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from types import CodeType, FrameType
+from functools import partial
+from os import sep
+from pathlib import Path
+from sys import getrefcount
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import numpy
@@ -18,6 +23,11 @@ _SEEDING = frozenset({"seed", "manual_seed", "set_state", "setstate"})  # what c
 _READING = frozenset({"get_state", "graphsafe_get_state", "clone_state"})
 _SETTING = frozenset({"set_state", "graphsafe_set_state"})
 _SHORT = 100  # members that are looked at
+_OURS = 2  # references to a generator that nobody else has by now: it was made for the computation alone
+_TORCH = f"{Path(torch.__file__).parent}{sep}"  # code that has no generator of numpy, and much of which compiles
+_FURTHER = 4  # steps from a name to what is looked for
+_HOLDERS: tuple[Any, ...] = (dict, list, tuple, deque, set)
+_PLAIN = (type(None), bool, int, float, str, bytes, FunctionType, CodeType)  # these have no members of interest
 _found: ContextVar[dict[int, Kept] | None] = ContextVar("generators that are put back", default=None)
 
 
@@ -73,7 +83,7 @@ class DrawnFrom(TorchFunctionMode):
         if self._can_profile:
             sys.setprofile(self._outer)
         for kept in self._mentioned.values():
-            if id(kept.generator) not in self._known and kept.moved:
+            if id(kept.generator) not in self._known and kept.moved and getrefcount(kept.generator) > _OURS:
                 self._note(kept, seeded=False)
 
     @property
@@ -98,14 +108,12 @@ class DrawnFrom(TorchFunctionMode):
 
     def _read_code(self, frame: FrameType) -> None:
         """Numpy's generators are compiled, and no profiler is told of their methods: look for them by name."""
-        if frame.f_code in self._read:
+        if frame.f_code in self._read or frame.f_code.co_filename.startswith(_TORCH):
             return
         self._read.add(frame.f_code)
-        free = frame.f_code.co_freevars
-        around = frame.f_locals if free else {}
-        named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
-        for one in _with_members([*named, *(around.get(name) for name in free)]):
-            if isinstance(one, numpy.random.Generator | numpy.random.RandomState):
+        names = frame.f_code.co_names
+        for one in _within_reach([*map(frame.f_globals.get, names), *frame.f_locals.values()], names):
+            if issubclass(type(one), numpy.random.Generator | numpy.random.RandomState):
                 self._mentioned.setdefault(id(one), Kept.of(one))
 
     def _method(self, one: Generator, name: str, *, begins: bool) -> None:
@@ -137,12 +145,40 @@ class DrawnFrom(TorchFunctionMode):
             found.setdefault(id(kept.generator), kept)
 
 
-def _with_members(named: Iterable[Any]) -> Iterator[Any]:
-    """These, and what is in those that are short lists or mappings."""
-    for one in named:
+def _within_reach(found: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
+    """These, and what code with these ``names`` in it may take from them: ``self.noise.generator`` is two further."""
+    met: dict[int, Any] = {}
+    for _ in range(_FURTHER):
+        found = [one for one in _with_members(found) if id(one) not in met and type(one) not in _PLAIN]
+        met |= {id(one): one for one in found}
+        yield from found
+        found = [own[name] for one in found for own in _members(one) for name in names if name in own]
+
+
+def _with_members(found: Iterable[Any]) -> Iterator[Any]:
+    """These, what is in those that are short lists or mappings, and what methods and partial functions are of.
+
+    They are asked for their type alone: what they say of themselves is code of their own, which is not run.
+    """
+    for one in found:
         yield one
-        if isinstance(one, dict | list | tuple) and len(one) <= _SHORT:
-            yield from one.values() if isinstance(one, dict) else one
+        kind = type(one)
+        if (base := next((base for base in _HOLDERS if issubclass(kind, base)), None)) is not None:
+            every = dict.values(one) if base is dict else base.__iter__(one)
+            yield from list(every) if base.__len__(one) <= _SHORT else ()  # at once: other threads may change it
+        elif issubclass(kind, partial):
+            yield from (*_with_members([one.func]), *one.args, *one.keywords.values())
+        elif issubclass(kind, MethodType | BuiltinMethodType):
+            yield one.__self__
+
+
+def _members(one: object) -> Iterator[Mapping[str, Any]]:
+    """The object's own members by name, and those of its classes."""
+    kind = type(one)
+    with suppress(AttributeError):  # it has slots, or none
+        yield object.__getattribute__(one, "__dict__")
+    yield from map(vars, kind.__mro__)
+    yield from map(vars, one.__mro__[1:] if isinstance(one, type) else ())
 
 
 def _own(devices: Iterable[torch.device]) -> Iterator[Generator]:

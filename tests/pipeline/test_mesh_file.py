@@ -86,13 +86,17 @@ def test_pipelines_are_as_they_are_said(tmp_path: Path) -> None:
         ({"sums": [{"over": ["dp"]}]}, ': sums is {"over": ["dp"]}: expected {"over": AXIS, "divisor": N}'),
         ({"sums": [{"over": {}}]}, ': sums is {"over": {}}: expected {"over": AXIS, "divisor": N}'),
         ({"sums": [{"over": "dp", "keeps": 5}]}, ": keeps is 5: expected of each of a group its rows, e.g. [[0, 2]"),
+        (
+            {"sums": [{"over": "dp", "keeps": [1, 1]}]},
+            ": keeps is [1, 1]: expected of each of a group its rows, e.g. [[",
+        ),
         ({"sums": [{"over": "dp", "keeps": None}]}, ": keeps is null: expected of each of a group its rows"),
         ({"sums": [{"over": "dp", "keeps": []}]}, "has 0 parts to keep over dp, which has 2 ranks: give one for each"),
         ({"sums": [{"over": "dp"}] * 54}, "has 54 sums, which together add up or divide by more than 9007199254740992"),
         ({"microbatches": [[0, 10**30]] * 4}, f"is {10**30}: expected a whole number, at most 1099511627776"),
         ({"sums": 1}, ": sums is 1: expected a list"),
         ({"tied": [[0, 7]]}, "tied: there is no stage 7, stages are 0..1"),
-        ({"tied": [7]}, ": tied is 7: expected stages, e.g. [0, 3]"),
+        ({"tied": [0, 1]}, ": tied is [0, 1]: expected a list of stages for each parameter, e.g. [[0, 3]]"),
         ({"holds": [[1, 0]] * 4}, ": holds is [1, 0]: expected the first row and the one after the last"),
     ],
 )

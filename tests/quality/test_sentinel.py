@@ -110,6 +110,10 @@ WEIGHT = torch.nn.Parameter(torch.ones(2))
     [
         ({"scaler": 2.0}, "scaler is 2.0: expected a torch.amp.GradScaler, or one that has get_scale()"),
         ({"masters": [1]}, "masters is [1]: expected a mapping of weights to their copies, such as dict(zip(...))"),
+        (
+            {"masters": {"weight": WEIGHT}},
+            "masters has a copy of 'weight': expected it of a weight, and not of its name",
+        ),
         ({"masters": {WEIGHT: 1.0}}, "masters has a float for a weight of shape [2]: expected its copy"),
         ({"masters": {WEIGHT: torch.ones(3)}}, "masters has shape [3] for a weight of shape [2]: expected its copy"),
         ({"every": 0}, "every is 0: expected a number of steps, from 1"),

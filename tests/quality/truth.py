@@ -3,8 +3,8 @@
 ``python tests/quality/truth.py``, or ``ci/truth``, runs faults in five foreign runtimes, faults in surroundings such as
 two streams or bf16 (mixtures), faults of parallelism around and inside a stage beside what is right there (axes),
 foreign runs and cases of our own that are right, and each specimen of the catalogue in its smallest case: watched or
-recorded, from final gradients alone, and held against itself, link by link, where that can show it. That takes some
-minutes on two cores.
+recorded, from final gradients alone, and held against itself, link by link, where that can show it; so are faults of
+stages that are cut inside among ranks (cut). That takes some minutes on two cores.
 ``--all`` runs the specimens on every schedule as well, which takes most of an hour. The table counts how the runs were
 named and how many sentences were false; every false sentence is listed. The exit status is 1 where any sentence is
 false, where a run that is right fails or raises, and where a fault is not caught; else 0.
@@ -21,6 +21,7 @@ from functools import partial
 from composed_reach import AS_TOLD, HANGS, OUT_OF_REACH, SEEN_AS
 from truth_axes import Along, axes
 from truth_check import Checked, Counts, False_, Truth, check
+from truth_cut import cuts
 from truth_faults import COUNTS, FAULTS, Planted
 from truth_mixtures import mixtures
 from truth_rights import rights
@@ -37,7 +38,7 @@ from pipeproof.records.composed_case import validate_composed
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
 
-PARTS = ("faults", "mixtures", "axes", "rights", "specimens", "composed", "cases")
+PARTS = ("faults", "mixtures", "axes", "rights", "specimens", "composed", "cut", "cases")
 _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")
 
 
@@ -104,6 +105,9 @@ def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], wo
         for case in wanted((), [schedule] if schedule else ()):
             if chosen(str(case)) and case.specimen not in {*OUT_OF_REACH, *HANGS}:
                 yield of_links(case, world)
+    for one in cuts() if "cut" in parts else ():
+        if chosen(one.title):
+            yield row("cut", one.title, True, one.truth, partial(one.verdict, world), one.counts)
 
 
 def row(

@@ -3,8 +3,10 @@
 import cProfile
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -18,6 +20,25 @@ from pipeproof.reference.generators import Kept
 TORCH, PYTHON = torch.Generator().manual_seed(3), random.Random(3)
 NUMPY, BEFORE = {"mine": numpy.random.default_rng(3)}, numpy.random.RandomState(3)
 AWAY = torch.Generator().manual_seed(9).get_state()
+
+
+class Lazy(dict[str, int]):
+    """Whoever asks it for its values makes it load them all."""
+
+    def values(self) -> Any:
+        raise AssertionError("nobody is to ask")
+
+
+class Noise:
+    of_all, of_method = numpy.random.default_rng(7), numpy.random.default_rng(8)
+    bound = partial(of_method.random)
+
+    def __init__(self) -> None:
+        self.lazy = Lazy(a=1)
+        self.arrays = numpy.random.default_rng(9)
+
+
+HOLDER = SimpleNamespace(noise=Noise())
 
 
 def of_torch() -> None:
@@ -36,6 +57,35 @@ def of_numpy_before() -> None:
     BEFORE.random_sample(3)
 
 
+def of_a_member() -> None:
+    assert HOLDER.noise.lazy
+    HOLDER.noise.arrays.random(3)
+
+
+def of_a_class() -> None:
+    Noise.of_all.random(3)
+
+
+def of_a_method() -> None:
+    Noise().bound()
+
+
+def in_a_loop() -> Iterator[float]:
+    own = numpy.random.default_rng(6)
+    KEPT_IN_LOOP.append(own)
+    while True:
+        yield own.random()
+
+
+def of_a_loop() -> None:
+    next(LOOP)
+
+
+KEPT_IN_LOOP: list[numpy.random.Generator] = []
+LOOP = in_a_loop()
+next(LOOP)
+
+
 def around() -> Callable[[], None]:
     own = numpy.random.default_rng(4)
 
@@ -50,6 +100,10 @@ DRAWS: list[tuple[Callable[[], None], Any]] = [
     (of_python, PYTHON),
     (of_numpy, NUMPY["mine"]),
     (of_numpy_before, BEFORE),
+    (of_a_member, HOLDER.noise.arrays),
+    (of_a_class, Noise.of_all),
+    (of_a_method, Noise.of_method),
+    (of_a_loop, KEPT_IN_LOOP[0]),
 ]
 
 
@@ -93,8 +147,16 @@ def seeded() -> None:
     random.Random(5).random()
 
 
-@pytest.mark.parametrize("draw", [named_alone, of_all_own, seeded])
-def test_what_gives_the_same_each_time_is_none(draw: Callable[[], None]) -> None:
+def made_for_it() -> None:
+    draw_from(numpy.random.default_rng())
+
+
+def draw_from(generator: numpy.random.Generator) -> None:
+    generator.random()
+
+
+@pytest.mark.parametrize("draw", [named_alone, of_all_own, seeded, made_for_it])
+def test_what_nobody_has_to_put_back_is_none(draw: Callable[[], None]) -> None:
     before = Kept.of(TORCH)
     with putting_back(), DrawnFrom([], [torch.device("cpu")]) as drawn:
         draw()

@@ -1,6 +1,6 @@
 """A pipeline by hand whose stages are cut among replicas, or inside, held against itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,13 +26,45 @@ WIDTH, ROWS, COUNT, STAGES, MOST = 6, 4, 3, 2, 0.3
 LOSS = nn.functional.mse_loss
 
 
+Pairs = list[tuple[Tensor, Tensor]]
+Change = Callable[[int, int, Tensor], Tensor]  # of a message, by rank and microbatch
+
+
+def as_it_is(rank: int, microbatch: int, message: Tensor) -> Tensor:
+    return message
+
+
+def nothing(rank: int, stage: nn.Module) -> None:
+    """No fault."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """What goes wrong, by the rank. ``given`` changes its microbatches; ``plan`` its stage's styles.
+
+    ``sent`` and ``back`` change messages to the other stage, ``times`` is what a microbatch's loss is multiplied by.
+    ``done`` changes gradients before they are compared, ``updated`` weights after the optimizer. ``kept``: gradients
+    of the step before are not cleared. ``norm`` is what the norm that gradients are clipped by is multiplied by.
+    """
+
+    given: Callable[[int, Pairs], Pairs] = lambda rank, every: every
+    plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    sent: Change = as_it_is
+    back: Change = as_it_is
+    times: Callable[[int, int], float] = lambda rank, microbatch: 1.0
+    done: Callable[[int, nn.Module], None] = nothing
+    updated: Callable[[int, nn.Module], None] = nothing
+    kept: Callable[[int], bool] = lambda rank: False
+    norm: Callable[[int], float] = lambda rank: 1.0
+
+
 @dataclass(frozen=True)
 class Sharded:
     """How the step is run. ``inner``: how wide each stage is inside. ``copies``: how many ranks have one shard.
 
     ``tensor``: among how many ranks its layers are cut inside; ``sequence``: what is between those, too. ``tied``: two
-    of its layers have one weight. ``late``: gradients are reduced once, after the last backward. ``fault``: what goes
-    wrong, on the last rank.
+    of its layers have one weight. ``late``: gradients are reduced once, after the last backward. ``plant``: what goes
+    wrong.
     """
 
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -42,7 +74,7 @@ class Sharded:
     sequence: bool = False
     tied: bool = False
     late: bool = False
-    fault: str = ""
+    plant: Plant = Plant()
 
 
 class Meshes(NamedTuple):
@@ -69,7 +101,7 @@ def stage_of(number: int, way: Sharded, meshes: Meshes) -> nn.Module:
                 "3": SequenceParallel(sequence_dim=0),
                 "4": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
             }
-        parallelize_module(stage, meshes.tensor, plan)
+        parallelize_module(stage, meshes.tensor, plan | dict(way.plant.plan))
     if meshes.replicas.size() > 1:
         for part in (stage[0], stage) if way.tied else (stage[0], stage[2], stage):
             fully_shard(part, mesh=meshes.replicas, mp_policy=way.policy)
@@ -85,29 +117,24 @@ def meshes_of(way: Sharded, ranks: int) -> Meshes:
 
 def sharded_steps(context: RankContext, way: Sharded) -> list[Verdict]:
     """The verdicts on two steps of the job."""
-    meshes = meshes_of(way, context.ranks)
+    meshes, plant, rank = meshes_of(way, context.ranks), way.plant, context.rank
     number = meshes.stages.get_local_rank()
-    stage, last = stage_of(number, way, meshes), context.rank == context.ranks - 1
+    stage = stage_of(number, way, meshes)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
-    draw = torch.Generator().manual_seed(context.rank % (context.ranks // STAGES) // way.tensor)
+    draw = torch.Generator().manual_seed(rank % (context.ranks // STAGES) // way.tensor)
     found = []
     for _ in range(2):
-        optimizer.zero_grad()
+        if not plant.kept(rank):
+            optimizer.zero_grad()
         microbatches = [_drawn(draw) for _ in range(COUNT)]
         against = Composed(LOSS, optimizer=optimizer, max_norm=MOST)
         with check_step({number: stage}, microbatches, against=against, rename="{}.{}".format, timeout_s=20) as check:
-            losses = _run(number, stage, microbatches, context, way)
-            weight = stage[0].weight
-            if last and way.fault == "part":
-                weight.grad.to_local().mul_(3)
-            if way.fault == "norm":
-                _leave_in_parts(stage[3])
+            losses = _run(number, stage, plant.given(rank, microbatches), context, way)
+            plant.done(rank, stage)
             check.gradients()
-            norm = _clipped(stage, meshes.stages)
+            norm = _clipped(stage, meshes.stages, times=plant.norm(rank))
             optimizer.step()
-            if last and way.fault == "update":
-                with torch.no_grad():
-                    weight.to_local().mul_(1.1)
+            plant.updated(rank, stage)
             check.report(losses=losses or None, norm=norm)
         found.append(check.verdict)
     return found
@@ -117,37 +144,26 @@ def _drawn(draw: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
 
 
-def _run(
-    number: int, stage: nn.Module, microbatches: Sequence[tuple[Tensor, Tensor]], context: RankContext, way: Sharded
-) -> list[float]:
+def _run(number: int, stage: nn.Module, microbatches: Pairs, context: RankContext, way: Sharded) -> list[float]:
     replicas, losses, live = context.ranks // STAGES, list[float](), []
     other = context.rank + (replicas if number == 0 else -replicas)
     for x, _ in microbatches:
         x = _received(x, other).requires_grad_() if number else x
         live.append((x, stage(x)))
         if not number:
-            dist.send(live[-1][1].detach().float(), other)
+            dist.send(way.plant.sent(context.rank, len(live) - 1, live[-1][1].detach().float()), other)
     for m, (x, output) in enumerate(live):
         if isinstance(stage, FSDPModule):
             stage.set_requires_gradient_sync(not way.late or m == COUNT - 1)
         if number:
             loss = LOSS(output.float(), microbatches[m][1])
             losses.append(loss.item())
-            lost = way.fault == "dropped" and context.rank == context.ranks - 1 and m == 1
-            (loss * (not lost) / COUNT).backward()
+            (loss * way.plant.times(context.rank, m) / COUNT).backward()
             assert x.grad is not None
-            dist.send(x.grad, other)
+            dist.send(way.plant.back(context.rank, m, x.grad), other)
         else:
             output.backward(_received(x, other).to(output.dtype))
     return losses
-
-
-def _leave_in_parts(norm: nn.Module) -> None:
-    """Take what each rank has of the gradient's sum for all of it."""
-    for one in norm.parameters():
-        assert isinstance(one.grad, DTensor)
-        here = one.grad.to_local()
-        one.grad = DTensor.from_local(here, one.grad.device_mesh, [Replicate()])
 
 
 def _received(like: Tensor, source: int) -> Tensor:
@@ -156,13 +172,13 @@ def _received(like: Tensor, source: int) -> Tensor:
     return message
 
 
-def _clipped(stage: nn.Module, stages: DeviceMesh) -> float:
-    """The norm of all gradients, which are clipped."""
+def _clipped(stage: nn.Module, stages: DeviceMesh, *, times: float) -> float:
+    """The norm of all gradients, which are clipped, ``times`` something that it should not be."""
     gradients = [one.grad for one in stage.parameters() if one.grad is not None]
     square = sum((_whole(one).double() ** 2).sum() for one in gradients)
     assert isinstance(square, Tensor)
     dist.all_reduce(square, group=stages.get_group())
-    norm = float(square.sqrt())
+    norm = float(square.sqrt()) * times
     for one in gradients:
         one.mul_(min(1.0, MOST / (norm + 1e-6)))
     return norm
@@ -170,3 +186,40 @@ def _clipped(stage: nn.Module, stages: DeviceMesh) -> float:
 
 def _whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def multiplied(rank: int, name: str, by: float) -> Callable[[int, nn.Module], None]:
+    """``rank`` multiplies its part of the gradient of its stage's parameter ``name``."""
+
+    def change(own: int, stage: nn.Module) -> None:
+        gradient = stage.get_parameter(name).grad
+        if own == rank and gradient is not None:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(by)
+
+    return change
+
+
+def left_in_parts(rank: int, stage: nn.Module) -> None:
+    """What each rank has of the sum of a norm's gradients is taken for all of it."""
+    norm = next(one for one in stage.modules() if isinstance(one, nn.LayerNorm))
+    for one in norm.parameters():
+        assert isinstance(one.grad, DTensor)
+        one.grad = DTensor.from_local(one.grad.to_local(), one.grad.device_mesh, [Replicate()])
+
+
+def moved(rank: int, name: str) -> Callable[[int, nn.Module], None]:
+    """``rank`` moves its part of its stage's parameter ``name`` on."""
+
+    def change(own: int, stage: nn.Module) -> None:
+        if own == rank:
+            weight = stage.get_parameter(name)
+            with torch.no_grad():
+                (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(1.1)
+
+    return change
+
+
+PART = Plant(done=multiplied(3, "0.weight", 3.0))
+DROPPED = Plant(times=lambda rank, microbatch: float((rank, microbatch) != (3, 1)))
+NORM = Plant(done=left_in_parts)
+UPDATE = Plant(updated=moved(3, "0.weight"))

@@ -23,6 +23,7 @@ from pipeproof.reference.step import Stage
 
 _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
+STALE = "what was there before the step was added"
 _STALE = ("stale-gradient", "stale-tensor")
 
 
@@ -151,7 +152,7 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
     """What is in a gradient that is no part of this step."""
     terms = {term: c for term, c in stage.coefficients.items() if not term.nominal and c}
     for what, kind, words in (
-        ("gradient", "stale-gradient", "what was there before the step was added"),
+        ("gradient", "stale-gradient", STALE),
         ("parameter", "extra-term", "the parameter itself was added"),
         ("evaluated", "extra-term", "the gradient of an evaluation was added"),
     ):

@@ -146,6 +146,8 @@ class AgainstItself(ABC):
                 f"masters is {self.masters!r}: expected a mapping of weights to their copies, such as dict(zip(...))"
             )
         for weight, copy in (self.masters or {}).items():
+            if not isinstance(weight, Tensor):
+                raise WhiteBoxError(f"masters has a copy of {weight!r}: expected it of a weight, and not of its name")
             if not isinstance(copy, Tensor) or copy.shape != weight.shape:
                 what = f"shape {list(copy.shape)}" if isinstance(copy, Tensor) else f"a {type(copy).__name__}"
                 raise WhiteBoxError(f"masters has {what} for a weight of shape {list(weight.shape)}: expected its copy")

@@ -30,6 +30,7 @@ from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
+from pipeproof.observers.recording import FORWARD_POINTS, HANDED_ON, MADE
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
@@ -155,6 +156,13 @@ class Whole:
         return first is not None and bool(self.parts[first].stages)
 
     @cached_property
+    def first_wrong(self) -> tuple[bool, int, bool]:
+        """Where the flow is first wrong, along it: what comes after may only follow from that."""
+        every = [one for flow in self._passed.values() for one in flow.crossings if not one.same]
+        points = [(one.where in FORWARD_POINTS, one.action.stage, one.where in (MADE, HANDED_ON)) for one in every]
+        return min([(not f, stage if f else -stage, out) for f, stage, out in points], default=(True, 1, True))
+
+    @cached_property
     def chain(self) -> Chain:
         """The calls of all stages."""
         return Chain({stage: seen for part in self.parts for stage, seen in part.stages.items()}, self.data)
@@ -178,10 +186,12 @@ class Whole:
         at.crossings(0, frozenset())
         enter_wiring(self.chain, ledger)
         for stage, links in self._links.items():
-            if any(link.strange for link in links):
+            if self._is_strange(stage):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
             if any(link.endless for link in links):
                 ledger.doubt("boundaries", f"what stage {stage} gives is not finite")
+            elif any(one.limit == math.inf for one in self._passed[stage].crossings) and not self._is_strange(stage):
+                ledger.doubt("boundaries", f"what came to stage {stage} is not finite in the type of what it gave")
             for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
                 ledger.doubt("boundaries", told)
         self._enter_told(ledger)
@@ -189,6 +199,10 @@ class Whole:
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         if any(one.uncompared for rank in observed.ranks for one in rank):
             at.uncompared(0)
+
+    def _is_strange(self, stage: int) -> bool:
+        """Whether a call of ``stage`` gives something else each time that it is run."""
+        return any(link.strange for link in self._links[stage])
 
     def _enter_parameters(self, ledger: Ledger, due: Collection[str]) -> None:
         at = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)

@@ -35,7 +35,8 @@ def verdict_of(
         for part in reversed(whole.parts):
             ledger.join(part.ledger)
     apart = enter_weights(ledger, [part.weights for part in ranks]) if len(wholes) > 1 else []
-    for whole in _knowing_all(wholes):
+    wholes = _along_the_flow(_knowing_all(wholes), replicas)
+    for whole in wholes:
         whole.enter(ledger)
     if any(mismatch.law in ("microbatches", "boundaries") for mismatch in ledger.mismatches):
         for law in _OF_WHAT_CAME:
@@ -49,6 +50,19 @@ def verdict_of(
     summed = [] if verdict.cause else list(not_summed([part.wrong for part in ranks], replicas))
     causes = tuple(dict.fromkeys((*apart, *summed, *verdict.cause)))
     return replace(verdict, cause=causes, undecided=() if summed else verdict.undecided)
+
+
+def _along_the_flow(wholes: Sequence[Whole], replicas: Sequence[int]) -> list[Whole]:
+    """``wholes``; of those that are parts of one replica, first the one whose flow was wrong first.
+
+    What their ranks compute, they compute together: so one that is given what is right gives what is wrong, too.
+    """
+
+    def at(whole: Whole) -> tuple[int, tuple[bool, int, bool]]:
+        of = next((rank for rank, part in enumerate(whole.parts) if part.stages), 0)
+        return replicas[of], whole.first_wrong
+
+    return sorted(wholes, key=at) if len({*replicas}) < len(wholes) else list(wholes)
 
 
 def _knowing_all(wholes: Sequence[Whole]) -> list[Whole]:

@@ -92,7 +92,8 @@ class HandedBack:
             of = places.get(key if isinstance(key, str) else id(key), [])
             if len(set(of)) != 1:
                 name = repr(key) if isinstance(key, str) else "a parameter"
-                why = f"{len(of)} of the modules have: key them by the parameters themselves" if of else "no module has"
+                have = f"{len(of)} of the modules have" if of else "no module that is handed back has"
+                why = f"{have}: key them by the parameters themselves"
                 raise HandBackError(f"the gradients are also of {name}, which {why}")
             found[of[0]] = gradient
         return found

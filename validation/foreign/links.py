@@ -93,13 +93,13 @@ def _limit(made: Tensor, other: Tensor | None, inside: torch.dtype | None) -> fl
     return min(precision.most, max(precision.least, precision.factor * floor))
 
 
-def draws_elsewhere(stage: int, generator: object = None) -> str:
-    """Why it is not known what ``stage`` gives, which draws from this; None: from a state that somebody else keeps."""
+def draws_elsewhere(who: str, generator: object = None) -> str:
+    """Why it is not known what ``who`` gives, who draws from this; None: from a state that somebody else keeps."""
     if generator is None:
-        return f"stage {stage} draws from a state of random numbers that is kept elsewhere: pass who keeps it {_WHERE}"
+        return f"{who} draws from a state of random numbers that is kept elsewhere: pass who keeps it {_WHERE}"
     kind = type(generator)
     maker = kind.__module__.partition(".")[0]
-    return f"stage {stage} draws from a {kind.__name__} of {maker} that is not part of it: pass it {_WHERE}"
+    return f"{who} draws from a {kind.__name__} of {maker} that is not part of it: pass it {_WHERE}"
 
 
 _WHERE = "in generators= of Composed"

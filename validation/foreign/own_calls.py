@@ -1,5 +1,6 @@
 """A stage's calls in a step that is held against itself."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -14,6 +15,7 @@ from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import twin
 
+_PASS = "pass tensors that are not sparse, in tuples, lists or mappings, or register its class with torch.utils._pytree"
 Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 
 
@@ -43,6 +45,14 @@ def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
     """The calls that are about microbatches: where there are too many, those that gradients came back to."""
     trained = [call for call in calls if call.ran]
     return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
+
+
+def hidden(stages: Mapping[int, Sequence[Call]]) -> str:
+    """Why it is not known what passes one of ``stages``, where tensors are in objects that nobody looks into."""
+    found = ((stage, call.hidden) for stage, calls in stages.items() for call in calls if call.hidden)
+    return next(
+        (f"stage {stage} is given or gives {what}, in which tensors are not seen: {_PASS}" for stage, what in found), ""
+    )
 
 
 def on_its_own(calls: Sequence[Call]) -> bool:
@@ -87,7 +97,8 @@ def in_types_of_outputs(
 ) -> tuple[Column, dict[Limited, float]]:
     """``column``, and how far rounding put gradients that came in a narrower type than they were sent in.
 
-    A gradient has the type of its output and can have no other. ``numbers`` are the microbatches of ``calls``.
+    A gradient has the type of its output and can have no other. ``numbers`` are the microbatches of ``calls``. How far
+    is infinite where numbers may be too large for that type: then nothing tells what came from a fault.
     """
     found, limits = list(column.seen), dict[Limited, float]()
     for k, (call, number) in enumerate(zip(calls, numbers, strict=True)):
@@ -97,8 +108,15 @@ def in_types_of_outputs(
         forced = seen.dtype == call.outputs[column.number].dtype
         if forced and seen.digest != due.digest and _narrower(seen, due):
             found[k] = replace(seen, dtype=due.dtype, narrow=due.narrow)
-            limits[column.where, column.number, k] = torch.finfo(seen.dtype).eps
+            limits[column.where, column.number, k] = (
+                math.inf if _may_overflow(due, seen) else torch.finfo(seen.dtype).eps
+            )
     return replace(column, seen=tuple(found)), limits
+
+
+def _may_overflow(sent: Sketch, came: Sketch) -> bool:
+    """Whether what ``came`` may be without end for the type that it came in alone: no element is above the norm."""
+    return not math.isfinite(came.norm) and not sent.norm <= torch.finfo(came.dtype).max
 
 
 def _narrower(one: Sketch, other: Sketch) -> bool:

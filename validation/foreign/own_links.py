@@ -93,7 +93,7 @@ class OwnStage:
 
     def _told_of(self, error: Exception) -> str:
         if isinstance(error, KeptElsewhere):
-            return draws_elsewhere(self.stage)
+            return draws_elsewhere(f"stage {self.stage}")
         return f"run again, stage {self.stage} raised {raised(error)}"
 
     @property
@@ -269,7 +269,8 @@ class OwnStage:
                 one.register_hook(partial(noted.__setitem__, (RECEIVED, n)))  # type: ignore[no-untyped-call]  # in torch
         if self._draws_others:
             draw_some()
-        with self._kept(0).state.cast() if self._loss_is_cast else nullcontext():
+        state = self._kept(0).state
+        with state.cast() if self._loss_is_cast else nullcontext(), self._model.looking(state, "the loss"):
             found = self._ending.loss(output, target)
         self._loss_type = found.dtype
         return found
@@ -299,8 +300,8 @@ class OwnStage:
         link = self._received(k, made.more, own)
         if not (other := self._others(k, gives)):
             return link
-        if drawn := self._model.__dict__["others"]:
-            return Link({}, obstacle=draws_elsewhere(self.stage, drawn[0]))
+        if drawn := self._model.drawn_from:
+            return Link({}, obstacle=draws_elsewhere(drawn[0] or f"stage {self.stage}", drawn[1]))
         return self._measured(k, link, made, other)
 
     def _others(self, k: int, gives: Mapping[Point, Sketch]) -> list[Point]:

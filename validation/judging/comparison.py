@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import names_of
-from pipeproof.observers.elements import all_finite, any_nonzero
+from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim
 from pipeproof.pipeline.action import Action
 
@@ -181,6 +181,9 @@ class Comparison:
     def parameter(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter after the optimizer: how far it moved is what is judged."""
         wanted, before = self._due.parameters[name], self._due.before[name]
+        if any_nan(wanted):
+            self._ledger.leave_out("updated-parameters", [name], "what they are compared with is NaN")
+            return
         gradient = self._due.gradients[name] if name in self._due.gradients else None
         moves = gradient is not None and any_nonzero(gradient)
         if moves:

@@ -96,7 +96,8 @@ class Call:
     ``parts``: by place, what its backwards brought there; ``in_parts``: by input, the sizes of those of its gradient,
     where they were put ``together``.
     ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
-    very tensor of another one, with that one's number; and ``given_again`` the inputs that are so.
+    very tensor of another one, with that one's number; and ``given_again`` the inputs that are so;
+    ``hidden``: the type of an object at the call that has tensors which nobody sees.
     """
 
     training: bool
@@ -122,6 +123,7 @@ class Call:
     again: Called | None = None
     repeated: Mapping[int, int] = field(default_factory=dict)
     given_again: frozenset[int] = frozenset()
+    hidden: str = ""
 
     @property
     def ran(self) -> list[int]:

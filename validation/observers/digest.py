@@ -46,6 +46,7 @@ def _short(content: Tensor) -> Tensor:
     if content.numel() <= 2 * _ROW:
         return content.to("cpu", copy=True)
     content = content if has_fp64(content.device) else content.cpu()
+    content = content.clone() if content.storage_offset() % 2 else content  # words begin at even places
     odd = content[content.numel() // 2 * 2 :]
     words = torch.cat([content, odd.new_zeros(1)]) if odd.numel() else content
     words = words.view(torch.int16)

@@ -55,6 +55,11 @@ def all_finite(tensor: Tensor) -> bool:
     return all(bool(part.isfinite().all()) for part in _parts(tensor))
 
 
+def any_nan(tensor: Tensor) -> bool:
+    """Whether some element is not a number."""
+    return is_rounded(tensor.dtype) and any(bool(part.isnan().any()) for part in _parts(tensor))
+
+
 def any_nonzero(tensor: Tensor) -> bool:
     """Whether some element is not zero."""
     return any(bool(part.any()) for part in _parts(tensor))

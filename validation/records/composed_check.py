@@ -21,7 +21,7 @@ from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.own_calls import StageSeen, counting
+from pipeproof.foreign.own_calls import StageSeen, counting, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data, shared
@@ -262,6 +262,8 @@ class ComposedCheck(CheckedStep):
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
             self._begun.check_called(self._own, calls, self.microbatches)
+            if unseen := hidden(calls):
+                raise RecordError(unseen)
         seen = {
             stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
             for stage, own in calls.items()
@@ -342,8 +344,9 @@ class ComposedCheck(CheckedStep):
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
         seconds = perf_counter() - self._began
-        ended = ended_otherwise([part.report for part in parts], self._absent)
         obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
+        said = obstacle and len(parts) == self._exchange.ranks  # who was missed has said why
+        ended = ended_otherwise([part.report for part in parts], None if said else self._absent)
         if self._lines.together > 1:
             obstacle = obstacle or cut_by_hand([one.own.weights for one in parts], self._lines.replica_of_rank)
         if ended is None and not obstacle:

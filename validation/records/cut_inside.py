@@ -18,6 +18,10 @@ _ALIKE = (
 _PARTS = (
     "ranks that run the same microbatches are given other parts of them in their first stage: that is not checked so"
 )
+_ORDERS = (
+    "ranks that have a stage together are given its microbatches in another order in their first stage: each is to be "
+    "given the same at the same time"
+)
 _BY_HAND = (
     "{} is another on ranks {} and {}, which run the same microbatches, and no DTensor: layers that are cut by hand "
     "are not put together, and what is on all ranks must be the same there"
@@ -31,7 +35,9 @@ def of_parts(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> str:
     """
     own = [[one.digest for one in call.inputs] for call in calls]
     every = [[[one.digest for one in call.inputs] for call in there] for there in others]
-    return _PARTS if any(there != own for there in every) else ""
+    if all(there == own for there in every):
+        return ""
+    return _ORDERS if all(sorted(there) == sorted(own) for there in every) else _PARTS
 
 
 def cut_by_hand(ranks: Sequence[Weights], replicas: Sequence[int]) -> str:

@@ -120,12 +120,13 @@ class OwnGradients:
             part = replace(part, wrong={**part.wrong, **sketched(stage.stage, mine, seen, due)})
         if self.lines.replicas > 1:
             pairs = {n: (self.shards.part(n, due[n]), self.shards.part(n, seen[n])) for n in mine}
-            told = self.replicas.causes(stage.stage, pairs, self.way.scale)
+            begun = self.way.undivided({n: self.begun.get(n) for n in mine})
+            told = self.replicas.causes(stage.stage, pairs, begun, self.way.scale)
             return replace(part, causes=(*part.causes, *map(self.by_scale, told)))
         if stage.speaks:
             why = f"the cause was not sought: stage {stage.stage} speaks to other ranks when it is run"
             return replace(part, undecided=(*part.undecided, why))
-        begun = {full: self.begun.get(full) for full in names}
+        begun = {full: self.shards.in_place(full, self.begun.get(full)) for full in names}
         found = own_causes(stage, self.ledger, numbers, seen, names, begun, placement=self.placement)
         unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
         causes, undecided = map(self.by_scale, found.cause), (*found.undecided, *unsought)

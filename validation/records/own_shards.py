@@ -125,6 +125,10 @@ class OwnShards:
         (found.view(-1) if shard.flat else found)[shard.index] = part.to(found.dtype)
         return found
 
+    def in_place(self, name: str, part: Tensor | None) -> Tensor | None:
+        """``part`` where it lies in the whole gradient, with zeros around it: others have the rest."""
+        return None if part is None else self.in_whole(name, part, part.new_zeros(self.own.shapes[name]))
+
     def sizes(self, stage: int, seen: Mapping[str, Tensor | None]) -> dict[Part, float]:
         """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""
         names = [self.own.rename(stage, name) for name, _ in self.own.modules[stage].named_parameters()]

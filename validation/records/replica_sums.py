@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeproof.diagnosis.naming import STALE
 from pipeproof.foreign.crossings import near
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import Floor
@@ -113,11 +114,15 @@ class ReplicaSums:
         )
 
     def causes(
-        self, stage: int, wrong: Mapping[str, tuple[Tensor | None, Tensor | None]], scale: float
+        self,
+        stage: int,
+        wrong: Mapping[str, tuple[Tensor | None, Tensor | None]],
+        begun: Mapping[str, Tensor | None],
+        scale: float,
     ) -> Iterator[Cause]:
         """What is wrong with gradients of a stage, each with what is due of it, where that is one thing for all.
 
-        Both are as they are before sums are divided by ``scale``.
+        ``begun``: what they were before the step. All are as they are before sums are divided by ``scale``.
         """
         at, factors = Cause("not-reduced", rank=self.exchange.rank, stage=stage), set[float | None]()
         pairs = {
@@ -133,12 +138,24 @@ class ReplicaSums:
             some = "" if len(pairs) == len(every) else f" of {names_of(list(pairs))}"
             yield replace(at, detail=f"its gradients{some} are those of its own microbatches alone")
             return
+        before = {name: one for name in pairs if (one := begun.get(name)) is not None}
+        larger = len(before) == len(pairs) and not any(near(seen.factor(due), 1.0) for seen, due in pairs.values())
+        for times in (1, self.replicas) if larger else ():  # gradients of all may have been added up once more
+            left = {name: _without(wrong[name][1], one, times) for name, one in before.items()}
+            if all(near(one.factor(pairs[name][1]), 1.0) for name, one in left.items()):
+                yield replace(at, kind="stale-gradient", detail=f"{STALE}, {times} times")
+                return
         for seen, due in pairs.values():
             factor = seen.factor(due)
             factors.add(None if factor is None else float(f"{factor:.4g}"))
         if len(factors) == 1 and (factor := factors.pop()) is not None and not near(factor, 1.0):
             alone = next(iter(pairs)) if len(pairs) == 1 else None
             yield replace(at, kind="scale", factor=factor, detail=f"{factor:g} times", parameter=alone)
+
+    @property
+    def replicas(self) -> int:
+        """How many there are of what this rank has."""
+        return len(self.peers.ranks) // self.together
 
     def _reduced(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
         """The sum of one parameter, of which this replica may have nothing."""
@@ -148,3 +165,9 @@ class ReplicaSums:
         wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
         dist.all_reduce(wide, group=group)
         return (wide if self.together == 1 else wide / self.together).to(own.dtype)
+
+
+def _without(seen: Tensor | None, before: Tensor, times: int) -> Sketch:
+    """What is left of what was ``seen`` without what was there ``before``."""
+    assert seen is not None, "there is a sketch of it"
+    return sketch(seen - times * before.to(seen.device, seen.dtype).view_as(seen))

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -77,44 +78,51 @@ def masked(kind: str) -> tuple[Masked, Any]:
         "of numpy": (Masked(lambda s: torch.from_numpy(arrays.random(WIDTH)).float()), arrays),
         "of Python": (Masked(lambda s: numbers.random()), numbers),
         "tracker": (Masked(lambda s: of_tracker(tracker)), tracker),
+        "of a loss": (Masked(lambda s: 1.0), arrays),
     }
     return stages[kind]
 
 
 KINDS = ("its own of torch", "its own of numpy", "its own of Python", "its own tracker")
 OTHERS = {
-    "of torch": "a Generator of torch that is not part of it",
-    "of numpy": "a Generator of numpy that is not part of it",
-    "of Python": "a Random of random that is not part of it",
-    "tracker": "a state of random numbers that is kept elsewhere",
+    "of torch": "stage 0 draws from a Generator of torch that is not part of it",
+    "of numpy": "stage 0 draws from a Generator of numpy that is not part of it",
+    "of Python": "stage 0 draws from a Random of random that is not part of it",
+    "tracker": "stage 0 draws from a state of random numbers that is kept elsewhere",
+    "of a loss": "the loss draws from a Generator of numpy that is not part of it",
 }
+
+
+def noisy(output: Tensor, target: Tensor, *, generator: numpy.random.Generator) -> Tensor:
+    return LOSS(output * generator.random(), target)
 
 
 def job(context: RankContext, kind: str, checked: bool, told: bool) -> tuple[list[Verdict], list[float]]:
     """Two steps, and the weights after them."""
     torch.manual_seed(0)
     stage, drawn = masked(kind)
+    loss_fn = partial(noisy, generator=drawn) if kind == "of a loss" else LOSS
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(COUNT)]
-    by = Composed(LOSS, optimizer=optimizer, generators=[drawn] if told else [])
+    by = Composed(loss_fn, optimizer=optimizer, generators=[drawn] if told else [])
     verdicts = []
     for _ in range(2):
         if checked:
             with check_step({0: stage}, data, against=by) as check:
-                losses = backwards(stage, data)
+                losses = backwards(stage, data, loss_fn)
                 check.gradients()
                 optimizer.step()
                 check.report(losses=losses)
             verdicts.append(check.verdict)
         else:
-            backwards(stage, data)
+            backwards(stage, data, loss_fn)
             optimizer.step()
         optimizer.zero_grad()
     return verdicts, [one.double().sum().item() for one in stage.parameters()]
 
 
-def backwards(stage: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    losses = [LOSS(stage(x), target) for x, target in data]
+def backwards(stage: nn.Module, data: list[tuple[Tensor, Tensor]], loss_fn: Callable[..., Tensor]) -> list[Tensor]:
+    losses = [loss_fn(stage(x), target) for x, target in data]
     for loss in losses:
         (loss / COUNT).backward()
     return losses
@@ -132,7 +140,7 @@ def test_where_it_is_not_that_is_said_and_the_job_goes_on_with_its_bits(kind: st
     ((verdicts, weights),) = world.run(job, kind, True, False, ranks=1)
     for verdict in verdicts:
         assert verdict.verdict == "unknown"
-        assert f"stage 0 draws from {OTHERS[kind]}: pass " in str(verdict)
+        assert f"{OTHERS[kind]}: pass " in str(verdict)
     assert weights == world.run(job, kind, False, False, ranks=1)[0][1]
 
 

@@ -92,8 +92,12 @@ def test_one_weight_under_two_names_of_a_module_is_one() -> None:
     ("modules", "gradients", "sentence"),
     [
         ([nn.Linear(2, 2), nn.Linear(2, 2)], {"weight": None}, "'weight', which 2 of the modules have: key them by"),
-        ([nn.Linear(2, 2)], {"w": None}, "the gradients are also of 'w', which no module has"),
-        ([nn.Linear(2, 2)], {nn.Parameter(torch.ones(2)): None}, "of a parameter, which no module has"),
+        ([nn.Linear(2, 2)], {"w": None}, "of 'w', which no module that is handed back has: key them by the parameters"),
+        (
+            [nn.Linear(2, 2)],
+            {nn.Parameter(torch.ones(2)): None},
+            "of a parameter, which no module that is handed back has",
+        ),
         ([nn.Linear(2, 2)], [None], "step returned a list as gradients: expected a mapping"),
         ([], {nn.Parameter(torch.ones(2)): None}, "expected the name of a parameter"),
         ({"w": None}, {"w": None}, "step returned a dict: expected its local modules"),

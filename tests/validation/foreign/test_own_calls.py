@@ -1,6 +1,6 @@
 """A step by hand, whose calls are not quite as they should be, or are right in an unusual way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +25,25 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output.float().mean(0) - target.mean(0)).square().mean()
 
 
+class Boxed:
+    """Two tensors in an object that nobody looks into."""
+
+    def __init__(self, *both: Tensor) -> None:
+        self.both = both
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.both)
+
+
 class Fork(nn.Module):
-    def __init__(self, *, wide: bool = False) -> None:
+    def __init__(self, *, wide: bool = False, boxed: bool = False) -> None:
         super().__init__()
+        self.made = Boxed if boxed else lambda *both: both
         self.left, self.right, self.wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), wide
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Iterable[Tensor]:
         left, right = torch.tanh(self.left(x)), self.right(x)
-        return (left.float(), right.float()) if self.wide else (left, right)
+        return self.made(left.float(), right.float()) if self.wide else self.made(left, right)
 
 
 class Join(nn.Module):
@@ -62,6 +73,8 @@ class Way:
     run: Around = nullcontext
     told: Around = nullcontext
     tried: bool = False
+    boxed: bool = False
+    times: float = 1.0  # what losses are multiplied by, as the check knows
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
@@ -71,8 +84,9 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 def step(context: RankContext, way: Way) -> Verdict:
     torch.manual_seed(context.rank)
-    stage, losses = Join(one_side=way.one_side) if context.rank else Fork(wide=way.wide), list[float]()
-    with check_step(stage, data(), against=Composed(loss_fn), rename="{}.{}".format, timeout_s=20) as check:
+    by = Composed(loss_fn, loss_divisor=COUNT / way.times)
+    stage, losses = Join(one_side=way.one_side) if context.rank else Fork(wide=way.wide, boxed=way.boxed), list[float]()
+    with check_step(stage, data(), against=by, rename="{}.{}".format, timeout_s=20) as check:
         if way.tried:
             try_out(stage, context.rank)
         for x, target in data():
@@ -101,7 +115,7 @@ def try_out(stage: nn.Module, rank: int) -> None:
 
 def beginning(stage: nn.Module, x: Tensor, way: Way) -> None:
     with way.run():
-        outputs = stage(way.given(x))
+        outputs = list(stage(way.given(x)))
     flows = [torch.empty(one.shape) for one in outputs]
     for one in outputs:
         dist.send(way.sent(one.detach().float()), 1)
@@ -118,7 +132,7 @@ def ending(stage: nn.Module, target: Tensor, way: Way) -> float:
     inputs = [way.took(one).requires_grad_(wants) for one, wants in zip(inputs, way.wanting, strict=True)]
     with way.run():
         loss = loss_fn(stage(*inputs), target)
-    torch.autograd.backward(loss / COUNT)
+    torch.autograd.backward(loss * way.times / COUNT)
     for one in inputs:
         dist.send(torch.zeros_like(one) if one.grad is None else way.back(one.grad.float()), 0)
     return loss.item()
@@ -172,6 +186,21 @@ def test_a_message_that_is_widened_and_altered_is_wrong(world: World) -> None:
 def test_a_gradient_that_is_narrowed_and_altered_is_wrong(world: World) -> None:
     verdict = world.run(step, Way(run=in_bf16, back=lambda one: one * 1.01), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
+
+
+def test_a_gradient_that_is_too_large_for_the_type_that_it_comes_in_tells_nothing(world: World) -> None:
+    in_fp16 = partial(torch.autocast, "cpu", dtype=torch.float16)
+    verdict = world.run(step, Way(run=in_fp16, times=2.0**30), ranks=2)[0]
+    assert verdict.verdict == "unknown", str(verdict)
+    assert "what came to stage 0 is not finite in the type of what it gave" in verdict.law("boundaries").note
+    verdict = world.run(step, Way(run=in_fp16, back=lambda one: one * torch.nan), ranks=2)[0]
+    assert (verdict.verdict, verdict.cause[0].kind) == ("fail", "not-finite"), str(verdict)
+
+
+def test_tensors_in_an_object_that_is_not_looked_into_are_not_called_lost(world: World) -> None:
+    verdict = world.run(step, Way(boxed=True), ranks=2)[0]
+    assert verdict.verdict == "unknown", str(verdict)
+    assert "stage 0 is given or gives Boxed, in which tensors are not seen: pass tensors" in str(verdict)
 
 
 def test_what_digits_are_lost_of_is_wrong(world: World) -> None:

@@ -15,8 +15,10 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
 from pipeproof.foreign import WhiteBox, watch
+from pipeproof.foreign.unmeasured import Unmeasured
+from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Heading, Ledger
-from pipeproof.judging.tolerance import Floor, error
+from pipeproof.judging.tolerance import FP32, Floor, error
 from pipeproof.judging.verdict import Mismatch, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline import PipelineSchedule
@@ -185,6 +187,16 @@ def test_a_mask_of_infinities_hides_nothing_and_is_no_difference() -> None:
     assert error(mask * (1 + 2**-20), mask) == pytest.approx(2**-20)
     assert error(torch.tensor([math.inf, 1.0, math.nan, 2.0]), mask) == math.inf
     assert error(torch.tensor([0.0, 1.0, math.nan, 2.0]), mask) == math.inf
+
+
+@pytest.mark.parametrize(("before", "outcome"), [(math.nan, "unknown"), (-math.inf, "pass")])
+def test_an_update_to_no_number_is_no_fault_of_an_optimizer(before: float, outcome: str) -> None:
+    was, seen = torch.tensor([before, 1.0]), torch.tensor([before, 2.0])
+    book = Ledger(["updated-parameters"])
+    due = Due("train", (), (), before={"w": was}, gradients={"w": torch.ones(2)}, parameters={"w": seen.clone()})
+    Comparison(due, Unmeasured(FP32), book).parameter("w", seen if before < 0 else -seen)
+    assert [law.outcome for law in book.laws()] == [outcome]
+    assert not book.mismatches
 
 
 def test_equal_mismatches_are_equal_also_where_they_are_about_no_number() -> None:

@@ -24,6 +24,12 @@ def test_each_bit_and_each_place_counts(size: int) -> None:
     assert digest(one.clone()) in seen
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_part_that_begins_at_an_odd_place_is_as_any(size: int) -> None:
+    whole = torch.arange(size + 1).to(torch.uint8)
+    assert digest(whole[1:]) == digest(whole[1:].clone())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 def test_what_happens_to_whole_tensors_changes_it(dtype: torch.dtype) -> None:
     one = torch.randn(200, 700, generator=torch.Generator().manual_seed(1)).mul(100)

@@ -112,6 +112,10 @@ def masked(y: Tensor, mask: Tensor) -> Tensor:
     return y * mask
 
 
+def spread(y: Tensor, by: Tensor) -> Tensor:
+    return torch.sparse.mm(by, y)
+
+
 def with_mask(y: Tensor) -> tuple[Tensor, Tensor]:
     return y, y > 0
 
@@ -135,6 +139,7 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "without parameters": lambda: Job([*layers(torch.tanh), nn.Dropout(0.5), *layers(torch.sin)]),
     "positions of the form of tokens": lambda: Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at),
     "noise of the form of messages": lambda: Job(layers(noisy, noisy, noisy), more=noise_at),
+    "a sparse matrix": lambda: Job(layers(spread, spread), more=lambda stage, m: {"by": torch.eye(4).to_sparse()}),
     "the target comes in": lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=target_at),
     "one tensor is two outputs": lambda: Job(layers(both, torch.mul, torch.tanh)),
     "one output is for two stages": lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS),

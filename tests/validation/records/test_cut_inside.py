@@ -68,7 +68,7 @@ def checked(context: RankContext, kind: str) -> Verdict:
     data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(2)]
     with check_step({0: stage}, data, against=Composed(LOSS), timeout_s=20) as check:
         torch.manual_seed(context.rank)
-        for x, target in data:
+        for x, target in data[::-1] if kind == "order" and context.rank else data:
             x = x[context.rank :: context.ranks] if kind == "parts" else x
             target = target[context.rank :: context.ranks] if kind == "parts" else target
             (LOSS(stage(x), target) / 2).backward()
@@ -89,6 +89,7 @@ def test_a_right_stage_passes(world: World) -> None:
         ("heads", "stage 0 gives something else when it is put together than its ranks gave, all alike"),
         ("by hand", "3.weight is another on ranks 0 and 1, which run the same microbatches, and no DTensor"),
         ("parts", "ranks that run the same microbatches are given other parts of them in their first stage"),
+        ("order", "ranks that have a stage together are given its microbatches in another order"),
     ],
 )
 def test_what_may_be_right_is_unknown_and_it_is_said_why(kind: str, told: str, world: World) -> None:

@@ -14,7 +14,20 @@ from pipeproof.foreign.handed_back import FlatShard
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.sharded_chain import COUNT, LOSS, ROWS, STAGES, WIDTH, Sharded, sharded_steps
+from tests.support.sharded_chain import (
+    COUNT,
+    DROPPED,
+    LOSS,
+    NORM,
+    PART,
+    ROWS,
+    STAGES,
+    UPDATE,
+    WIDTH,
+    Plant,
+    Sharded,
+    sharded_steps,
+)
 from tests.support.sweeps import sampled, some
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -68,35 +81,41 @@ def test_gradients_of_narrow_weights_are_added_up_as_they_are_kept(world: World)
 
 @pytest.mark.parametrize("tensor", sampled([2, 1], 2))
 def test_a_part_that_is_wrong_is_named_with_its_rank(tensor: int, world: World) -> None:
-    verdict = verdicts(world, Sharded(fault="part", tensor=tensor))[0]
+    verdict = verdicts(world, Sharded(plant=PART, tensor=tensor))[0]
     wrong = [(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"]
     assert wrong == [(3, "1.0.weight")], str(verdict)
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.factor, cause.parameter) == ("scale", 3, 3.0, "1.0.weight")
 
 
+def test_gradients_of_the_step_before_are_named_in_shards(world: World) -> None:
+    verdict = verdicts(world, Sharded(plant=Plant(kept=lambda rank: rank >= 2)))[1]
+    told = [(cause.kind, cause.rank, cause.stage) for cause in verdict.cause]
+    assert told == [("stale-gradient", 2, 1)], str(verdict)
+
+
 def test_other_causes_say_nothing_of_what_is_put_together(world: World) -> None:
-    verdict = verdicts(world, Sharded(fault="dropped", tensor=2))[0]
+    verdict = verdicts(world, Sharded(plant=DROPPED, tensor=2))[0]
     assert verdict.verdict == "fail", str(verdict)
     assert verdict.cause, str(verdict)
     assert "put together" not in str(verdict)
 
 
 def test_a_microbatch_that_is_lost_is_named_where_it_was(world: World) -> None:
-    verdict = verdicts(world, Sharded(fault="dropped"))[0]
+    verdict = verdicts(world, Sharded(plant=DROPPED))[0]
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 3, 1, (1,)), str(verdict)
 
 
 def test_sums_that_ranks_of_one_replica_do_not_form_are_named(world: World) -> None:
-    verdict = verdicts(world, Sharded(fault="norm", tensor=2, sequence=True))[0]
+    verdict = verdicts(world, Sharded(plant=NORM, tensor=2, sequence=True))[0]
     wrong = {(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"}
     assert wrong == {(rank, f"{rank // 2}.3.{name}") for rank in range(4) for name in ("weight", "bias")}, str(verdict)
 
 
 @pytest.mark.parametrize("tensor", sampled([2, 1], 2))
 def test_a_part_that_the_optimizer_moved_otherwise_is_named(tensor: int, world: World) -> None:
-    verdict = verdicts(world, Sharded(fault="update", tensor=tensor))[0]
+    verdict = verdicts(world, Sharded(plant=UPDATE, tensor=tensor))[0]
     assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.parameter) == ("update", 3, "1.0.weight"), str(verdict)

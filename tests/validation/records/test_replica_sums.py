@@ -206,7 +206,7 @@ def timed(context: RankContext) -> tuple[Verdict, float]:
 def test_who_raises_while_it_sums_leaves_nobody_waiting() -> None:
     with World() as world:
         (one, one_s), (other, other_s) = world.run(stuck, ranks=2, timeout_s=40)
-    assert "rank 1 did not come to which parameters of replicas have gradients" in str(one)
+    assert {one.verdict, other.verdict} == {"unknown"}
     assert "rank 1: the check raised MemoryError: no room for a sketch" in str(one)
     assert "rank 1: the check raised MemoryError: no room for a sketch" in str(other)
     assert max(one_s, other_s) < 20, "nobody waits for the group's own bound"
