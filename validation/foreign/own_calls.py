@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import nn
@@ -27,10 +26,6 @@ class StageSeen:
     rank: int
     calls: tuple[Call, ...]
     meant: Mapping[int, int] = field(default_factory=dict)
-
-    def together(self) -> Self:
-        """The same, where consumers of its outputs may have had backwards of their own."""
-        return replace(self, calls=tuple(call.together() for call in self.calls))
 
 
 def own_twin(module: nn.Module, calls: Sequence[Call]) -> nn.Module:

@@ -21,10 +21,11 @@ from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
+from pipeproof.foreign.own_backwards import together
 from pipeproof.foreign.own_calls import StageSeen, counting
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import not_one
-from pipeproof.foreign.sources import Data, shared
+from pipeproof.foreign.sources import Data
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
@@ -201,13 +202,11 @@ class ComposedCheck(CheckedStep):
         lines = self._lines
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
         own_chain = without_trials(own_chain, self._data)
-        several = shared(own_chain, self._data)
-        own_chain |= {stage: own_chain[stage].together() for stage in several}
+        calls = {stage: own[len(own) - len(own_chain[stage].calls) :] for stage, own in calls.items()}
+        own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
         for stage in on_several_inputs(chain):
             self.refuse(several_calls(stage, "on several inputs of each microbatch"))
-        calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
-        calls |= {stage: [call.together() for call in calls[stage]] for stage in several & calls.keys()}
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
         first = self._only or 0
         if lines.together > 1 and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):

@@ -139,7 +139,7 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "one tensor is two outputs": lambda: Job(layers(both, torch.mul, torch.tanh)),
     "one output is for two stages": lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS),
     "each of two stages has a backward of its own": lambda: Job(
-        layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True
+        layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart={1: 1}
     ),
     "one weight has two names": lambda: Job([Twice(), Twice()]),
     "one weight is in two stages": lambda: Job(shared()),
@@ -194,11 +194,11 @@ WRONG: dict[str, tuple[Callable[[], Job], str]] = {
         lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS, keep=1.001), "boundaries"
     ),
     "one of two backwards brings nothing": (
-        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=0.0),
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart={1: 1}, keep=0.0),
         "boundaries",
     ),
     "one of two backwards brings 1e-3 too much": (
-        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=1.001),
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart={1: 1}, keep=1.001),
         "boundaries",
     ),
     "another's target comes in": (
