@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
@@ -95,6 +96,7 @@ class Watcher:
         self.compiled = False
         self._keep, self._generators = keep, generators
         self._hooks: list[RemovableHandle] = []
+        self._came = AsTheyCame()
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
         self._times = count()
@@ -106,6 +108,7 @@ class Watcher:
             first = self._keep is not None  # or a call that is run again has what other hooks made of its inputs twice
             self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=first, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._called, with_kwargs=True))
+            self._hooks += self._came.before_hooks_of(module)
 
     def close(self) -> None:
         """From now on note no more calls; of those that were noted, gradients still are."""
@@ -240,7 +243,7 @@ class Watcher:
         for number, tensor in outputs.items():
             note = self._noting(call, call.output_gradients, number, counts=not inputs and number == last)
             if number in own:
-                flows.made(tensor, note)
+                flows.made(tensor, _of(self._came.to(tensor), note))
             else:
                 flows.borrowed(tensor, note, handed_on=True)
         handed_on = {id(tensor) for tensor in outputs.values()}
@@ -286,6 +289,10 @@ class Watcher:
                 call.backwards.append(next(self._times))
 
         return lambda gradient: write
+
+
+def _of(came: Callable[[Tensor], Tensor], note: Note) -> Note:
+    return lambda gradient: note(came(gradient))
 
 
 _watcher: Watcher | None = None
