@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -34,12 +35,19 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass
 class _Watched:
-    """A module, its calls so far, and those of them that a backward may still run again."""
+    """A module, its calls so far, those of them that a backward may still run again, and the DDP that called it."""
 
     module: nn.Module
     when: Callable[[], bool]
     calls: list[Call] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
+    replicas: DistributedDataParallel | None = None
+
+    def note_replicas(self) -> None:
+        """Note the DDP that calls it now, if one does."""
+        calling = DistributedDataParallel._active_ddp_module
+        if calling is not None and any(part is self.module for part in calling.modules()):
+            self.replicas = calling
 
     def cleared(self, stack: Stack) -> None:
         """What its calls had added to its gradients so far was cleared there."""
@@ -136,6 +144,10 @@ class Watcher:
                 return [call for call in one.calls if again or not call.silent] or list(one.calls)
         return None
 
+    def replicas(self, module: nn.Module) -> DistributedDataParallel | None:
+        """The DDP in which ``module`` was called, if it was."""
+        return self._watched[id(module)].replicas
+
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
 
@@ -168,6 +180,7 @@ class Watcher:
         if torch.compiler.is_compiling():
             self.compiled = True
         elif self._watched[id(module)].when():
+            self._watched[id(module)].note_replicas()
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
             keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep, generators=self._generators)
             again = keep(module, arguments, named) if keep else None

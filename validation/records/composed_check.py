@@ -39,6 +39,7 @@ from pipeproof.records.begun import Begun
 from pipeproof.records.by_hand import by_hand, sizes_seen
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.comm_hooks import CommHook, comm_hook_of
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
 from pipeproof.records.own_gradients import OwnGradients
@@ -231,7 +232,8 @@ class ComposedCheck(CheckedStep):
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         parts = {part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()}
         self._foresee(parts, here)
-        narrow = self._shards.reduced_in.values()
+        casts = [one.narrow for one in self._replicas.hooks.values() if one.narrow is not None]
+        narrow = [*self._shards.reduced_in.values(), *casts]
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
@@ -286,11 +288,23 @@ class ComposedCheck(CheckedStep):
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together)
+        hooks = self._comm_hooks
+        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
         both = self._exchange, self._first
         self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
+
+    @property
+    def _comm_hooks(self) -> dict[str, CommHook]:
+        """The hooks through which DDP reduces this rank's gradients, by name, if any."""
+        found: dict[str, CommHook] = {}
+        for stage, module in self._own.modules.items():
+            replicas = self._watchers[stage].replicas(module)
+            if replicas is not None and (hook := comm_hook_of(replicas)) is not None:
+                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+                found |= {self._own.rename(stage, name): hook for name in names}
+        return found
 
     @property
     def _scaling(self) -> LossScale | None:
