@@ -181,11 +181,23 @@ def _miscounted(found: Sums) -> Iterator[Violation]:
 
 
 def parts(found: Sums) -> Iterator[Violation]:
-    """All parts of a gradient are kept, each once, and each rank keeps what its optimizer holds."""
+    """All parts of a gradient are kept, each once, each rank keeps what its optimizer holds, and some one holds each.
+
+    A rank may keep more: of a sum that all have, optimizers may each hold a part, as in ZeRO-1.
+    """
+    told = [*_not_kept(found)]
+    yield from told or _not_held(found)
     due = range(found.mesh.axes.get(PARTS, 1))
+    has = {(one.place, one.part) for one in found.of}
+    for place, part in sorted({(place, part) for place in {*found.place} for part in due} - has):
+        yield Violation("parts", f"nobody has {PARTS} {part} of {found.stages(place)}")
+
+
+def _not_kept(found: Sums) -> Iterator[Violation]:
     for rank, rows in enumerate(found.mesh.holds):
-        if _some(kept := found.of[rank].rows) != _some(rows):
-            said = f"keeps the gradient of rows {_span(kept)}, but its optimizer holds {_span(rows)}"
+        (first, end), (begin, to) = found.of[rank].rows, rows
+        if _some(rows) and not first <= begin < to <= end:
+            said = f"keeps the gradient of rows {_span((first, end))}, but its optimizer holds {_span(rows)}"
             yield Violation("parts", said, rank)
     for one, every in found.cuts:
         ends = [(0, 0), *sorted(rows for rows in one.keeps if _some(rows)), (every, every)]
@@ -194,9 +206,19 @@ def parts(found: Sums) -> Iterator[Violation]:
                 who, between = ("nobody keeps" if end < begin else "several keep"), sorted((begin, end))
                 who = "there are no" if between[0] >= every else who
                 yield Violation("parts", f"{one.over}: {who} rows {between[0]} to {between[1]} of {every}")
-    has = {(one.place, one.part) for one in found.of}
-    for place, part in sorted({(place, part) for place in {*found.place} for part in due} - has):
-        yield Violation("parts", f"nobody has {PARTS} {part} of {found.stages(place)}")
+
+
+def _not_held(found: Sums) -> Iterator[Violation]:
+    """The rows of which every gradient is kept, and which no optimizer moves."""
+    held: dict[tuple[int, int], list[Rows]] = {}
+    for one, rows in zip(found.of, found.mesh.holds, strict=bool(found.mesh.holds)):
+        held.setdefault((one.place, one.part), []).append(rows)
+    for (place, _), every in sorted(held.items()):
+        to = 0
+        for begin, end in (*sorted(rows for rows in every if _some(rows)), (found.mesh.rows, found.mesh.rows)):
+            if begin > to:
+                yield Violation("parts", f"{found.stages(place)}: no optimizer holds rows {to} to {begin}")
+            to = max(to, end)
 
 
 def tied(found: Sums) -> Iterator[Violation]:

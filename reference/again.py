@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy
@@ -187,7 +187,7 @@ class Called:
     ``wanting`` are the numbers of those tensors that want a gradient. Of one that was given in several places the first
     counts, and ``repeated`` has its number for the others. ``places`` are the devices that they were on: they may be
     kept elsewhere. ``flows`` are the gradients that came to what it gave, by number, in its first backward, and
-    ``sums`` those of all; whoever sees them come notes them here.
+    ``parts`` those of all, each once, by digest; whoever sees them come notes them here.
     """
 
     tensors: tuple[Tensor, ...]
@@ -198,7 +198,7 @@ class Called:
     wanting: frozenset[int]
     repeated: Mapping[int, int]
     flows: dict[int, Tensor] = field(default_factory=dict)
-    sums: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[int, dict[bytes, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -228,6 +228,10 @@ class Called:
         leaves = [next(rest) if isinstance(one, _Here) else one for one in self.others]
         arguments, named = tree_unflatten(leaves, self.form)
         return arguments, named
+
+    def sum_of(self, output: int, digests: Iterable[bytes]) -> Tensor:
+        """The sum of those of its ``parts`` that have these ``digests``."""
+        return reduce(torch.add, (self.parts[output][one] for one in digests))
 
     def __deepcopy__(self, memo: object) -> "Called":
         return self  # whoever copies a model, or what it is given, has no use for another

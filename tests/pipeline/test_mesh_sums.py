@@ -59,6 +59,11 @@ def test_axes_in_the_order_of_frameworks_are_right(axes: str, name: str) -> None
     assert violations(mesh(schedule, **read_axes(axes)), schedule) == ()
 
 
+def test_optimizers_may_each_hold_a_part_of_a_gradient_that_all_have() -> None:
+    right = replace(mesh(dp=2, pp=2, rows=4), holds=((0, 2), (0, 2), (2, 4), (2, 4)))
+    assert violations(right, PLAIN) == ()
+
+
 def test_rows_that_are_kept_of_rows_that_are_kept() -> None:
     nested = replace(
         mesh(dp=2, fsdp=2, pp=2, rows=4),
@@ -243,6 +248,10 @@ SPECIMENS = {
             "parts: rank 0: keeps the gradient of rows 0 to 3, but its optimizer holds 3 to 5",
             "parts: rank 2: keeps the gradient of rows 3 to 5, but its optimizer holds 0 to 3",
         ),
+    ),
+    "rows of a whole gradient that no optimizer holds": Specimen(
+        replace(mesh(dp=2, pp=2, rows=4), holds=((0, 2), (0, 2), (1, 3), (2, 4))),
+        ("parts: stage 0: no optimizer holds rows 3 to 4",),
     ),
     "parts of two stages in one group": Specimen(
         grouped(PARTS, tp=((0, 2), (1, 3))),

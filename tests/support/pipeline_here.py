@@ -44,7 +44,7 @@ class Job:
     keep: float = 1.0  # how much of a gradient that comes from beyond the next stage
     cast: Callable[[bool], Any] = lambda of_loss: nullcontext()
     times: float = 1.0  # what losses are multiplied by before their backwards
-    apart: bool = False  # each stage that an output went to has a backward of its own
+    apart: Mapping[int, int] = field(default_factory=dict)  # by stage: how many backwards each gradient has of its own
 
     def step(self) -> list[float]:
         """The losses."""
@@ -89,8 +89,8 @@ class Job:
             flows = [
                 g.grad * (self.keep if to > k + 1 else 1.0) for to, g in sent.get((k, n), ()) if g.grad is not None
             ]
-            if self.apart and one.requires_grad:
-                for flow in flows:
+            if k in self.apart and one.requires_grad:
+                for flow in flows * self.apart[k]:
                     one.backward(flow, retain_graph=True)
             elif flows and one.requires_grad:
                 pairs.append((one, torch.stack(flows).sum(0)))

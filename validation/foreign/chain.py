@@ -118,7 +118,7 @@ class Chain:
         return found
 
     @cached_property
-    def _consumers(self) -> dict[Source, list[tuple[int, int]]]:
+    def consumers(self) -> dict[Source, list[tuple[int, int]]]:
         """The inputs from which gradients flow back to each output, as stages and numbers."""
         found: dict[Source, list[tuple[int, int]]] = {}
         for (stage, number), source in self.sources.of_inputs.items():
@@ -137,7 +137,7 @@ class Chain:
         By stage, number and microbatch: how far rounding may put each sum, and what came back in parts.
         """
         limits: dict[tuple[int, int, int], float] = {}
-        for (stage, number), those in self._consumers.items():
+        for (stage, number), those in self.consumers.items():
             parts = [handed.by_place.get(_handed(*one), {}) for one in those]
             for m in set(parts[0]).intersection(*parts[1:]):
                 whole, *others = [part[m] for part in parts]
@@ -155,7 +155,7 @@ class Chain:
     def _in_parts(self, stage: int, number: int, m: int) -> float:
         """The sizes of the parts in which the gradient of an input came; 0 where it came whole."""
         pairs = zip(self.stages[stage].calls, self.orders[stage].numbers, strict=True)
-        return sum(call.in_parts.get(number, 0.0) for call, of in pairs if of == m)
+        return sum(one.norm for call, of in pairs if of == m for one in call.in_parts.get(number, ()))
 
     def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
         calls, meant = self.stages[stage].calls, self.stages[stage].meant
@@ -255,7 +255,7 @@ class Chain:
         if stage == self.last:
             count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
             return again[1], again[0], {n: _output(stage, n) for n in range(count)}
-        came = {n: those for (of, n), those in self._consumers.items() if of == stage}
+        came = {n: those for (of, n), those in self.consumers.items() if of == stage}
         return sent[1], sent[0], {n: _sum_of(those) for n, those in came.items()}
 
 

@@ -79,7 +79,7 @@ class OwnPart:
     are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
     added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
     other ranks may have parts of them: ``in_parts``, as where stages are cut inside.
-    ``hooked``: gradients of which hooks may have made others. ``scale``: how its losses are scaled.
+    ``hooked``: why hooks may have made others of gradients, by name. ``scale``: how its losses are scaled.
     """
 
     ledger: Ledger
@@ -98,7 +98,7 @@ class OwnPart:
     weights: Weights = field(default_factory=dict)
     wrong: Wrong = field(default_factory=dict)
     in_parts: bool = False
-    hooked: tuple[str, ...] = ()
+    hooked: Mapping[str, str] = field(default_factory=dict)
     scale: LossScale | None = None
 
 
@@ -214,7 +214,8 @@ class Whole:
 
     def _enter_told(self, ledger: Ledger) -> None:
         """Enter what ranks reported, held against what the last stage and all gradients give."""
-        made, lost, hooked = self._expected, self._lost, any(part.hooked for part in self.parts)
+        made, lost = self._expected, self._lost
+        hooked = [why for part in self.parts for why in part.hooked.values()]
         if self.only is not None:
             for law in _OF_ALL_STAGES[self.only == self.chain.last :]:
                 ledger.skip(law, f"stage {self.only} alone was run again in this step")
@@ -239,7 +240,7 @@ class Whole:
             elif not known:
                 ledger.doubt("loss", "the last stage was not called once for each microbatch")
         if (lost or hooked) and any(one.norm is not None for one in self.reported):
-            ledger.doubt("grad-norm", not_known(lost) if lost else HOOKED)
+            ledger.doubt("grad-norm", not_known(lost) if lost else hooked[0])
 
     @property
     def _lost(self) -> list[int]:

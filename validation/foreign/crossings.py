@@ -252,7 +252,7 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
             yield replace(crossing, really=Likeness("missing"))
         return
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
-    error, limit, exact = seen.distance(expected), context.limit(column, k, expected), seen.digest == expected.digest
+    error, limit, exact = seen.distance(expected), context.limit(column, k, expected), seen.is_same(expected)
     little = error <= limit and (limit > 0 or context.limits is None)
     same = exact or (little and (_is_coarse(limit, seen) or not is_rounded_sketch(seen, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):

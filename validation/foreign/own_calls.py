@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import nn
@@ -29,10 +28,6 @@ class StageSeen:
     rank: int
     calls: tuple[Call, ...]
     meant: Mapping[int, int] = field(default_factory=dict)
-
-    def together(self) -> Self:
-        """The same, where consumers of its outputs may have had backwards of their own."""
-        return replace(self, calls=tuple(call.together() for call in self.calls))
 
 
 def own_twin(module: nn.Module, calls: Sequence[Call]) -> nn.Module:

@@ -264,9 +264,11 @@ class OwnStage:
         assert self._ending is not None, "only the last stage has one"
         made = tensors_in(output)
         noted = self._noted = {(MADE, n): one for n, one in enumerate(made)}
+        hooked = self._model.__dict__["stage"]._backward_pre_hooks  # they are given it next, and may write to it
         for n, one in enumerate(made):
             if one.requires_grad:
-                one.register_hook(partial(noted.__setitem__, (RECEIVED, n)))  # type: ignore[no-untyped-call]  # in torch
+                note = partial(noted.__setitem__, (RECEIVED, n))
+                one.register_hook((lambda flow, note=note: note(flow.clone())) if hooked else note)  # type: ignore[no-untyped-call]  # in torch
         if self._draws_others:
             draw_some()
         state = self._kept(0).state

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeproof.judging.tolerance import Floor, error, precision_of
+from pipeproof.judging.tolerance import Floor, precision_of
 from pipeproof.observers.elements import in_fp64
 from pipeproof.reference.step import Contribution, Gradient, Site
 
@@ -33,15 +33,14 @@ class RunOnceMore:
             sums = add(one, sums)
         return RunOnceMore(sums, {site: torch.stack(each).min().item() for site, each in norms.items()})
 
-    def floor(self, site: Site, due: Tensor, narrowest: torch.dtype | None = None) -> Floor | None:
-        """What another run makes of the gradient that is ``due``; None where it makes none.
+    def floor(self, site: Site, *, apart: float, size: float, narrowest: torch.dtype | None = None) -> Floor | None:
+        """What another run makes of a gradient of this ``size``, which is so far ``apart``; None where it makes none.
 
         ``narrowest``: the type in which the stage computes, if that is narrower. Kernels differ by its roundings then.
         """
         other = self.sums.get(site)
         if other is None:
             return None
-        size = in_fp64(due).norm().item()
         fault = self.smallest[site] / size if size else math.inf
-        own, narrow = precision_of(due.dtype), precision_of(narrowest or due.dtype)
-        return Floor(error(other, due), 0.0, fault, replace(narrow, least=own.least) if narrow.unit > own.unit else own)
+        own, narrow = precision_of(other.dtype), precision_of(narrowest or other.dtype)
+        return Floor(apart, 0.0, fault, replace(narrow, least=own.least) if narrow.unit > own.unit else own)

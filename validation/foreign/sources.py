@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from pipeproof.foreign.own_calls import StageSeen, as_sent
+from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.sketch import Sketch
 
@@ -127,12 +127,6 @@ class Sources:
     def inputs(self, stage: int) -> int:
         """How many inputs a stage has."""
         return max((len(call.inputs) for call in self.stages[stage].calls), default=0)
-
-
-def shared(stages: Mapping[int, StageSeen], data: Data) -> set[int]:
-    """The stages that have an output which went to several inputs."""
-    every = Counter(Sources(as_sent(stages), data).of_inputs.values())
-    return {stage for (stage, _), count in every.items() if stage is not None and count > 1}
 
 
 def _forms(tensors: Sequence[Sketch]) -> set[tuple[tuple[int, ...], bool]]:

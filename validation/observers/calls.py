@@ -1,8 +1,10 @@
 """Calls of a watched module, and the gradients that flow through them."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -69,16 +71,12 @@ Place = tuple[bool, int]  # at a call: whether it is an output, and the number o
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What flowed to one tensor of a call in several backwards: their sum, their sizes added up, and who they are.
+class Part:
+    """What one backward, by its number, brought to a tensor. ``counts``: there backwards of the call are counted."""
 
-    ``more``: how many of them were counted as backwards of the call, after the first.
-    """
-
-    whole: Sketch
-    size: float
-    digests: frozenset[bytes]
-    more: int = 0
+    seen: Sketch
+    backward: int
+    counts: bool
 
 
 @dataclass
@@ -93,8 +91,8 @@ class Call:
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
     ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
-    ``parts``: by place, what its backwards brought there; ``in_parts``: by input, the sizes of those of its gradient,
-    where they were put ``together``.
+    ``parts``: by place, what its backwards brought there; ``in_parts``: by input, those of its gradient, where they
+    were put ``together``.
     ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
     very tensor of another one, with that one's number; and ``given_again`` the inputs that are so;
     ``hidden``: the type of an object at the call that has tensors which nobody sees.
@@ -118,8 +116,8 @@ class Call:
     unread: bool = False
     began: int | None = None
     flowed: dict[int, int] = field(default_factory=dict)
-    parts: dict["Place", "Parts"] = field(default_factory=dict)
-    in_parts: Mapping[int, float] = field(default_factory=dict)
+    parts: dict["Place", list["Part"]] = field(default_factory=dict)
+    in_parts: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
     again: Called | None = None
     repeated: Mapping[int, int] = field(default_factory=dict)
     given_again: frozenset[int] = frozenset()
@@ -131,40 +129,41 @@ class Call:
         return self.backwards or [*self.flowed.values()][:1]
 
     def note_part(self, at: "Place", seen: Sketch, kept: Tensor | None, *, counts: bool) -> None:
-        """Note what a backward brought to a tensor, beside what others brought; ``kept`` is a copy of it.
+        """Note what the backward that runs brought to a tensor, beside what others did; ``kept`` is a copy of it.
 
         ``counts``: there this call's backwards are counted.
         """
         assert self.again is not None, "parts are of use where calls are run again"
-        known, (is_output, number) = self.parts.get(at), at
-        if known is not None and seen.digest in known.digests:
-            return  # it is a half of a backward, or the same once more
+        is_output, number = at
         if is_output and kept is not None:
-            own = self.again.sums.get(number)
-            self.again.sums[number] = kept if own is None else own + kept
-        if known is None:
-            self.parts[at] = Parts(seen, seen.norm, frozenset({seen.digest}))
-            return
-        whole = sketch(self.again.sums[number]) if is_output and kept is not None else known.whole.plus(seen)
-        self.parts[at] = Parts(whole, known.size + seen.norm, known.digests | {seen.digest}, known.more + counts)
+            self.again.parts.setdefault(number, {}).setdefault(seen.digest, kept)
+        self.parts.setdefault(at, []).append(Part(seen, torch._C._current_graph_task_id(), counts))
 
-    def together(self) -> "Call":
-        """The same, where each of several consumers of what it made had a backward of its own: as if it were one."""
-        several = {at: one for at, one in self.parts.items() if len(one.digests) > 1}
-        if not several:
+    def together(self, sent: Mapping[int, Sequence[Sketch]]) -> "Call":
+        """The same, where each of several consumers of what it made had a backward of its own: as if it were one.
+
+        ``sent``: by output, what they handed back. Of equal parts so many count as they sent; what is left are halves
+        of a backward, or backwards too many.
+        """
+        outputs = {n: _of_each(those, sent.get(n, ()))[0] for (is_output, n), those in self.parts.items() if is_output}
+        backwards = {one.backward for those in outputs.values() for one in those}
+        inputs = dict[int, list[Part]]()
+        for (is_output, number), those in self.parts.items():
+            if not is_output:
+                once, again = _of_each(those, ())
+                inputs[number] = [*once, *again[: max(0, len(backwards) - len(once))]]
+        flows, back = ({n: one for n, one in those.items() if len(one) > 1} for those in (outputs, inputs))
+        if not flows and not back:
             return self
-        outputs = {number: one.whole for (is_output, number), one in several.items() if is_output}
-        inputs = {number: one for (is_output, number), one in several.items() if not is_output}
-        again = self.again
-        if again is not None:
-            again = replace(again, flows=again.flows | {number: again.sums[number] for number in outputs})
+        more = sum(one[0].counts * (len(one) - 1) for one in (*flows.values(), *back.values()))
+        whole = {} if self.again is None else {n: self.again.sum_of(n, map(_digest, one)) for n, one in flows.items()}
         return replace(
             self,
-            output_gradients=self.output_gradients | outputs,
-            input_gradients=self.input_gradients | {number: one.whole for number, one in inputs.items()},
-            backwards=self.backwards[: len(self.backwards) - sum(one.more for one in several.values())],
-            in_parts={number: one.size for number, one in inputs.items()},
-            again=again,
+            output_gradients=self.output_gradients | _sums(flows) | {n: sketch(one) for n, one in whole.items()},
+            input_gradients=self.input_gradients | _sums(back),
+            backwards=self.backwards[: len(self.backwards) - more],
+            in_parts={number: [part.seen for part in one] for number, one in back.items()},
+            again=self.again and replace(self.again, flows=self.again.flows | whole),
             parts={},
         )
 
@@ -173,3 +172,20 @@ class Call:
         began = None if self.began is None else self.began + time
         flowed = {backward: time + end for backward, end in self.flowed.items()}
         return replace(self, backwards=[time + end for end in self.backwards], flowed=flowed, began=began, rank=rank)
+
+
+def _of_each(parts: Sequence[Part], sent: Sequence[Sketch]) -> tuple[list[Part], list[Part]]:
+    """Of equal ``parts`` as many as were ``sent``, or one, and the others."""
+    taken, found = Counter[bytes](), (list[Part](), list[Part]())
+    for part in parts:
+        taken[part.seen.digest] += 1
+        found[taken[part.seen.digest] > max(1, sum(map(part.seen.says, sent)))].append(part)
+    return found
+
+
+def _sums(parts: Mapping[int, Sequence[Part]]) -> dict[int, Sketch]:
+    return {number: reduce(Sketch.plus, (one.seen for one in those)) for number, those in parts.items()}
+
+
+def _digest(part: Part) -> bytes:
+    return part.seen.digest

@@ -59,6 +59,15 @@ class Sketch:
         """About that of the difference, as ``plus`` has it."""
         return self.plus(other.times(-1.0))
 
+    def is_same(self, other: "Sketch") -> bool:
+        """Whether both are known to be one tensor to the last bit."""
+        return bool(self.digest) and self.digest == other.digest
+
+    def says(self, other: "Sketch") -> bool:
+        """Whether this is ``other`` to the last bit, in a narrower or a wider type or in its own."""
+        own, others = ({one.digest, *one.said} - {b""} for one in (self, other))
+        return bool(own & others)
+
     def widened(self, dtype: torch.dtype) -> "Sketch":
         """That of the tensor as it is in ``dtype``, if that is a wider type; itself otherwise."""
         name = next((name for name, narrow in ROUNDED_TO.items() if narrow == self.dtype != dtype), "")
@@ -67,7 +76,7 @@ class Sketch:
 
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
-        if self.digest == other.digest != b"":
+        if self.is_same(other):
             return 0.0
         if self.shape != other.shape or self.dtype != other.dtype or not other.norm:
             return math.inf

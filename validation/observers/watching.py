@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
@@ -33,12 +35,19 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass
 class _Watched:
-    """A module, its calls so far, and those of them that a backward may still run again."""
+    """A module, its calls so far, those of them that a backward may still run again, and the DDP that called it."""
 
     module: nn.Module
     when: Callable[[], bool]
     calls: list[Call] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
+    replicas: DistributedDataParallel | None = None
+
+    def note_replicas(self) -> None:
+        """Note the DDP that calls it now, if one does."""
+        calling = DistributedDataParallel._active_ddp_module
+        if calling is not None and any(part is self.module for part in calling.modules()):
+            self.replicas = calling
 
     def cleared(self, stack: Stack) -> None:
         """What its calls had added to its gradients so far was cleared there."""
@@ -95,6 +104,7 @@ class Watcher:
         self.compiled = False
         self._keep, self._generators = keep, generators
         self._hooks: list[RemovableHandle] = []
+        self._came = AsTheyCame()
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
         self._times = count()
@@ -106,6 +116,7 @@ class Watcher:
             first = self._keep is not None  # or a call that is run again has what other hooks made of its inputs twice
             self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=first, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._called, with_kwargs=True))
+            self._hooks += self._came.before_hooks_of(module)
 
     def close(self) -> None:
         """From now on note no more calls; of those that were noted, gradients still are."""
@@ -139,6 +150,10 @@ class Watcher:
         own = {id(part) for part in module.modules()}
         return next((w for w in self._watched.values() if id(w.module) in own or module in w.module.modules()), None)
 
+    def replicas(self, module: nn.Module) -> DistributedDataParallel | None:
+        """The DDP in which ``module`` was called, if it was."""
+        return self._watched[id(module)].replicas
+
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
 
@@ -171,6 +186,7 @@ class Watcher:
         if torch.compiler.is_compiling():
             self.compiled = True
         elif self._watched[id(module)].when():
+            self._watched[id(module)].note_replicas()
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
             keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep, generators=self._generators)
             again = keep(module, arguments, named) if keep else None
@@ -247,7 +263,7 @@ class Watcher:
         for number, tensor in outputs.items():
             note = self._noting(call, call.output_gradients, number, counts=not inputs and number == last)
             if number in own:
-                flows.made(tensor, note)
+                flows.made(tensor, _of(self._came.to(tensor), note))
             else:
                 flows.borrowed(tensor, note, handed_on=True)
         handed_on = {id(tensor) for tensor in outputs.values()}
@@ -293,6 +309,10 @@ class Watcher:
                 call.backwards.append(next(self._times))
 
         return lambda gradient: write
+
+
+def _of(came: Callable[[Tensor], Tensor], note: Note) -> Note:
+    return lambda gradient: note(came(gradient))
 
 
 _watcher: Watcher | None = None

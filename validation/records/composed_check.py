@@ -21,10 +21,11 @@ from pipeproof.foreign.giving import all_giving
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
+from pipeproof.foreign.own_backwards import together
 from pipeproof.foreign.own_calls import StageSeen, counting, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
-from pipeproof.foreign.sources import Data, shared
+from pipeproof.foreign.sources import Data
 from pipeproof.foreign.wiring import on_several_inputs, several_calls
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
@@ -38,6 +39,7 @@ from pipeproof.records.begun import Begun
 from pipeproof.records.by_hand import by_hand, sizes_seen
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.comm_hooks import CommHook, comm_hook_of
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
 from pipeproof.records.own_gradients import OwnGradients
@@ -209,13 +211,11 @@ class ComposedCheck(CheckedStep):
         lines = self._lines
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
         own_chain = without_trials(own_chain, self._data)
-        several = shared(own_chain, self._data)
-        own_chain |= {stage: own_chain[stage].together() for stage in several}
+        calls = {stage: own[len(own) - len(own_chain[stage].calls) :] for stage, own in calls.items()}
+        own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
         for stage in on_several_inputs(chain):
             self.refuse(several_calls(stage, "on several inputs of each microbatch"))
-        calls = {stage: own[len(own) - len(chain.stages[stage].calls) :] for stage, own in calls.items()}
-        calls |= {stage: [call.together() for call in calls[stage]] for stage in several & calls.keys()}
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
         first = self._only or 0
         if lines.together > 1 and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):
@@ -240,7 +240,8 @@ class ComposedCheck(CheckedStep):
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         parts = {part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()}
         self._foresee(parts, here)
-        narrow = self._shards.reduced_in.values()
+        casts = [one.narrow for one in self._replicas.hooks.values() if one.narrow is not None]
+        narrow = [*self._shards.reduced_in.values(), *casts]
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
@@ -298,11 +299,23 @@ class ComposedCheck(CheckedStep):
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together)
+        hooks = self._comm_hooks
+        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
         both = self._exchange, self._first
         self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
+
+    @property
+    def _comm_hooks(self) -> dict[str, CommHook]:
+        """The hooks through which DDP reduces this rank's gradients, by name, if any."""
+        found: dict[str, CommHook] = {}
+        for stage, module in self._own.modules.items():
+            replicas = self._watchers[stage].replicas(module)
+            if replicas is not None and (hook := comm_hook_of(replicas)) is not None:
+                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+                found |= {self._own.rename(stage, name): hook for name in names}
+        return found
 
     @property
     def _scaling(self) -> LossScale | None:

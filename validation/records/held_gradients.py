@@ -1,7 +1,7 @@
 """Gradients of a stage as they are compared where they lie."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +30,21 @@ def all_dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dense(one) if isinstance(one, Tensor) else one for name, one in gradients.items()}
 
 
-def hooked(
-    names: Iterable[str], parameters: Mapping[str, Tensor], seen: Mapping[str, Any], due: Due, allowed: "AllowedOf"
-) -> list[str]:
-    """Those of ``names`` whose ``parameters`` have hooks on their gradients, which are not what they must be else."""
-    found = []
+def differing(
+    names: Iterable[str], seen: Mapping[str, Any], due: Due, allowed: "AllowedOf"
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Those of ``names`` whose gradients are not what they must be, with what was ``seen`` and what is ``due``."""
     for name in names:
         one, wanted = seen.get(name), due.gradients[name]
-        if not isinstance(one, Tensor) or wanted is None or not _has_hooks(parameters[name], one):
-            continue
-        here, there = one.detach(), wanted
-        if not same_bits(here, there) and allowed.gradient(name).compared(here, there)[1] != "pass":
-            found.append(name)
-    return found
+        if isinstance(one, Tensor) and wanted is not None and not same_bits(one.detach(), wanted):
+            if allowed.gradient(name).compared(one.detach(), wanted)[1] != "pass":
+                yield name, one, wanted
 
 
-def _has_hooks(parameter: Tensor, gradient: Tensor) -> bool:
+def has_hooks(parameter: Tensor, gradient: object) -> bool:
     """Whether hooks may have made ``gradient`` of another. Those that run when it is there make others of ``.grad``."""
+    if not isinstance(gradient, Tensor):
+        return False
     own = parameter.grad if parameter.is_leaf else None
     last = getattr(parameter, "_post_accumulate_grad_hooks", None) if own is not None else None
     changed = bool(last) and held_here(own).data_ptr() == gradient.data_ptr()  # type: ignore[arg-type]  # it is there
@@ -57,13 +55,15 @@ def _has_hooks(parameter: Tensor, gradient: Tensor) -> bool:
 class AllowedOf(Unmeasured):
     """What rounding may do to a stage's gradients, measured where one is not as it was to the bit.
 
-    ``over``: what it does to the sum over all replicas, of a parameter's name and what it does to this one's. ``seen``
-    and ``due``: the gradients by those names. Where another run differs as much as ``seen`` does, that is enough.
+    ``over``: what it does to the sum over all replicas, of a parameter's name and what it does to this one's.
+    ``apart``: of its name, another run's and its own, how far apart these are, and the norm of the latter. ``seen`` and
+    ``due``: the gradients by those names. Where another run differs as much as ``seen`` does, that is enough.
     """
 
     own: OwnStage
     names: Mapping[str, str]
     over: Callable[[str, Floor], Floor]
+    apart: Callable[[str, Tensor, Tensor], tuple[float, float]]
     seen: Mapping[str, Any]
     due: Mapping[str, Gradient]
 
@@ -79,7 +79,9 @@ class AllowedOf(Unmeasured):
         seen, due, own = self.seen.get(name), self.due.get(name), self.own.gradients[self.names[name]]
         if not isinstance(seen, Tensor) or due is None or own is None:
             return None
-        floor = self.own.once_more.floor(site, own, self.own.narrowest)
+        other = self.own.once_more.sums.get(site)
+        apart, size = (0.0, 0.0) if other is None else self.apart(name, other, own)
+        floor = self.own.once_more.floor(site, apart=apart, size=size, narrowest=self.own.narrowest)
         found = None if floor is None else self._over(name, floor)
         return found if found is not None and found.compared(seen.detach(), due)[1] == "pass" else None
 

@@ -15,7 +15,7 @@ from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import FP32
 from pipeproof.records.begun import Begun
-from pipeproof.records.held_gradients import AllowedOf, hooked
+from pipeproof.records.held_gradients import AllowedOf, differing, has_hooks
 from pipeproof.records.own_shards import OwnShards
 from pipeproof.records.rank_lines import RankLines
 from pipeproof.records.rank_part import RankStages
@@ -58,11 +58,12 @@ class OwnGradients:
         names = self._comparable(stage)
         if not stage.closed:
             return part
-        allowed = AllowedOf(FP32, stage, names, self.replicas.floor, seen, due)
+        allowed = AllowedOf(FP32, stage, names, self.replicas.floor, self.replicas.apart, seen, due)
         before = len(self.ledger.mismatches)
         wanted = Due("train", (), (), gradients={name: due[name] for name in names})
-        otherwise = hooked(names, self.shards.parameters, seen, wanted, allowed)
-        self.ledger.leave_out("gradient", otherwise, HOOKED)
+        otherwise = self._hooked(names, seen, wanted, allowed)
+        for why in dict.fromkeys(otherwise.values()):
+            self.ledger.leave_out("gradient", [one for one in otherwise if otherwise[one] == why], why)
         names = {full: name for full, name in names.items() if full not in otherwise}
         at = Comparison(wanted, allowed, self.ledger)
         for name in [one for one in reversed(names) if one in seen]:
@@ -76,12 +77,27 @@ class OwnGradients:
             for name in names
             if wrong and name in shared
         ]
-        part = replace(part, hooked=(*part.hooked, *otherwise), copies=(*part.copies, *copies))
+        part = replace(part, hooked={**part.hooked, **otherwise}, copies=(*part.copies, *copies))
         if wrong <= shared:
             return part
         alone = {full: name for full, name in names.items() if full not in shared}
         whole = {full: one for full, one in self.way.undivided(due).items() if full in wrong - shared}
         return self._explained(part, stage, numbers, alone, whole, seen)
+
+    def _hooked(
+        self, names: Mapping[str, str], seen: Mapping[str, Any], due: Due, allowed: AllowedOf
+    ) -> dict[str, str]:
+        """The gradients that are not what they must be, and why hooks may have made them so."""
+        found, hooks = dict[str, str](), self.replicas.hooks
+        parameters = self.shards.parameters
+        some = [one for one in names if one in hooks or has_hooks(parameters[one], seen.get(one))]
+        for name, one, wanted in differing(some, seen, due, allowed):
+            hook = hooks.get(name)
+            if has_hooks(parameters[name], one):
+                found[name] = HOOKED
+            elif hook is not None and self.replicas.may_be_of(hook, name, one, wanted):
+                found[name] = hook.told
+        return found
 
     def _comparable(self, stage: OwnStage) -> dict[str, str]:
         """The gradients of a stage that are compared here: by the model's names, those in the stage."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from pipeproof.diagnosis.naming import STALE
 from pipeproof.foreign.crossings import near
 from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import Floor
+from pipeproof.judging.tolerance import Floor, error, precision_of
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.records.comm_hooks import CommHook
 from pipeproof.records.held_gradients import length_in_pieces
 from pipeproof.records.own_shards import OwnShards
 from pipeproof.records.peers import Peers
@@ -37,18 +38,21 @@ class _Lengths:
 class ReplicaSums:
     """The sums of this rank's stages over all replicas, which its ``peers`` have.
 
-    ``own``: this rank's parameters; ``together``: how many peers have the same sum, as parts of one replica.
-    ``alone``: what this replica alone adds up of what this rank has of each, in a few numbers. ``untiled``: the
-    gradients that ranks have parts of which are not all of it, with the reason.
+    ``own``: this rank's parameters; ``together``: how many peers have the same sum, as parts of one replica. ``hooks``:
+    those through which gradients are reduced, by name; once they are ``summed``, those that all peers have. ``alone``:
+    what this replica alone adds up of what this rank has of each, in a few numbers. ``untiled``: the gradients that
+    ranks have parts of which are not all of it, with the reason.
     """
 
     exchange: Exchange
     peers: Peers
     own: OwnShards
     together: int = 1
+    hooks: Mapping[str, CommHook] = field(default_factory=dict)
     alone: dict[str, Sketch] = field(default_factory=dict)
     untiled: dict[str, str] = field(default_factory=dict)
     _lengths: dict[str, _Lengths] = field(default_factory=dict)
+    _casts: dict[int, tuple[torch.dtype, float]] = field(default_factory=dict)  # by parameter: what a hook's type does
 
     def summed(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """``sums``, which are used up, over all replicas.
@@ -65,16 +69,18 @@ class ReplicaSums:
                 self.alone[name] = sketch(one if part is None else part)
         lengths = {name: length_in_pieces(one) for name, one in sums.items() if one is not None}
         what = "which parameters of replicas have gradients"
-        told = lengths, self.own.gradients
+        told = lengths, self.own.gradients, self.hooks
         every_told = self.exchange.gather(told, what=what, bound_s=self.peers.bound_s)
-        there: list[dict[str, float]] = [one for one, _ in every_told]
+        there: list[dict[str, float]] = [one for one, _, _ in every_told]
         self._find_untiled([every_told[rank][1] for rank in self.peers.ranks])
+        hooks = [every_told[rank][2] for rank in self.peers.ranks]
+        self.hooks = {n: one for n, one in self.hooks.items() if all(those.get(n) == one for those in hooks)}
         given = sorted({name for rank in self.peers.ranks for name in there[rank]})
         found = dict[str, Tensor]()
         first = dict[int, str]()  # by parameter, the first of its names
         for name in given:
             known = first.setdefault(id(self.own.parameters[name]), name)
-            found[name] = found[known] if known in found else self._reduced(group, sums.get(name), name)
+            found[name] = found[known] if known in found else self._sum(group, sums.get(name), name)
         for name, one in found.items():
             every = [there[rank].get(name, 0.0) for rank in self.peers.ranks]
             replicas = len(every) // self.together
@@ -92,7 +98,30 @@ class ReplicaSums:
                     self.untiled[name] = why
 
     def floor(self, name: str, own: Floor) -> Floor:
-        """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""
+        """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each.
+
+        That is enough where a hook's type rounds as it was seen to. In another order it rounds otherwise, and of many
+        ranks each rounds once more.
+        """
+        found, cast = self._of_sum(name, own), self._casts.get(id(self.own.parameters[name]))
+        if cast is None:
+            return found
+        narrow, off = precision_of(cast[0]), cast[1]
+        more = max(off, narrow.unit / 2) * math.sqrt(len(self.peers.ranks) / 2)
+        precision = replace(narrow, least=found.precision.least)
+        return replace(found, rounding=max(found.rounding, more), precision=precision, sums=found)
+
+    def apart(self, name: str, other: Tensor, own: Tensor) -> tuple[float, float]:
+        """How far apart another run's gradient is and this replica's ``own``, and the norm of that.
+
+        Where it was used up for the sum, sketches tell.
+        """
+        if name not in self.alone:
+            return error(other, own), length_in_pieces(own)
+        part = self.own.part(name, other)
+        return sketch(other if part is None else part).distance(self.alone[name]), self._lengths[name].own
+
+    def _of_sum(self, name: str, own: Floor) -> Floor:
         lengths = self._lengths.get(name)
         if (narrow := self.own.reduced_in.get(name)) is not None:
             own = own.through(narrow)
@@ -112,6 +141,16 @@ class ReplicaSums:
             size=0.0,
             sums=None if own.sums is None else self.floor(name, own.sums),
         )
+
+    def may_be_of(self, hook: CommHook, name: str, seen: Tensor, due: Tensor) -> bool:
+        """Whether ``hook`` may have made what was ``seen`` of what is ``due``.
+
+        No type rounds as much as no floor excuses. None makes a multiple of it, or of this replica's own.
+        """
+        if hook.narrow is not None:
+            return error(seen, due) <= precision_of(hook.narrow).most
+        here, own = sketch(seen), self.alone.get(name)
+        return here.factor(sketch(due)) is None and (own is None or here.factor(own) is None)
 
     def causes(
         self,
@@ -156,6 +195,18 @@ class ReplicaSums:
     def replicas(self) -> int:
         """How many there are of what this rank has."""
         return len(self.peers.ranks) // self.together
+
+    def _sum(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
+        """The sum of one parameter, as the type of its hook rounds it; how far that is off is noted."""
+        hook = self.hooks.get(name)
+        if hook is None or hook.narrow is None or self.together > 1:
+            return self._reduced(group, own, name)
+        ranks = len(self.peers.ranks)
+        cast = self._reduced(group, None if own is None else hook.cast(own, ranks), name)
+        whole = self._reduced(group, own, name)
+        made = hook.whole(cast, ranks)
+        self._casts[id(self.own.parameters[name])] = hook.narrow, error(made, whole)
+        return made
 
     def _reduced(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
         """The sum of one parameter, of which this replica may have nothing."""

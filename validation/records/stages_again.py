@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from pipeproof.foreign.chain import Chain
@@ -21,6 +22,8 @@ _ALIKE = (
     "microbatches {} have the same inputs and other targets, and what flowed back is not theirs in the order in which "
     "they were given: whose is whose is not known; pass them in the order in which they run, or give them other inputs"
 )
+
+_MULTIPLE = 1e-3  # how far from 1 a factor is that somebody multiplied by
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class StagesAgain:
         """What other ranks must know."""
         lost = [own.stage for own in self.stages if not own.closed]
         scaled = [self.way.scaled] * (self.chain.last in self.calls)
-        times = [own.factor for own in self.stages if own.stage == self.chain.last and own.fitting < own.flowing]
+        times = [own.factor for own in self.stages if own.stage == self.chain.last and _is_off(own)]
         return Told(lost, self.way.fitting, scaled, self._crossed, next(iter(times), None))
 
     def agree(self, every: Sequence[Told], of_replica: Sequence[Told]) -> None:
@@ -140,3 +143,9 @@ class StagesAgain:
             return own
         self.way, self._crossed = other, True
         return found
+
+
+def _is_off(own: OwnStage) -> bool:
+    """Whether what flowed to its outputs is not what flows again, by more than its types round multiples."""
+    coarse = own.narrowest is not None and torch.finfo(own.narrowest).eps > torch.finfo(torch.float32).eps
+    return own.fitting < own.flowing or (not coarse and abs((own.factor or 1.0) - 1.0) > _MULTIPLE)

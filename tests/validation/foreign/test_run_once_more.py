@@ -117,7 +117,7 @@ def test_the_smallest_part_of_a_sum_says_how_coarse_it_is() -> None:
         return {site: part if site not in sums else sums[site] + part}
 
     found = RunOnceMore.of([given(3.0, 0.0), given(0.0, 4.0)], add)
-    floor = found.floor(site, torch.tensor([3.0, 4.0]))
+    floor = found.floor(site, apart=0.25, size=5.0)
     assert floor is not None
-    assert (floor.permutation, floor.fault) == (0.0, 3 / 5)
-    assert found.floor((0, "v"), torch.ones(2)) is None
+    assert (floor.permutation, floor.fault) == (0.25, 3 / 5)
+    assert found.floor((0, "v"), apart=0.0, size=1.0) is None

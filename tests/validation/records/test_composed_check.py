@@ -66,11 +66,13 @@ class Twice(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def hooked() -> nn.Module:
-    """What comes in is halved, and what goes out is doubled."""
+def hooked(*, back: bool = False) -> nn.Module:
+    """What comes in is halved, and what goes out is doubled; of what flows ``back``, the sine does."""
     stage = Layer()
     stage.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
     stage.register_forward_hook(lambda _, given, made: made * 2)
+    if back:
+        stage.register_full_backward_pre_hook(lambda _, flows: (torch.sin(flows[0]),))
     return stage
 
 
@@ -144,13 +146,13 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "one tensor is two outputs": lambda: Job(layers(both, torch.mul, torch.tanh)),
     "one output is for two stages": lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS),
     "each of two stages has a backward of its own": lambda: Job(
-        layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True
+        layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart={1: 1}
     ),
     "one weight has two names": lambda: Job([Twice(), Twice()]),
     "one weight is in two stages": lambda: Job(shared()),
     "complex": lambda: Job([nn.Linear(8, 8, dtype=torch.complex64) for _ in range(2)], COMPLEX, loss_fn=absolute),
     "sparse": lambda: Job([Words(sparse=True), *layers(torch.tanh)], TOKENS, more=tokens_at),
-    "hooks change what passes": lambda: Job([hooked(), hooked()]),
+    "hooks change what passes": lambda: Job([hooked(), hooked(back=True)]),
     "buffers": lambda: Job([Buffered(), Buffered()]),
     "random": lambda: Job(layers(lambda y: y * random.random(), lambda y: y * numpy.random.rand())),
     "the loss draws": lambda: Job(layers(torch.tanh, torch.sin), loss_fn=lambda y, t: MSE(nn.functional.dropout(y), t)),
@@ -199,11 +201,11 @@ WRONG: dict[str, tuple[Callable[[], Job], str]] = {
         lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS, keep=1.001), "boundaries"
     ),
     "one of two backwards brings nothing": (
-        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=0.0),
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart={1: 1}, keep=0.0),
         "boundaries",
     ),
     "one of two backwards brings 1e-3 too much": (
-        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart=True, keep=1.001),
+        lambda: Job(layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart={1: 1}, keep=1.001),
         "boundaries",
     ),
     "another's target comes in": (

@@ -1,5 +1,6 @@
 """Replicas of a pipeline, held against themselves: what each adds up is summed over all of them."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import Composed, check_step
@@ -26,6 +28,7 @@ from pipeproof.worlds.world import World
 
 WIDTH, ROWS, COUNT, STAGES = 8, 4, 3, 2
 LOSS = nn.functional.mse_loss
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def named(stage: int, name: str) -> str:
@@ -124,10 +127,12 @@ def test_replicas_of_whom_nobody_tells_what_they_run_are_not_judged(simulated: W
     assert "nobody tells whose microbatches are whose" in str(verdict)
 
 
-def in_ddp(context: RankContext) -> Verdict:
-    """A model of one stage on each rank, whose gradients DDP averages."""
+def in_ddp(context: RankContext, hook: Hook | None = None, factor: float = 1.0) -> Verdict:
+    """A model of one stage on each rank, whose gradients DDP averages, through a ``hook``; one comes out so wrong."""
     stage = stage_of(0)
     replicas = DistributedDataParallel(stage)
+    if hook is not None:
+        replicas.register_comm_hook(None, hook)  # type: ignore[no-untyped-call]  # in torch
     microbatches = data(context.rank)
     with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
         losses = []
@@ -136,6 +141,7 @@ def in_ddp(context: RankContext) -> Verdict:
             loss = LOSS(replicas(x), target)
             losses.append(loss.item())
             (loss / COUNT).backward()
+        stage[0].weight.grad *= factor
         check.gradients()
         check.report(losses=losses)
     return check.verdict
@@ -144,6 +150,42 @@ def in_ddp(context: RankContext) -> Verdict:
 def test_the_module_inside_ddp_is_a_stage(world: World) -> None:
     verdict = world.run(in_ddp, ranks=2)[0]
     assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 8), str(verdict)
+
+
+def halved_digits(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages, and rounds coarsely."""
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket).then(
+        lambda done: done.value().mul(64).round().div(64)
+    )
+
+
+def left(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduces nothing."""
+    done = torch.futures.Future[Tensor]()
+    done.set_result(bucket.buffer())
+    return done
+
+
+TO_FP16 = default_hooks.fp16_compress_hook
+
+
+@pytest.mark.parametrize(
+    ("hook", "factor", "verdict", "cause"),
+    [
+        (None, 1 + 5e-5, "unknown", []),  # more than two runs differ by
+        (TO_FP16, 1.0, "pass", []),
+        (TO_FP16, -1.0, "fail", ["scale"]),
+        (halved_digits, 1.0, "unknown", []),
+        (left, 1.0, "fail", ["not-reduced"]),
+    ],
+)
+def test_what_a_hook_of_ddp_rounds_is_no_fault_and_hides_none(
+    hook: Hook | None, factor: float, verdict: str, cause: list[str], world: World
+) -> None:
+    found: Verdict = world.run(in_ddp, hook, factor, ranks=2)[0]
+    assert (found.verdict, found.law("gradient").outcome) == (verdict, verdict), str(found)
+    assert [one.kind for one in found.cause[:1]] == cause
+    assert ("hook halved_digits may have made others of them" in str(found)) == (hook is halved_digits)
 
 
 def in_one(context: RankContext) -> Verdict:

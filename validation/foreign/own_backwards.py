@@ -1,0 +1,38 @@
+"""Consumers of one output may each have a backward of their own: together these are one of the stage that made it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pipeproof.foreign.chain import Chain
+from pipeproof.foreign.own_calls import StageSeen
+from pipeproof.observers.calls import Call
+from pipeproof.observers.sketch import Sketch
+
+Stages = dict[int, StageSeen]
+Calls = dict[int, list[Call]]
+
+
+def together(chain: Chain, stages: Mapping[int, StageSeen], own: Mapping[int, list[Call]]) -> tuple[Stages, Calls]:
+    """``stages`` and this rank's ``own`` calls, in which what several consumers brought is one backward.
+
+    ``chain``: of these stages, as they are. The last stage comes first: what it hands on in parts, others get in parts.
+    """
+    found, calls = dict(stages), dict(own)
+    several = {stage for (stage, _), inputs in chain.consumers.items() if stage is not None and len(inputs) > 1}
+    for stage in sorted(several, reverse=True):
+        sent = [_sent_back(chain, found, stage, m) for m in chain.orders[stage].numbers]
+        both = [call.together(one) for call, one in zip(own.get(stage, found[stage].calls), sent, strict=True)]
+        found[stage] = replace(found[stage], calls=tuple(replace(call, again=None) for call in both))
+        calls |= {stage: both} if stage in own else {}
+    return found, calls
+
+
+def _sent_back(chain: Chain, stages: Mapping[int, StageSeen], stage: int, microbatch: int) -> dict[int, list[Sketch]]:
+    """What the consumers of each output of ``stage`` handed back of a microbatch, whole and in parts."""
+    found: dict[int, list[Sketch]] = {}
+    for (of, number), inputs in chain.consumers.items():
+        for consumer, at in inputs if of == stage else ():
+            pairs = zip(stages[consumer].calls, chain.orders[consumer].numbers, strict=True)
+            for call in (call for call, m in pairs if m == microbatch and at in call.input_gradients):
+                found.setdefault(number, []).extend([call.input_gradients[at], *call.in_parts.get(at, ())])
+    return found
