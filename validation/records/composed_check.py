@@ -289,7 +289,7 @@ class ComposedCheck(CheckedStep):
         if again.times is not None or not again.fits:
             sizes = sizes_seen(again.stages, here, self._own.rename, scaled=again.way.scaled)
             every_size = [one for those in self._gather(sizes, "how large gradients are") for one in those]
-            (again.take_times if again.fits else again.way.take_late)(every_size)
+            again.take_sizes(every_size)
         if again.times is not None:
             self._ledger.remark("boundaries", by_hand(again.times))
         with self.noting():

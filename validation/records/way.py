@@ -81,9 +81,10 @@ class Way:
     def take_late(self, sizes: Sequence[float]) -> None:
         """Take it that sums are divided at last, if the ``sizes`` of most gradients look so.
 
-        Where no way fits what flows to the last stage, what flowed is wrong; gradients may still be of what flowed.
+        Where no way fits what flows to the last stage, what flowed is wrong; gradients may still be of what flowed, also
+        the other way.
         """
-        if are_divided(sizes, self.whole):
+        if are_divided([*map(abs, sizes)], self.whole):
             self.name = _LATE
 
     def as_agreed(
