@@ -81,8 +81,8 @@ class Way:
     def take_late(self, sizes: Sequence[float]) -> None:
         """Take it that sums are divided at last, if the ``sizes`` of most gradients look so.
 
-        Where no way fits what flows to the last stage, what flowed is wrong; gradients may still be of what flowed, also
-        the other way.
+        Where no way fits what flows to the last stage, what flowed is wrong; gradients may still be of what flowed,
+        whichever way they lead.
         """
         if are_divided([*map(abs, sizes)], self.whole):
             self.name = _LATE
