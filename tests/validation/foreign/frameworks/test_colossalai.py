@@ -1,6 +1,8 @@
 """What pipeproof.colossalai knows without ColossalAI: how batches are cut and packed, and which stage has what."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,8 +85,16 @@ class Model(nn.Module):
         return x + 1
 
 
+class Manager(SimpleNamespace):
+    @contextmanager
+    def switch_model_chunk_id(self, chunk: int) -> Iterator[None]:
+        before, self.model_chunk_id = self.model_chunk_id, chunk
+        yield
+        self.model_chunk_id = before
+
+
 def manager(*, zbv: bool, ranges: list[list[int]]) -> Any:
-    return SimpleNamespace(
+    return Manager(
         is_interleave=True,
         use_zbv=zbv,
         stage=0,
