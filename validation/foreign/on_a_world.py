@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.layerwise import Build
 from pipeproof.foreign.matching import Names
 from pipeproof.foreign.mutate import Mutated
+from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Step
 from pipeproof.foreign.task import Outputs
 from pipeproof.foreign.validator import WhiteBox
@@ -27,7 +27,7 @@ def validate(
     ranks: int | Sequence[int] | Mapping[str, int],
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
     loss_divisor: float | None = None,
-    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    optimizer: MakesOptimizer | None = None,
     steps: Sequence[str] | None = None,
     outputs: Outputs | None = None,
     names: Names | None = None,

@@ -1,16 +1,12 @@
 """What must hold of a run that is not ours, and its right answers."""
 
-import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from pipeproof.foreign.operation_run import OperationRun
+from pipeproof.foreign.optimizing import Optimizing
 from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
@@ -43,31 +39,12 @@ OF_SEVERAL = (
 )
 
 
-@dataclass
-class _Begun:
-    """The optimizer that ``func`` makes, as it was in ``state``; what its last step made of that is ``left``."""
-
-    func: Callable[[nn.Module], Optimizer]
-    state: dict[str, Any] | None = None
-    left: dict[str, Any] | None = field(default=None, init=False)
-
-    def __call__(self, model: nn.Module) -> Optimizer:
-        optimizer = self.func(model)
-        if self.state is not None:
-            optimizer.load_state_dict(copy.deepcopy(self.state))
-        optimizer.register_step_post_hook(self._stepped)
-        return optimizer
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        self.left = optimizer.state_dict()
-
-
 class StepOracle:
     """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
 
     def __init__(self, task: Task, runs: Sequence[OperationRun]) -> None:
         self._task, self._runs = task, runs
-        self._optimizer = None if task.optimizer is None else _Begun(task.optimizer)
+        self._optimizer = None if task.optimizer is None else Optimizing(task.optimizer)
         self._pending: list[Pending] = []  # operations whose gradients the next update uses
         self._sums: Mapping[Site, Gradient] = {}
 
@@ -92,13 +69,12 @@ class StepOracle:
         return self._updated(one, expected)
 
     def _updated(self, one: OperationRun, expected: Expected) -> Answer:
-        own = replace(self._task, optimizer=self._optimizer)
-        updated = partial(own.updated, one.reference, max_norm=one.found.max_norm)
+        updated = partial(self._task.updated, one.reference, by=self._optimizer, max_norm=one.found.max_norm)
         expected = replace(expected, parameters=updated(expected.gradients))
         pending = [*self._pending[:-1], replace(self._pending[-1], expected=expected)]
         self._pending, self._sums = [], {}
         if self._optimizer is not None:  # what floors ask for later begins where this one began
-            self._optimizer = _Begun(self._optimizer.func, copy.deepcopy(self._optimizer.left))
+            self._optimizer = self._optimizer.next()
         return Answer(expected, Floors(one.reference, pending, updated=updated), math.inf)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pipeproof.foreign.operations import OPERATIONS
+from pipeproof.foreign.optimizing import MakesOptimizer, OptimizerError, Optimizing
 from pipeproof.foreign.rank import Step
 from pipeproof.judging.verdict import raised
 from pipeproof.pipeline.sizes import some
@@ -63,7 +63,7 @@ class Task:
     microbatches: tuple[Any, ...]
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
     loss_divisor: float | None = None
-    optimizer: Callable[[nn.Module], Optimizer] | None = None
+    optimizer: MakesOptimizer | None = None
     steps: tuple[str, ...] = ()
     evaluates: bool = False
     outputs: Outputs | None = None
@@ -113,18 +113,25 @@ class Task:
             self._batch(number)
 
     def updated(
-        self, reference: Reference, gradients: Mapping[Site, Gradient], *, max_norm: float | None
+        self,
+        reference: Reference,
+        gradients: Mapping[Site, Gradient],
+        *,
+        by: Optimizing | None,
+        max_norm: float | None,
     ) -> dict[Site, Tensor]:
         """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
 
         Raises ``ReferenceRaised``.
         """
-        if self.optimizer is None:
+        if by is None:
             return {}
         try:
-            return reference.updated(gradients, self.optimizer, max_norm=max_norm)
+            return reference.updated(gradients, by, max_norm=max_norm)
+        except OptimizerError as error:
+            raise ReferenceRaised(f"optimizer={name_of(by.func)} {error}") from error
         except Exception as error:  # no one type: it is the user's code
-            raise ReferenceRaised(f"optimizer={name_of(self.optimizer)} raised {raised(error)}") from error
+            raise ReferenceRaised(f"optimizer={name_of(by.func)} raised {raised(error)}") from error
 
     @property
     def name(self) -> str:

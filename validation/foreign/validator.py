@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
@@ -22,6 +21,7 @@ from pipeproof.foreign.layerwise import Build, Layered
 from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.mutate import Mutated, mutated
 from pipeproof.foreign.operation_run import OperationRun
+from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
@@ -56,7 +56,7 @@ class WhiteBox:
         ranks: int | Sequence[int] | Mapping[str, int],
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
         loss_divisor: float | None = None,
-        optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        optimizer: MakesOptimizer | None = None,
         steps: Sequence[str] | None = None,
         outputs: Outputs | None = None,
         names: Names | None = None,
@@ -76,14 +76,15 @@ class WhiteBox:
         the same microbatches; those along dp, fsdp and ep share them. loss_fn: of output and target, a microbatch's
         loss. Without it the model is called with all of a microbatch, and gives the loss. loss_divisor: the loss is
         divided by this before its backward. The default is the number of microbatches. optimizer: makes the reference's
-        of the model. With it the step is to update its parameters once, and to leave their gradients; the weights after
-        it are compared. steps: several operations, such as ``["train", "accumulate", "train", "eval"]``. ``step`` is
-        then called once, with the model and an iterator of ``(operation, microbatches)``: it goes through these, and
-        yields for each what a step hands back, before it clears gradients. The microbatches are dealt to the operations
-        in order, as many to each. outputs: of output and target, a mapping of names to what else is compared for each
-        microbatch, such as ``{"logits": output}``; whole numbers exactly. A step hands back what it has of that as
-        ``HandedBack.outputs``. names: what the step's parameters are called in the reference: prefixes and what
-        replaces them, or a function. timeout_s: how long the step may take, in seconds; a hang ends there.
+        of the model, or a pair of it and a scheduler, which steps once after each update. With it the step is to update
+        its parameters once, and to leave their gradients; the weights after it are compared. steps: several operations,
+        such as ``["train", "accumulate", "train", "eval"]``. ``step`` is then called once, with the model and an
+        iterator of ``(operation, microbatches)``: it goes through these, and yields for each what a step hands back,
+        before it clears gradients. The microbatches are dealt to the operations in order, as many to each. outputs: of
+        output and target, a mapping of names to what else is compared for each microbatch, such as ``{"logits":
+        output}``; whole numbers exactly. A step hands back what it has of that as ``HandedBack.outputs``. names: what
+        the step's parameters are called in the reference: prefixes and what replaces them, or a function. timeout_s:
+        how long the step may take, in seconds; a hang ends there.
 
         Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.

@@ -58,7 +58,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "norm": "Which parameters does the norm count? Each one once, tied ones too, over all stages.",
         "clip": "Clip all ranks' gradients by one factor: that of the norm over all stages.",
         "update": "Does the optimizer hold these parameters, with the settings that it should have, and does it step "
-        "once?",
+        "once, as does a scheduler of its rate?",
         "report": "Gradients are right. Look at how what is reported is averaged, and from which rank it comes.",
         "mode": "Call train() or eval() on every stage's module before its first forward.",
         "buffers": "Which forwards update the buffer? Each microbatch's once, in order, and none of a trial.",

@@ -74,6 +74,7 @@ def update(evidence: Evidence) -> list[Cause]:
     others = len({m.parameter for m in found if m.parameter is not None}) - 1
     of = f"{first.parameter}: " if others > 0 else ""
     more = f"; {some(others, 'more parameter')} {'is' if others == 1 else 'are'} wrong, too" if others > 0 else ""
+    more += _alike(evidence) if others > 0 else ""
     more += f"; {_SKIPS}" if evidence.scale is not None and evidence.scale.skips else ""
     ranks = _ranks_of(found, evidence)
     alone = first.rank if one or _is_of_one(found, evidence) else None
@@ -94,6 +95,14 @@ def update(evidence: Evidence) -> list[Cause]:
     foreign = evidence.members is not None and evidence.max_norm is None
     known = evidence.playable is not None or foreign
     return [cause if known else _or_clip(cause, evidence)]
+
+
+def _alike(evidence: Evidence) -> str:
+    """What one says of weights that all moved as many times too far, as by another learning rate; else nothing."""
+    used = list(moved(evidence).values()) if evidence.due is not None else []
+    if not used or used[0].value <= 0 or not all(one.near(used[0].value) for one in used):
+        return ""
+    return f", and all moved {used[0].value:.4g} times as far as they should"
 
 
 def _skipped(found: Sequence[Mismatch], evidence: Evidence) -> str:
