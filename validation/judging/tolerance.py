@@ -20,6 +20,7 @@ _PIECE_ON_DEVICE = 1 << 26  # of all tensors together
 _AS_FAR = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
 _ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
 _MANY = 16  # numbers that need more digits: by chance so many sums do not all need fewer
+LEAD = 1.5  # units of rounding: as far may a sum lead along what it should be, if it is rounded otherwise
 HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
 
 
@@ -84,7 +85,8 @@ class Floor:
     what is there instead is compared with that. stride: it is an optimizer's step, which may be as large for such a
     gradient as for any other: one that is as long passes, wherever it leads. sums: where what is added up is rounded
     coarsely and its sum is not, what rounding that sum alone does: a tensor that is as near is right, however coarse
-    the rest is. alike: tells of an observed and an expected tensor whether each microbatch is in both as often, where
+    the rest is. lead: how far what passes may lead along the tensor itself, as a factor does; rounding leads nowhere.
+    alike: tells of an observed and an expected tensor whether each microbatch is in both as often, where
     rounding is as large as half of one; None: nothing does.
     """
 
@@ -96,6 +98,7 @@ class Floor:
     size: float = 0.0
     stride: bool = False
     sums: "Floor | None" = None
+    lead: float = math.inf
     alike: Callable[[Tensor, Tensor], bool] | None = field(default=None, compare=False, repr=False)
 
     def through(self, dtype: torch.dtype) -> "Floor":
@@ -137,6 +140,8 @@ class Floor:
         outcome = self.outcome(size)
         if outcome == "unknown" and size <= self.limit and self.alike is not None and self.alike(observed, expected):
             outcome = "pass"
+        if outcome == "pass" and size > self.lead and lead(observed, expected) > self.lead:
+            outcome = "unknown"
         if self.sums is not None:
             passes = self.sums.outcome(size) == "pass"
             narrow = size > self.sums.limit and rounded_to(self.precision, observed, expected)
@@ -151,6 +156,8 @@ class Floor:
         narrow = outcome == "fail" and self.outcome(error) != outcome
         if self.sums is not None and (narrow or self.sums.outcome(error) == "pass"):
             return self.sums
+        if outcome == "unknown" and self.lead < error <= self.limit:
+            return replace(self, alike=None, precision=replace(self.precision, least=self.lead, most=self.lead))
         return replace(self, alike=None)  # which holds on to what microbatches give
 
     def number(self, error: float) -> str:
@@ -224,6 +231,13 @@ def distance(observed: Tensor, expected: Tensor) -> float:
         return math.inf
     gap = math.sqrt(sum(float((one - other).square().sum()) for one, other in pieces(observed, expected)))
     return gap if gap == gap else math.inf
+
+
+def lead(observed: Tensor, expected: Tensor) -> float:
+    """How far ``observed`` is from ``expected`` along that one itself: 0.01 where it is 1.01 times as large."""
+    pairs = [((one - wanted) * wanted).sum() for one, wanted in pieces(observed, expected)]
+    size = sum(float(wanted.square().sum()) for _, wanted in pieces(observed, expected))
+    return abs(float(sum(pairs))) / size if size else 0.0
 
 
 def _difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:

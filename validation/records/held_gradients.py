@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.comparison import Due
-from pipeproof.judging.tolerance import Floor, same_bits, unmeasured
+from pipeproof.judging.tolerance import LEAD, Floor, lead, same_bits, unmeasured
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import Gradient, Site, dense
@@ -72,7 +72,7 @@ class AllowedOf(Unmeasured):
         if self.own.speaks:
             return self._over(name, unmeasured(self.precision))
         again = self._of_another_run(name, site)
-        return again or self._over(name, self.own.floors.gradient_by_microbatch(site))
+        return again or self._over_all(name, self.own.floors.gradient_by_microbatch(site))
 
     def _of_another_run(self, name: str, site: Site) -> Floor | None:
         """The floor of another run, where what was seen passes by it."""
@@ -82,8 +82,17 @@ class AllowedOf(Unmeasured):
         other = self.own.once_more.sums.get(site)
         apart, size = (0.0, 0.0) if other is None else self.apart(name, other, own)
         floor = self.own.once_more.floor(site, apart=apart, size=size, narrowest=self.own.narrowest)
-        found = None if floor is None else self._over(name, floor)
+        found = None if floor is None else self._over_all(name, floor)
         return found if found is not None and found.compared(seen.detach(), due)[1] == "pass" else None
 
     def _over(self, name: str, floor: Floor) -> Floor:
         return self.over(name, floor if self.own.inside is None else floor.through(self.own.inside))
+
+    def _over_all(self, name: str, own: Floor) -> Floor:
+        """The floor over replicas. Where there are none, and all that flows is as it was, sums alone may differ."""
+        floor, seen, due = self._over(name, own), self.seen.get(name), self.due.get(name)
+        if floor is not own or self.own.other or not isinstance(seen, Tensor) or due is None:
+            return floor
+        if seen.shape != due.shape or lead(seen.detach(), due) <= LEAD * floor.precision.unit:
+            return floor
+        return replace(floor, lead=self.own.floors.lead((self.own.stage, self.names[name])))

@@ -1,5 +1,6 @@
 """Hooks that make other gradients leave them unknown, with the norm; all else is compared."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -48,3 +49,21 @@ def test_a_hook_that_only_looks_leaves_all_known() -> None:
         check.gradients()
         check.report(losses=losses, norm=job.norm())
     assert (check.verdict.verdict, len(seen)) == ("pass", len(DATA)), str(check.verdict)
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "pass"), (1.01, "unknown"), (1.1, "fail")])
+def test_a_gradient_in_bf16_that_is_a_multiple_does_not_pass_as_rounding(factor: float, outcome: str) -> None:
+    """Sums in another order do: they lead nowhere."""
+    stages = [one.bfloat16() for one in layers(torch.tanh, torch.sin)]
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in DATA]
+    job, apart = Job(stages, data), Job([copy.deepcopy(one) for one in stages], data[::-1])
+    apart.step()
+    with check_step(dict(enumerate(stages)), data, against=Composed(MSE), rename="{}.{}".format) as check:
+        losses = job.step()
+        for one, other in zip(stages[1].parameters(), apart.stages[1].parameters(), strict=True):
+            assert other.grad is not None
+            one.grad = other.grad * factor
+        check.gradients()
+        check.report(losses=losses)
+    law = check.verdict.law("gradient")
+    assert (law.outcome, law.exact < law.checked) == (outcome, True), str(check.verdict)
