@@ -150,7 +150,7 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             known = None if named is None else all_dense(gradients_of(named, self._own.places))
         own = self._own.modules.values()
-        with self.noting(), drawing_apart(), drawing_on(own, self._by.generators), undisturbed(own):
+        with self.noting(), drawing_apart(), drawing_on(own, self._by.generators), undisturbed(own, self._by.loss_fn):
             try:
                 self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
