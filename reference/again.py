@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom, putting_back
 from pipeproof.reference.generators import Generator, Kept, generators_in, set_states_on, states_on
+from pipeproof.reference.loss_state import buffers_kept
 
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
 
@@ -110,9 +111,13 @@ class State:
 
 
 @contextmanager
-def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While this is open, backwards can run, and no types are cast where ``modules`` are, whatever the caller set."""
+def undisturbed(modules: Iterable[nn.Module], loss: object = None) -> Iterator[None]:
+    """While this is open, backwards can run, and no types are cast where ``modules`` are, whatever the caller set.
+
+    Nor does what is run meanwhile change what a ``loss`` keeps.
+    """
     with ExitStack() as stack:
+        stack.enter_context(buffers_kept(loss))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in {device.type for module in modules for device in _devices(module)}:

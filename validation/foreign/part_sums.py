@@ -1,6 +1,7 @@
-"""Sums that the ranks of one replica form together, as sequence parallelism does: of a part alone, nobody has a sum."""
+"""Sums that ranks form together, those of one replica or all replicas: of what each has alone, nobody has the sum."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,11 @@ from pipeproof.judging.cause import Cause
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.reference.step import Site
 
+_IN_PARTS = "{} of its gradients are parts of one sum on ranks {}, and nobody added them up"
+_IN_REPLICAS = (
+    "{} of its gradients are not the same on ranks {}, and together they are what is due: they were reduced before all "
+    "was added to them, or not at all"
+)
 Wrong = Mapping[Site, tuple[Sketch, Sketch]]  # of gradients that are not what they must be: as seen, and as due
 
 
@@ -19,26 +25,41 @@ def sketched(stage: int, names: Iterable[str], seen: Mapping[str, Any], due: Map
 
 
 def not_summed(ranks: Sequence[Wrong], replicas: Sequence[int]) -> Iterator[Cause]:
-    """Gradients that ranks of one of the ``replicas`` each have a part of: added up, they are what is due."""
-    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    """Gradients that ranks of one of the ``replicas`` each have a part of: added up, they are what is due.
+
+    Or replicas have, and nobody added them up, or not all of them.
+    """
+    found: dict[tuple[int, tuple[int, ...], str], list[str]] = {}
     for site in dict.fromkeys(site for wrong in ranks for site in wrong):
+        every = tuple(rank for rank, wrong in enumerate(ranks) if site in wrong)
         for replica in sorted({*replicas}):
-            own = tuple(rank for rank, of in enumerate(replicas) if of == replica and site in ranks[rank])
+            own = tuple(rank for rank in every if replicas[rank] == replica)
             if len(own) > 1 and _are_parts([ranks[rank][site] for rank in own]):
-                found.setdefault((site[0], own), []).append(site[1])
-    for (stage, own), names in found.items():
-        ranks_told = ", ".join(map(str, own))
-        detail = f"{len(names)} of its gradients are parts of one sum on ranks {ranks_told}, and nobody added them up"
+                found.setdefault((site[0], own, _IN_PARTS), []).append(site[1])
+        each = len(every) > 1 and len({replicas[rank] for rank in every}) == len(every)
+        if each and _are_replicas([ranks[rank][site] for rank in every]):
+            found.setdefault((site[0], every, _IN_REPLICAS), []).append(site[1])
+    for (stage, own, told), names in found.items():
         alone = names[0] if len(names) == 1 else None
+        detail = told.format(len(names), ", ".join(map(str, own)))
         yield Cause("not-reduced", rank=own[0], stage=stage, parameter=alone, detail=detail)
 
 
 def _are_parts(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
     """Whether what is seen is, added up, what is due of each."""
-    seen, due = zip(*pairs, strict=True)
-    whole, *others = seen
-    if any((one.shape, one.dtype) != (whole.shape, whole.dtype) for one in (*seen, *due)):
+    whole = _whole(pairs)
+    return whole is not None and all(whole.is_like(due) for _, due in pairs)
+
+
+def _are_replicas(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
+    """Whether what is seen is not one, and is, added up or averaged, what is due of each."""
+    whole, seen = _whole(pairs), [one for one, _ in pairs]
+    if whole is None or all(one.is_like(seen[0]) for one in seen):
         return False
-    for one in others:
-        whole = whole.plus(one)
-    return all(whole.is_like(one) for one in due)
+    return any(all(whole.is_like(due.times(times)) for _, due in pairs) for times in (1, len(pairs)))
+
+
+def _whole(pairs: Sequence[tuple[Sketch, Sketch]]) -> Sketch | None:
+    """All that is seen, added up; None where it is not of one form."""
+    alike = len({(one.shape, one.dtype) for pair in pairs for one in pair}) == 1
+    return reduce(Sketch.plus, (one for one, _ in pairs)) if alike else None

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from pipeproof.foreign.equal_sources import by_what_flowed
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.sketch import Sketch
@@ -31,10 +32,28 @@ class Sources:
                     continue
                 if (source := source_of(stage, number, set(found.values()))) is not None:
                     found[stage, number] = self._first_of(source)
+        found = by_what_flowed(self.stages, found, self._equal(found))
         for stage, at in self._unreceived(found):
             if (due := self._due_at(stage, at, found)) is not None:
                 found[stage + 1, due] = stage, at
         return found
+
+    def _equal(self, sources: Mapping[tuple[int, int], Source]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """Of inputs that gradients flow through, and that may be any of several equal outputs: these, its own first."""
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for (stage, number), source in sources.items():
+            votes = self._votes(stage, number)
+            if not votes[source] or not self._flows(stage, number):
+                continue
+            equal = [source, *(self._first_of(one) for one, count in votes.items() if count == votes[source])]
+            those = list(dict.fromkeys((of, at) for of, at in equal if of is not None))
+            if source[0] is not None and len(those) > 1:
+                found[stage, number] = those
+        return found
+
+    def _flows(self, stage: int, number: int) -> bool:
+        """Whether a gradient is to flow through an input."""
+        return any(number in call.needing for call in self.stages[stage].calls)
 
     def _first_of(self, source: Source) -> Source:
         """``source``, or where it is the very tensor of another output, that."""
@@ -90,7 +109,7 @@ class Sources:
         forms = _forms(came)
         alike = [s for s, sent in self._sent(stage) if not is_target(s) and forms <= _forms(sent)]
         beside = [source for source in alike if source not in taken]
-        flows = any(number in call.needing for call in self.stages[stage].calls)
+        flows = self._flows(stage, number)
         if not flows and len(came) > 1 and len({one.digest for one in came}) == 1:
             beside = [source for source in beside if votes[source]]
         fitting = [source for source in beside if source[0] is not None] or beside or (alike if flows else [])

@@ -139,6 +139,12 @@ class Call:
             self.again.parts.setdefault(number, {}).setdefault(seen.digest, kept)
         self.parts.setdefault(at, []).append(Part(seen, torch._C._current_graph_task_id(), counts))
 
+    def received(self, number: int, sent: Sequence[Sketch]) -> list[Sketch]:
+        """What backwards brought to an output: of equal parts as many as were ``sent``, or one."""
+        if those := self.parts.get((True, number)):
+            return [one.seen for one in _of_each(those, sent)[0]]
+        return [one for one in [self.output_gradients.get(number)] if one is not None]
+
     def together(self, sent: Mapping[int, Sequence[Sketch]]) -> "Call":
         """The same, where each of several consumers of what it made had a backward of its own: as if it were one.
 

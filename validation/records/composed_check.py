@@ -36,7 +36,7 @@ from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
-from pipeproof.records.by_hand import by_hand, sizes_seen
+from pipeproof.records.by_hand import addends_of, by_hand, sizes_of
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.comm_hooks import CommHook, comm_hook_of
@@ -150,7 +150,7 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             known = None if named is None else all_dense(gradients_of(named, self._own.places))
         own = self._own.modules.values()
-        with self.noting(), drawing_apart(), drawing_on(own, self._by.generators), undisturbed(own):
+        with self.noting(), drawing_apart(), drawing_on(own, self._by.generators), undisturbed(own, self._by.loss_fn):
             try:
                 self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
@@ -287,9 +287,9 @@ class ComposedCheck(CheckedStep):
         again.agree(every, lines.of_line(every))
         here = self._shards.lying(self._own.gradients if named is None else gradients_of(named, self._own.places))
         if again.times is not None or not again.fits:
-            sizes = sizes_seen(again.stages, here, self._own.rename, scaled=again.way.scaled)
-            every_size = [one for those in self._gather(sizes, "how large gradients are") for one in those]
-            again.take_sizes(every_size)
+            addends = addends_of(again.stages, here, self._own.rename, self._shards)
+            everyones = [one for those in self._gather(addends, "how large gradients are") for one in those]
+            again.take_sizes(sizes_of(everyones, together=lines.together))
         if again.times is not None:
             self._ledger.remark("boundaries", by_hand(again.times))
         with self.noting():

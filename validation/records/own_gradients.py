@@ -24,6 +24,10 @@ from pipeproof.records.shares import StageShares
 from pipeproof.records.way import Way
 
 Gradients = Mapping[str, Tensor | None]
+_NO_MORE = (
+    "gradients of replicas are no multiple of their sum, nor what a rank has alone, nor more by those of the step "
+    "before: no other cause was sought there"
+)
 
 
 @dataclass(frozen=True)
@@ -132,13 +136,15 @@ class OwnGradients:
     ) -> OwnPart:
         """``part`` with why those gradients are wrong of which it has what is ``due``, of all that have ``names``."""
         mine = [full for full in names if full in due]
-        if self.lines.together > 1:
-            part = replace(part, wrong={**part.wrong, **sketched(stage.stage, mine, seen, due)})
+        whole = [name for name in mine if self.lines.together > 1 or not self.shards.lies(name)]
+        if self.lines.count > 1:
+            part = replace(part, wrong={**part.wrong, **sketched(stage.stage, whole, seen, due)})
         if self.lines.replicas > 1:
             pairs = {n: (self.shards.part(n, due[n]), self.shards.part(n, seen[n])) for n in mine}
             begun = self.way.undivided({n: self.begun.get(n) for n in mine})
-            told = self.replicas.causes(stage.stage, pairs, begun, self.way.scale)
-            return replace(part, causes=(*part.causes, *map(self.by_scale, told)))
+            told = [*map(self.by_scale, self.replicas.causes(stage.stage, pairs, begun, self.way.scale))]
+            undecided = part.undecided if told else (*part.undecided, _NO_MORE)
+            return replace(part, causes=(*part.causes, *told), undecided=undecided)
         if stage.speaks:
             why = f"the cause was not sought: stage {stage.stage} speaks to other ranks when it is run"
             return replace(part, undecided=(*part.undecided, why))

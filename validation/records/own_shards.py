@@ -133,7 +133,11 @@ class OwnShards:
         """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""
         names = [self.own.rename(stage, name) for name, _ in self.own.modules[stage].named_parameters()]
         own = {name: one for name in names if (one := seen.get(name)) is not None}
-        return {(stage, name, str(self._shard(name) or "")): length_in_pieces(one) for name, one in own.items()}
+        return {(stage, name, self.lies(name)): length_in_pieces(one) for name, one in own.items()}
+
+    def lies(self, name: str) -> str:
+        """Which part of a gradient this rank has; nothing where it has all."""
+        return str(self._shard(name) or "")
 
     def is_empty(self, name: str) -> bool:
         """Whether this rank has nothing of a gradient."""

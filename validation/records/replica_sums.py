@@ -21,6 +21,7 @@ from pipeproof.records.own_shards import OwnShards
 from pipeproof.records.peers import Peers
 from pipeproof.worlds.side_store import Exchange
 
+_BY_ONE = "one of the replicas did not clear it"
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
 
 
@@ -179,10 +180,12 @@ class ReplicaSums:
             return
         before = {name: one for name in pairs if (one := begun.get(name)) is not None}
         larger = len(before) == len(pairs) and not any(near(seen.factor(due), 1.0) for seen, due in pairs.values())
-        for times in (1, self.replicas) if larger else ():  # gradients of all may have been added up once more
+        all_or_one = (1, self.replicas, 1 / self.replicas)  # they may have been added up once more, or be of one alone
+        for times in all_or_one if larger else ():
             left = {name: _without(wrong[name][1], one, times) for name, one in before.items()}
             if all(near(one.factor(pairs[name][1]), 1.0) for name, one in left.items()):
-                yield replace(at, kind="stale-gradient", detail=f"{STALE}, {times} times")
+                told = replace(at, kind="stale-gradient", detail=f"{STALE}, {times:g} times")
+                yield replace(told, rank=None, detail=f"{told.detail}: {_BY_ONE}") if times < 1 else told
                 return
         for seen, due in pairs.values():
             factor = seen.factor(due)
@@ -218,7 +221,7 @@ class ReplicaSums:
         return (wide if self.together == 1 else wide / self.together).to(own.dtype)
 
 
-def _without(seen: Tensor | None, before: Tensor, times: int) -> Sketch:
+def _without(seen: Tensor | None, before: Tensor, times: float) -> Sketch:
     """What is left of what was ``seen`` without what was there ``before``."""
     assert seen is not None, "there is a sketch of it"
     return sketch(seen - times * before.to(seen.device, seen.dtype).view_as(seen))

@@ -31,6 +31,7 @@ from pipeproof.records.step_record import LossFn, Pairs, recorded
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
+from pipeproof.reference.loss_state import buffers_kept
 from pipeproof.reference.step import Loss, Recipe
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.drawing import drawing_apart
@@ -137,7 +138,7 @@ class ReferenceBeside:
         assert self.model is not None, "a step was compared with what this model gave"
         held = [step.site(name) for name in step.places]
         batches = [self._batch(number) for number in range(len(self.microbatches))]
-        with drawing_apart():
+        with drawing_apart(), buffers_kept(self._loss_fn):
             now = Traced(self.model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -146,7 +147,7 @@ class ReferenceBeside:
     def repeated(self) -> frozenset[str]:
         """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
         assert self.model is not None, "a step was compared with what this model gave"
-        with drawing_apart():
+        with drawing_apart(), buffers_kept(self._loss_fn):
             return repeated(copied(self.model), self._batch(0), self.loss_fn)
 
     @property
@@ -170,7 +171,7 @@ class ReferenceBeside:
         source = self.source
         try:
             source.check()
-            with drawing_apart():
+            with drawing_apart(), buffers_kept(source.loss_fn):
                 self.model, self.microbatches = self._with_weights(held), microbatches
                 given, divisor = source.loss_fn, source.loss_divisor
                 self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given

@@ -102,19 +102,19 @@ class StagesAgain:
         if any(one.crossed for one in of_replica):
             self.chain = crossed(self.chain) or self.chain
         self.times = agreed_times([one.times for one in every])
-        self.fits = self.way.replicas > 1 or any(one.fitting for one in every)
+        self.fits = any(one.fitting for one in every)
 
     def take_sizes(self, sizes: Sequence[float]) -> None:
         """Take it that gradients are divided by what losses are multiplied by, if the ``sizes`` of most look so.
 
         Else they may be divided at last by how many there are, whatever flowed.
         """
-        if self.times is not None and are_divided(sizes, self.times):
+        if self.times is not None and are_divided([one * self.way.scale for one in sizes], self.times):
             self.way.scaled *= self.times
             return
         self.times = None
         if not self.fits:
-            self.way.take_late(sizes)
+            self.way.take_last(sizes)
 
     def as_agreed(self) -> None:
         """Run again what was run in another way than ranks agreed upon."""

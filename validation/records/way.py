@@ -13,7 +13,7 @@ from pipeproof.foreign.links import Ending
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.observers.calls import Call
-from pipeproof.records.by_hand import are_divided
+from pipeproof.records.by_hand import divided_by
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.model import LossFn
@@ -78,14 +78,15 @@ class Way:
         self.scaled = next(iter(scaled), self.scaled)
         self.name = max(self._ways, key=lambda name: sum(name in those for those in fitting))
 
-    def take_late(self, sizes: Sequence[float]) -> None:
-        """Take it that sums are divided at last, if the ``sizes`` of most gradients look so.
+    def take_last(self, sizes: Sequence[float]) -> None:
+        """Take it that sums are divided at last by as much as gradients of these ``sizes`` look so.
 
         Where no way fits what flows to the last stage, what flowed is wrong; gradients may still be of what flowed,
         whichever way they lead.
         """
-        if are_divided([*map(abs, sizes)], self.whole):
-            self.name = _LATE
+        last = {name: by for name, (_, by) in self._ways.items()}
+        by = divided_by([*map(abs, sizes)], list(dict.fromkeys(last.values())))
+        self.name = next(name for name, it in last.items() if it == by)
 
     def as_agreed(
         self, own: OwnStage, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None

@@ -20,9 +20,17 @@ def test_parts_that_add_up_to_what_is_due_are_not_reduced() -> None:
     assert cause.parameter == "a"
 
 
-def test_what_adds_up_to_something_else_is_none_and_neither_are_replicas() -> None:
-    assert not list(not_summed([wrong(PART, "a"), wrong(WHOLE - 1.01 * PART, "a")], [0, 0]))
-    assert not list(not_summed([wrong(PART, "a"), wrong(WHOLE - PART, "a")], [0, 1]))
+def test_replicas_whose_sum_or_mean_is_due_were_not_all_reduced() -> None:
+    for times in (1, 2):
+        (cause,) = not_summed([wrong(PART, "a"), wrong(times * WHOLE - PART, "a")], [0, 1])
+        assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("not-reduced", 0, 1, "a")
+        assert "on ranks 0, 1, and together they are what is due" in cause.detail
+    assert not list(not_summed([wrong(WHOLE / 2, "a"), wrong(WHOLE / 2, "a")], [0, 1])), "that is a factor"
+
+
+def test_what_adds_up_to_something_else_is_none() -> None:
+    for replicas in ([0, 0], [0, 1]):
+        assert not list(not_summed([wrong(PART, "a"), wrong(WHOLE - 1.01 * PART, "a")], replicas))
     assert not list(not_summed([wrong(PART, "a"), {}], [0, 0]))
 
 

@@ -45,11 +45,23 @@ def stage_of(number: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
+def reduce(stage: nn.Module, peers: Any, by: float) -> None:
+    """Sum gradients over ``peers``, if any are given, and divide them."""
+    for parameter in stage.parameters():
+        assert parameter.grad is not None
+        if peers is not None:
+            dist.all_reduce(parameter.grad, group=peers)
+        parameter.grad /= by
+
+
 def pipelines(context: RankContext, fault: str, averaged: bool, same: bool = False) -> Verdict:
     """Two stages by hand, in as many replicas as there are ranks for; they average gradients, or add them up."""
     number, replica, replicas = context.rank % STAGES, context.rank // STAGES, context.ranks // STAGES
     peers = [dist.new_group([STAGES * k + p for k in range(replicas)]) for p in range(STAGES)][number]
     stage, microbatches, other = stage_of(number), data(0 if same else replica), context.rank ^ 1
+    kept = {one: torch.ones_like(one) for one in stage.parameters()} if fault == "kept" and number == 0 else {}
+    for parameter, old in kept.items():
+        parameter.grad = old
     with check_step({number: stage}, microbatches, against=Composed(LOSS), rename=named, timeout_s=20) as check:
         inputs, outputs, losses = list[Tensor](), list[Tensor](), list[float]()
         for x, target in microbatches:
@@ -64,19 +76,23 @@ def pipelines(context: RankContext, fault: str, averaged: bool, same: bool = Fal
             else:
                 dist.send(output.detach(), other)
             outputs.append(output)
-        for x, output in zip(inputs, outputs, strict=True):
+        for parameter in kept if replica else ():
+            parameter.grad = None
+        for m, (x, output) in enumerate(zip(inputs, outputs, strict=True)):
+            if fault == "early" and number == 0 and m == COUNT - 1:
+                reduce(stage, peers, replicas if averaged else 1)
             flow = torch.empty(ROWS, WIDTH)
             if not number:
                 dist.recv(flow, other)
             output.backward(None if number else flow)
             if x.grad is not None:
                 dist.send(x.grad, other)
-        for parameter in stage.parameters():
-            assert parameter.grad is not None
-            if not (fault == "unreduced" and number == 1):
-                dist.all_reduce(parameter.grad, group=peers)
-            if averaged and not (fault == "unscaled" and number == 0):
-                parameter.grad /= replicas
+        if (fault, number) not in (("unreduced", 1), ("early", 0)):
+            reduce(stage, peers, replicas if averaged and (fault, number) != ("unscaled", 0) else 1)
+        if fault == "unreduced" and number == 1 and averaged:
+            reduce(stage, None, replicas)
+        if fault == "noise" and context.rank == 2:
+            next(stage.parameters()).grad += torch.randn(WIDTH, WIDTH)  # type: ignore[operator]  # it has one
         if fault == "one rank" and context.rank == 2:
             next(stage.parameters()).grad *= 2  # type: ignore[operator]  # it has one
         check.gradients()
@@ -108,6 +124,8 @@ def test_replicas_that_average_and_that_add_up_are_right(
         ("unreduced", False, "not-reduced", {1, 3}),
         ("unscaled", True, "scale", {0, 2}),
         ("one rank", True, "scale", {2}),
+        ("early", True, "not-reduced", {0, 2}),
+        ("kept", True, "stale-gradient", {0, 2}),
     ],
 )
 def test_what_is_wrong_between_replicas_is_named(
@@ -119,6 +137,12 @@ def test_what_is_wrong_between_replicas_is_named(
     assert verdict.cause[0].kind == kind, str(verdict)
     told = [cause.detail for cause in verdict.cause if cause.kind == "scale"]
     assert set(told) <= {"2 times"}, "the factor by which its gradients are too large"
+
+
+def test_where_nothing_tells_what_is_wrong_between_replicas_that_is_said(simulated: World) -> None:
+    verdict = checked(simulated, "noise")
+    assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+    assert "no other cause was sought there" in verdict.undecided[0]
 
 
 def test_replicas_of_whom_nobody_tells_what_they_run_are_not_judged(simulated: World) -> None:
