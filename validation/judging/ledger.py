@@ -1,5 +1,6 @@
 """The ledger of a validation: every comparison made, where it stands, and under which laws it is entered."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Site
 
+ENDLESS = "not finite on either side: no fault shows there"
 _KEPT = ("loss", "gradient", "grad-norm")  # laws whose comparisons are kept one by one
 
 
@@ -82,6 +84,11 @@ class Ledger:
     def failed(self) -> bool:
         """Whether anything so far did not agree."""
         return any(entry.outcomes & {"fail", "unknown"} for entry in self._entries.values())
+
+    def undecided(self, law: str) -> bool:
+        """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
+        outcomes = self._entries[law].outcomes
+        return "unknown" in outcomes and "fail" not in outcomes
 
     def skip(self, law: str, reason: str) -> None:
         """``law`` does not apply here."""
@@ -169,18 +176,23 @@ class Ledger:
         ``base``: what each of them moved from; then the movements are judged, as one large tensor whose few elements
         may be far off: optimizers make much of rounding in single ones. ``stored``: how far apart storing may put them.
         """
-        if observed.digest == expected.digest:
+        still = base is not None and (observed.digest, expected.digest) == (base[0].digest, base[1].digest)
+        if observed.digest == expected.digest or still:
             self._enter(place, "pass", exact=True)
             self._keep(place, "pass")
+            return
+        if not (math.isfinite(observed.norm) or math.isfinite(expected.norm)):
+            self._enter(place, "pass")
+            self.empty(place.law, ENDLESS)
             return
         allowed = floor()
         if base is not None:
             observed, expected = (one.minus(start) for one, start in zip((observed, expected), base, strict=True))
-        size = observed.minus(expected).norm / allowed.size if allowed.noise else observed.distance(expected)
+        size = observed.gap(expected) / allowed.size if allowed.noise else observed.distance(expected)
         outcome = allowed.outcome(size)
         if base is not None and outcome != "pass":
             usual = allowed.outcome(observed.usual_distance(expected))
-            within = observed.minus(expected).norm <= stored
+            within = observed.gap(expected) <= stored
             outcome = "pass" if within and usual == "pass" else "unknown" if within or usual != "fail" else outcome
         began = None if base is None else base[1].norm
         self._sized(place, size, outcome, allowed, lambda: _brief_sizes(observed, expected, began))
@@ -231,7 +243,7 @@ class Ledger:
         stride = allowed.stride and size > allowed.limit
         if outcome != "pass" or not (allowed.noise or stride):
             return size
-        self.empty(place.law, _STRIDE if stride else _NOISE)
+        self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
         return 0.0
 
     def strike(self, struck: Sequence[Mismatch], scenarios: frozenset[str] = frozenset()) -> None:
@@ -336,6 +348,7 @@ def _brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tup
 
 
 _NOISE = "rounding alone, and zero without it: no fault shows there"
+_DRIVEN = "driven by rounding as far as faults would: none shows there"
 _STRIDE = "made from rounding alone, so that only the length was compared"
 NOWHERE = -1  # the stage of a parameter that no stage holds
 

@@ -83,10 +83,11 @@ class Floor:
     where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault. size: the norm of
     what rounding makes, where the tensor is nothing else, or zero, as where a normalisation takes no notice of a bias:
     what is there instead is compared with that. stride: it is an optimizer's step, which may be as large for such a
-    gradient as for any other: one that is as long passes, wherever it leads. sums: where what is added up is rounded
-    coarsely and its sum is not, what rounding that sum alone does: a tensor that is as near is right, however coarse
-    the rest is. lead: how far what passes may lead along the tensor itself, as a factor does; rounding leads nowhere.
-    alike: tells of an observed and an expected tensor whether each microbatch is in both as often, where
+    gradient as for any other: one that is as long passes, wherever it leads. driven: an optimizer's step, too, of a
+    gradient in which some elements are rounding alone; ``size`` is what rounding made of it. sums: where what is added
+    up is rounded coarsely and its sum is not, what rounding that sum alone does: a tensor that is as near is right,
+    however coarse the rest is. lead: how far what passes may lead along the tensor itself, as a factor does; rounding
+    leads nowhere. alike: tells of an observed and an expected tensor whether each microbatch is in both as often, where
     rounding is as large as half of one; None: nothing does.
     """
 
@@ -97,6 +98,7 @@ class Floor:
     nudged: float = 0.0
     size: float = 0.0
     stride: bool = False
+    driven: bool = False
     sums: "Floor | None" = None
     lead: float = math.inf
     alike: Callable[[Tensor, Tensor], bool] | None = field(default=None, compare=False, repr=False)

@@ -83,6 +83,11 @@ class Sketch:
         distance = math.sqrt(fmean(self._apart(other))) / other.norm
         return distance if distance == distance else math.inf
 
+    def gap(self, other: "Sketch") -> float:
+        """About the norm of the difference; infinite where something is not finite."""
+        norm = self.minus(other).norm
+        return norm if norm == norm else math.inf
+
     def usual_distance(self, other: "Sketch") -> float:
         """As ``distance``, of two that ``brief`` made, as most elements are apart: a few far ones do not count."""
         distance = self.distance(other)

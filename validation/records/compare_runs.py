@@ -11,7 +11,7 @@ from time import perf_counter
 
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.judge import concluded
-from pipeproof.judging.ledger import Heading, Ledger
+from pipeproof.judging.ledger import ENDLESS, Heading, Ledger
 from pipeproof.judging.tolerance import Floor, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import Sketch
@@ -97,7 +97,8 @@ class _Runs:
             self.ledger.remark("steps", told)
         for law in ("microbatches", "loss", "grad-norm"):
             if not any(self.ledger.entered(law, number) for number in numbers):
-                self.ledger.miss(law, "not both runs tell it")
+                said = [step.mixed[law] for step in steps if law in step.mixed]
+                self.ledger.miss(law, said[0] if said else "not both runs tell it")
         self.ledger.forget(["replicas"])
 
     def _due(self, run: KeptRun) -> list[int]:
@@ -113,7 +114,8 @@ class _Runs:
         self._losses_and_norm(due, seen)
         self._gradients(due, seen)
         self._replicas(seen)
-        self._updates(due, seen)
+        if not self.ledger.undecided("gradient"):  # what an optimizer makes of such a gradient decides nothing either
+            self._updates(due, seen)
         order = {law: place for place, law in enumerate(LAWS)}
         self.ledger.mismatches.sort(key=lambda one: order[one.law])
 
@@ -134,19 +136,36 @@ class _Runs:
             )
 
     def _losses_and_norm(self, due: KeptStep, seen: KeptStep) -> None:
-        losses = tuple(due.losses.get(k, 0.0) for k in range(max(due.losses, default=-1) + 1))
-        wanted = Due("train", due.microbatches or (), losses, due.loss, due.norm)
-        numbers = Comparison(wanted, _Allowed(self, due.number), self.ledger, number=due.number)
         theirs = matched(due, seen)
-        share = sorted(due.losses.keys() & theirs.keys())
+        share = [
+            k for k in sorted(due.losses.keys() & theirs.keys()) if self._tells("loss", due, due.losses[k], theirs[k])
+        ]
+        losses = tuple(due.losses[k] if k in share else 0.0 for k in range(max(due.losses, default=-1) + 1))
+        loss, norm = (
+            own if self._tells(law, due, own, its) else None
+            for law, own, its in (("loss", due.loss, seen.loss), ("grad-norm", due.norm, seen.norm))
+        )
+        wanted = Due("train", due.microbatches or (), losses, loss, norm)
+        numbers = Comparison(wanted, _Allowed(self, due.number), self.ledger, number=due.number)
         if share:
             numbers.losses([theirs[k] for k in share], share=share)
         if seen.loss is not None:
             numbers.loss(seen.loss)
         if seen.norm is not None:
             numbers.norm(seen.norm)
-        for said in (*due.mixed, *seen.mixed):
-            self.ledger.remark("loss", said)
+        for one in (due, seen):
+            for law, said in one.mixed.items():
+                self.ledger.remark(law, said)
+
+    def _tells(self, law: str, step: KeptStep, due: float | None, seen: float | None) -> bool:
+        """Whether two numbers tell anything: not where neither is finite, as where a scale overflows."""
+        if due is None or seen is None:
+            return False
+        if math.isfinite(due) or math.isfinite(seen):
+            return True
+        self.ledger.hold(Heading.at(law, step.number), True, "", "", exact=False)
+        self.ledger.empty(law, ENDLESS)
+        return False
 
     def _gradients(self, due: KeptStep, seen: KeptStep) -> None:
         """From the last stage down, as gradients flow: the first to differ is the nearest to the fault."""

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
+from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.records.rank_part import Arrival, run_of, told
 from pipeproof.records.record import RecordError
-from pipeproof.records.run_file import Held, RankFile, RankStep
+from pipeproof.records.run_file import Held, RankFile, RankStep, dtype_of
 
 Value = TypeVar("Value")
 _STEPS = 4  # that are kept at hand
@@ -23,7 +24,9 @@ class KeptStep:
 
     losses: those of microbatches that some rank told, by the microbatch's number; ``loss`` and ``norm`` are None where
     none was told, or not one. before: weights that the step began with. apart: for each parameter that ranks hold alike
-    and do not have alike, what of it, and the rank that has another than the first. mixed: what ranks say otherwise.
+    and do not have alike, what of it, and the rank that has another than the first. mixed: what ranks say otherwise, by
+    law. computed: how
+    the type rounds that modules compute in, the narrowest of them.
     """
 
     number: int
@@ -37,12 +40,14 @@ class KeptStep:
     weights: Mapping[str, Sketch]
     clipped: bool
     apart: Mapping[str, tuple[str, int]]
-    mixed: tuple[str, ...] = ()
+    mixed: Mapping[str, str] = field(default_factory=dict)
+    computed: Precision = FP32
 
     @cached_property
     def size(self) -> float:
-        """The norm of all gradients together."""
-        return math.sqrt(sum(one.norm**2 for one in self.gradients.values() if one is not None))
+        """The norm of all gradients together that are finite."""
+        norms = [one.norm for one in self.gradients.values() if one is not None]
+        return math.sqrt(sum(norm**2 for norm in norms if math.isfinite(norm)))
 
 
 class KeptRun:
@@ -92,6 +97,9 @@ class KeptRun:
                     f"{self} has parts of two runs: {one.path.name} is of {one.header.ranks} ranks, and "
                     f"{self.files[0].path.name} of {ranks}; give each run a folder of its own"
                 )
+        if twice := [rank for rank in set(there) if there.count(rank) > 1]:
+            names = " and ".join(one.path.name for one in self.files if one.header.rank == twice[0])
+            raise RecordError(f"{self}: {names} are both of rank {twice[0]}; give each run a folder of its own")
         if lost := [rank for rank in range(ranks) if rank not in there]:
             what = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
             raise RecordError(
@@ -128,7 +136,8 @@ class KeptRun:
             **merged,
             clipped=any(one.clipped for one in parts),
             apart=apart,
-            mixed=tuple(filter(None, (loss[1], norm[1]))),
+            mixed={law: said for law, (_, said) in (("loss", loss), ("grad-norm", norm)) if said},
+            computed=coarsest([precision_of(dtype_of(one.computed)) for one in parts if one.computed]),
         )
 
     def _part(self, file: RankFile, number: int) -> RankStep:

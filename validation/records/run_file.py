@@ -45,8 +45,7 @@ class Held:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Its type, as torch has it."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return dtype_of(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}{f' at {self.part}' if self.part else ''}"
@@ -75,9 +74,11 @@ class RankHeader:
 class RankStep:
     """A step as one rank saw it.
 
-    before: weights that are not those which the last step that was kept left. gradients: None in place of one that is
+    before: weights that are not those which the last step that was kept left; ``after`` is its number, None where all
+    weights are there. gradients: None in place of one that is
     none. options: what the optimizer was told, by parameter. clipped: nobody said when gradients were complete, so they
-    are those that the optimizer was given. problem: why the rank could not keep it, in words.
+    are those that the optimizer was given. computed: the narrowest type that modules compute in; empty where none was
+    seen. problem: why the rank could not keep it, in words.
     """
 
     number: int
@@ -90,6 +91,8 @@ class RankStep:
     gradients: Mapping[str, Sketch | None] = field(default_factory=dict)
     weights: Mapping[str, Sketch] = field(default_factory=dict)
     clipped: bool = False
+    computed: str = ""
+    after: int | None = None
     problem: str = ""
 
     def line(self, header: RankHeader) -> str:
@@ -133,8 +136,12 @@ class RankFile:
 
     def before(self, number: int) -> RankStep | None:
         """The last step before this one."""
+        earlier = self._earlier(number)
+        return None if earlier is None else self.step(earlier)
+
+    def _earlier(self, number: int) -> int | None:
         place = bisect_left(self.numbers, number)
-        return self.step(self.numbers[place - 1]) if place else None
+        return self.numbers[place - 1] if place else None
 
     def _step(self, number: int) -> RankStep:
         with self.path.open("rb") as file:
@@ -144,7 +151,7 @@ class RankFile:
     def _index(self, line: bytes, start: int) -> None:
         """Note where a step's line is. A job that was resumed goes on from an earlier step, which it makes anew."""
         try:
-            number = int(json.loads(line)["number"])
+            number = _count(json.loads(line)["number"])
         except (ValueError, TypeError, KeyError) as error:
             raise RecordError(f"{self.path} was altered: what begins at byte {start} is no step; {_CURE}") from error
         for later in [one for one in self._starts if one >= number]:
@@ -154,12 +161,11 @@ class RankFile:
     def _restored(self, data: dict[str, Any]) -> RankStep:
         names = list(self.header.parameters)
         try:
-            tensors = {
-                what: {name: self._unpacked(name, text) for name, text in zip(names, data[what], strict=False)}
-                for what in ("before", "gradients", "weights")
-            }
-            given = {names[place]: said for said, places in data["options"] for place in places}
-            return RankStep(
+            tensors = {what: self._tensors(data[what]) for what in ("before", "gradients", "weights")}
+            given = {names[place]: dict(said) for said, places in data["options"] for place in places}
+            if data["computed"]:
+                dtype_of(data["computed"])
+            step = RankStep(
                 data["number"],
                 _each(data["microbatches"], str),
                 _each(data["losses"], float),
@@ -170,12 +176,34 @@ class RankFile:
                 gradients=tensors["gradients"],
                 weights={name: one for name, one in tensors["weights"].items() if one is not None},
                 clipped=bool(data["clipped"]),
+                computed=data["computed"],
+                after=data["after"],
                 problem=str(data["problem"]),
             )
         except (KeyError, ValueError, TypeError, IndexError, struct.error) as error:
             raise RecordError(
                 f"{self.path} was altered: step {data.get('number')} has no such form; {_CURE}"
             ) from error
+        if not step.problem:
+            self._check_weights(step)
+        return step
+
+    def _tensors(self, texts: list[str | None]) -> dict[str, Sketch | None]:
+        return {
+            name: self._unpacked(name, text) for name, text in zip(self.header.parameters, texts, strict=bool(texts))
+        }
+
+    def _check_weights(self, step: RankStep) -> None:
+        """Raise ``RecordError`` where not all weights are there that the step began with, and that it left."""
+        names, earlier = self.header.parameters.keys(), self._earlier(step.number)
+        if step.after is not None and step.after != earlier:
+            there = "none is" if earlier is None else f"that is {earlier}"
+            raise RecordError(
+                f"{self.path} was altered: step {step.number} goes on from step {step.after}, and {there} before it; "
+                f"{_CURE}"
+            )
+        if step.weights.keys() != names or (step.after is None and step.before.keys() != names):
+            raise RecordError(f"{self.path} was altered: step {step.number} lacks weights; {_CURE}")
 
     def _unpacked(self, name: str, text: str | None) -> Sketch | None:
         if text is None:
@@ -198,12 +226,29 @@ def _header(path: Path, line: bytes) -> RankHeader:
         raise RecordError(f"{path} is of version {version} of runs: this pipeproof reads version {VERSION}; {cure}")
     try:
         held = {
-            name: Held(one["stage"], tuple(one["shape"]), one["dtype"], one["part"])
+            name: Held(_count(one["stage"]), tuple(map(_count, one["shape"])), one["dtype"], str(one["part"]))
             for name, one in data["parameters"].items()
         }
-        return RankHeader(data["rank"], data["ranks"], held, data["every"], data["config"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RecordError(f"{path} was altered: its first line lacks {error}; {_CURE}") from error
+        for one in held.values():
+            dtype_of(one.dtype)
+        ranks, every = _count(data["ranks"]), _count(data["every"])
+        return RankHeader(_count(data["rank"]), ranks, held, every, dict(data["config"]))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RecordError(f"{path} was altered: its first line has no such form; {_CURE}") from error
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type of this name. Raises ``ValueError`` where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no type of torch")
+    return found
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value} is no number from 0")
+    return value
 
 
 def _packed(sketch: Sketch | None) -> str | None:

@@ -20,6 +20,9 @@ from pipeproof.records.record import RecordError, numbers_in, other_microbatch
 
 _MOST = 1 / 64  # of what is compared: no growth, however large, lets more than this pass
 _KEPT = 4  # steps at hand
+# What jumps where modules compute in a narrower type than weights have: a last place that is cast otherwise in a step
+# makes more than all steps before. Updates follow.
+_COMPUTED = ("initial-weights", "loss", "gradient", "grad-norm")
 _NO_ROUNDING = BF16.most  # in a single step no order of sums changes so much of anything that is not rounding itself
 
 
@@ -40,7 +43,7 @@ class Apart(NamedTuple):
 def differences(one: KeptStep, other: KeptStep) -> dict[Quantity, Apart]:
     """What of two steps is not the same bit for bit, and how far apart it is; ``one`` is what it is relative to."""
     found = {
-        Quantity(law, name): Apart(theirs[name].distance(mine[name]), theirs[name].minus(mine[name]).norm)
+        Quantity(law, name): _apart(mine[name], theirs[name])
         for law, mine, theirs in (
             ("initial-weights", one.before, other.before),
             ("gradient", _tensors(one.gradients), _tensors(other.gradients)),
@@ -48,9 +51,16 @@ def differences(one: KeptStep, other: KeptStep) -> dict[Quantity, Apart]:
         for name in _unlike(mine, theirs)
     }
     for name in _unlike(one.weights, other.weights):
-        mine, theirs = movement(one, name), movement(other, name)
-        found[Quantity("updated-parameters", name)] = Apart(theirs.distance(mine), theirs.minus(mine).norm)
+        if any(step.weights[name].digest != step.before[name].digest for step in (one, other)):
+            found[Quantity("updated-parameters", name)] = _apart(movement(one, name), movement(other, name))
     return found | {what: apart for what, apart in _numbers(one, other) if apart.size}
+
+
+def _apart(one: Sketch, other: Sketch) -> Apart:
+    """How far the other is from the one; what is not finite in both tells nothing."""
+    if not (math.isfinite(one.norm) or math.isfinite(other.norm)):
+        return Apart(0.0, 0.0)
+    return Apart(other.distance(one), other.gap(one))
 
 
 def movement(step: KeptStep, name: str) -> Sketch:
@@ -74,8 +84,14 @@ def _numbers(one: KeptStep, other: KeptStep) -> Iterable[tuple[Quantity, Apart]]
     pairs |= {Quantity("loss"): (one.loss, other.loss), Quantity("grad-norm"): (one.norm, other.norm)}
     for what, (due, seen) in pairs.items():
         if due is not None and seen is not None:
-            gap = abs(seen - due)
-            yield what, Apart(gap / abs(due) if due else math.inf, gap) if gap else Apart(0.0, 0.0)
+            yield what, _numbers_apart(due, seen)
+
+
+def _numbers_apart(due: float, seen: float) -> Apart:
+    if due == seen or not (math.isfinite(due) or math.isfinite(seen)):
+        return Apart(0.0, 0.0)
+    gap = abs(seen - due)
+    return Apart(gap / abs(due) if due else math.inf, gap) if gap < math.inf else Apart(math.inf, math.inf)
 
 
 def _tensors(found: Mapping[str, Sketch | None]) -> dict[str, Sketch]:
@@ -171,8 +187,23 @@ class Growth:
         aged = max(precision.unit, self._aged.of(what))
         nudged = max(FP32.factor * aged, self._ever.of(what))  # a coarse type's own factor leaves no room for luck
         most = max(precision.most, _MOST)
-        size = self._size(what, self._good.step(number), precision)
-        return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size)
+        step = self._good.step(number)
+        if what.law in _COMPUTED and step.computed.unit > precision.unit:
+            nudged = max(nudged, step.computed.most / precision.factor)
+        size = self._size(what, step, precision)
+        driven = 0.0 if size else self._driven(what, most / precision.factor)
+        return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size or driven, driven=driven > 0)
+
+    def _driven(self, what: Quantity, most: float) -> float:
+        """What rounding makes of an update, where that is more than ``most`` of it and no such part of others.
+
+        Optimizers make as much of elements whose gradient is rounding alone as of others, e.g. of the bias of keys, of
+        which no attention takes notice, in one parameter with those of queries and values.
+        """
+        seen = self._aged.each.get(what)
+        if what.law != "updated-parameters" or seen is None or self._aged.typical.get(what.law, 0.0) > most:
+            return 0.0
+        return seen.size if most < seen.relative and seen.size < math.inf else 0.0
 
     def _size(self, what: Quantity, step: KeptStep, precision: Precision) -> float:
         """What rounding makes of a parameter whose gradient is nothing else; 0 of any other.
@@ -227,6 +258,15 @@ class Growth:
             )
 
 
+def _same_option(due: object, seen: object) -> bool:
+    """Whether two options are equal, up to what a rate loses as a tensor of fp32."""
+    if isinstance(due, float) and isinstance(seen, float):
+        return due == seen or abs(due - seen) <= FP32.least * abs(due)
+    if isinstance(due, list) and isinstance(seen, list):
+        return len(due) == len(seen) and all(map(_same_option, due, seen))
+    return due == seen
+
+
 def other_options(due: KeptStep, seen: KeptStep) -> str:
     """What the optimizers were told otherwise, of the first parameter of which that is so; empty where it is not."""
     both = {name: (due.options[name], seen.options[name]) for name in due.options if name in seen.options}
@@ -234,7 +274,7 @@ def other_options(due: KeptStep, seen: KeptStep) -> str:
         name: ", ".join(
             f"{option} {there.get(option)}, not {one.get(option)}"
             for option in {**one, **there}
-            if one.get(option) != there.get(option)
+            if not _same_option(one.get(option), there.get(option))
         )
         for name, (one, there) in both.items()
     }

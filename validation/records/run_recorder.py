@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from pipeproof.foreign.frameworks.framework import shown
 from pipeproof.foreign.handed_back import FlatShard
 from pipeproof.judging.verdict import raised
+from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.shards import held_here
 from pipeproof.observers.sketch import Sketch, brief
 from pipeproof.pipeline.step import Parts
@@ -36,6 +37,13 @@ from pipeproof.reference.step import dense
 from pipeproof.worlds.side_store import rank_in_job
 
 _LETTERS = 32  # of a microbatch's digest
+_HOW = (
+    "params",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # what is no hyperparameter: how a step is computed
 
 
 class RunStep:
@@ -44,6 +52,7 @@ class RunStep:
     def __init__(self, run: "RunRecorder", kept: RankStep | None, microbatches: Sequence[object] | None) -> None:
         self._run, self._step, self._given = run, kept, microbatches
         self._hooks: list[RemovableHandle] = []
+        self._computed = ComputedIn(run.own.modules.values() if kept and not run.computed else ())
 
     def __enter__(self) -> Self:
         self._note(self._begin)
@@ -75,6 +84,7 @@ class RunStep:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._computed.__exit__(kind, error, trace)
         if error is None:
             self._note(self._end)
         if self._step is not None:
@@ -93,14 +103,15 @@ class RunStep:
         self._step = replace(self._step, **found)  # type: ignore[arg-type]  # fields by their names
 
     def _begin(self, _: RankStep) -> Mapping[str, object]:
+        self._computed.__enter__()
         self._hooks = [one.register_step_pre_hook(self._stepping) for one in self._run.optimizers]
-        left, now = self._run.left, self._run.sketched(self._run.own.parameters)
+        left, now, after = self._run.left, self._run.sketched(self._run.own.parameters), self._run.after
         self._run.left = now
         moved = {name: one for name, one in now.items() if one is not left.get(name)}
         if self._given is None:
-            return {"before": moved}
+            return {"before": moved, "after": after}
         digests = content_digests(_each_of(self._given))
-        return {"before": moved, "microbatches": tuple(one[:_LETTERS] for one in digests)}
+        return {"before": moved, "after": after, "microbatches": tuple(one[:_LETTERS] for one in digests)}
 
     def _stepping(self, *_: object) -> None:
         """An optimizer is about to step: what it is told now counts."""
@@ -109,7 +120,8 @@ class RunStep:
 
     def _end(self, step: RankStep) -> Mapping[str, object]:
         self._run.left = weights = self._run.sketched(self._run.own.parameters)
-        return {"weights": weights, "options": step.options or self._run.options()}
+        self._run.computed = self._run.computed or self._computed.narrowest
+        return {"weights": weights, "options": step.options or self._run.options(), "computed": self._run.computed}
 
     def _gradients(self, named: Mapping[str, Any] | None) -> dict[str, Sketch | None]:
         own = self._run.own
@@ -151,6 +163,8 @@ class RunRecorder:
         parameters = {name: self._held(name, one) for name, one in self.own.parameters.items()}
         self.header = RankHeader(rank, ranks, parameters, every)
         self.left: dict[str, Sketch] = {}
+        self.after: int | None = None  # the step whose weights these are, if its line was written
+        self.computed = ""  # the type that modules compute in, once that was seen
         self._path, self._stopped = Path(to) / f"rank-{rank}.jsonl", False
         self._next = None if self._goes_on(resume) else 0  # ranks may have come to other steps before a job was stopped
 
@@ -180,7 +194,7 @@ class RunRecorder:
         """What optimizers are told now, by parameter: learning rate, weight decay and others that are numbers."""
         found: dict[str, dict[str, object]] = {}
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            said = {name: _plain(value) for name, value in group.items() if name != "params"}
+            said = {name: _plain(value) for name, value in group.items() if name not in _HOW}
             told = {name: value for name, value in said.items() if value is not None}
             found |= {self.own.names[id(one)]: told for one in group["params"] if id(one) in self.own.names}
         return found
@@ -188,7 +202,7 @@ class RunRecorder:
     def end(self, step: RankStep, *, whole: bool) -> None:
         """Add the step's line to the file, if it is ``whole``. Where that cannot be, say so once; the job goes on."""
         if step.problem or not whole:
-            self.left = {}  # the next line has all weights that it begins with
+            self.left, self.after = {}, None  # the next line has all weights that it begins with
         if not whole:
             return
         if step.problem:
@@ -197,6 +211,7 @@ class RunRecorder:
         try:
             with self._path.open("a") as file:
                 file.write(step.line(self.header))
+            self.after = None if step.problem else step.number
         except OSError as error:
             self._stopped = True
             warnings.warn(f"steps from {step.number} on are not recorded: {error}", stacklevel=3)

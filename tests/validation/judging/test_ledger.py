@@ -200,3 +200,15 @@ def test_a_law_that_is_a_scenario_too_counts_once() -> None:
     book = ledger()
     book.hold(place("second-step", scenario="second-step"), True, "", "")
     assert [law.checked for law in book.laws()] == [0, 1]
+
+
+def test_weights_that_stand_still_moved_alike_and_what_is_finite_on_no_side_tells_nothing() -> None:
+    book, one, other = ledger(), brief(torch.ones(9)), brief(torch.full((9,), 1.5))
+    book.sketches(place(), other, one, lambda: FLOOR, base=(other, one))
+    assert outcomes(book)[0] == "pass"
+    endless, lost = (brief(torch.full((9,), value)) for value in (math.inf, math.nan))
+    book.sketches(place(), endless, lost, lambda: FLOOR)
+    assert outcomes(book)[0] == "pass"
+    assert book.laws()[0].note == "1 of them is not finite on either side: no fault shows there"
+    book.sketches(place(), one, lost, lambda: FLOOR)
+    assert outcomes(book)[0] == "fail"

@@ -1,6 +1,8 @@
 """Two runs of many steps: where they part, by what, and whether that is rounding. Every law is shown failing."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -137,6 +139,66 @@ def test_a_fault_smaller_than_what_rounding_grows_to_is_found_where_it_begins(
     assert differences(good.step(22), third.step(22))[Quantity("gradient", "1.0.weight")].relative > 2e-4
 
 
+def overflowing(loop: Loop, number: int) -> None:
+    loop.model[1][0].weight.grad[0, 0] = float("inf")
+
+
+def without_a_gradient(loop: Loop, number: int) -> None:
+    loop.model[1][0].weight.grad = None
+
+
+@pytest.mark.parametrize("what", [overflowing, without_a_gradient])
+def test_steps_that_overflow_and_weights_that_are_frozen_are_no_fault(what: Fault, folder: Path) -> None:
+    name = what.__name__
+    runs = [folder / f"{name} {order[0]}" for order in (range(4), SHUFFLED, REVERSED)]
+    for run, order in zip(runs, (range(4), SHUFFLED, REVERSED), strict=True):
+        Loop(order, what, 2).train(run, range(4))
+    good, third, seen = map(KeptRun, runs)
+    verdict = compare_runs(good, seen, third=third)
+    assert verdict.verdict == "pass", str(verdict)
+    assert ("not finite on either side" in verdict.law("grad-norm").note) == (what is overflowing)
+
+
+class Keys(nn.Module):
+    """Adds twice its bias, of which a normalisation leaves half out, as attention does with the bias of its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x + self.bias[:1], [8]) + self.bias[1:]
+
+
+@pytest.mark.parametrize("fault", [None, faster])
+def test_an_update_that_optimizers_make_of_rounding_hides_no_other(fault: Fault | None, folder: Path) -> None:
+    runs = [folder / f"keys {order[0]} {fault}" for order in (range(4), SHUFFLED, REVERSED)]
+    for run, order in zip(runs, (range(4), SHUFFLED, REVERSED), strict=True):
+        model = model_of()
+        model[1].append(Keys())
+        loop = Loop(order, fault if order is REVERSED else None, 5, model=model)
+        loop.optimizer = torch.optim.RMSprop(loop.model.parameters(), lr=RATE / 20)
+        loop.train(run, range(8))
+    good, third, seen = map(KeptRun, runs)
+    verdict = compare_runs(good, seen, third=third)
+    assert "driven by rounding as far as faults would" in verdict.law("updated-parameters").note
+    if fault is None:
+        assert verdict.verdict == "pass", str(verdict)
+    else:
+        assert first(verdict) == ("fail", 5, "updated-parameters", "2.bias")
+
+
+def test_a_jump_of_a_gradient_is_no_fault_where_modules_compute_in_a_narrower_type(folder: Path) -> None:
+    Loop(REVERSED, scaled, 1).train(folder / "jump", range(3))
+    third, seen = KeptRun(folder / "third"), KeptRun(folder / "jump")
+    for computed, outcome in (("float32", "fail"), ("bfloat16", "unknown")):
+        run = folder / f"computed in {computed}"
+        run.mkdir()
+        text = (folder / "good" / "rank-0.jsonl").read_text()
+        (run / "rank-0.jsonl").write_text(text.replace('"computed":"float32"', f'"computed":"{computed}"'))
+        assert first(compare_runs(KeptRun(run), seen, third=third)) == (outcome, 1, "gradient", "1.0.weight")
+
+
 def test_other_data_are_told_as_data(folder: Path, judged: Callable[..., Verdict]) -> None:
     class OtherData(Loop):
         def microbatches(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -217,6 +279,19 @@ UNFIT = {
         r"has not the part 2.bias that .* has",
     ),
     "line": (lambda file: file.write_text(file.read_text().replace('{"number":1,', '"1')), "byte .* is no step"),
+    "gone": (
+        lambda file: file.write_text("".join(file.read_text().splitlines(keepends=True)[::2])),
+        "goes on from step 0, and none is",
+    ),
+    "weights": (
+        lambda file: file.write_text(re.sub('"weights":[^]]*]', '"weights":[]', file.read_text())),
+        "step 0 lacks weights",
+    ),
+    "twice": (
+        lambda file: shutil.copy(file, file.with_name("rank-1.jsonl")),
+        "rank-0.jsonl and rank-1.jsonl are both of rank 0",
+    ),
+    "count": (other_header(lambda header: header.update(ranks="1")), "its first line has no such form"),
     "steps": (lambda file: file.write_text(file.read_text().splitlines()[0] + "\n"), "the runs have no step in common"),
     "none": (lambda file: file.unlink(), "has no run in it"),
     "other": (lambda file: file.write_text("{}\n"), "is no part of a run"),

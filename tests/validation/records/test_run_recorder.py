@@ -1,5 +1,6 @@
 """Recording a run: what a line holds and costs, what is refused, and that the job goes on with the same bits."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeproof.judging.tolerance import same_bits
 from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import RecordError
 from pipeproof.records.run_file import RankFile
+from pipeproof.records.run_growth import other_options
 from tests.support.long_runs import Loop, microbatches_of
 
 BYTES = 250  # that record_run and the guide state
@@ -59,6 +61,22 @@ def test_without_a_call_gradients_are_those_that_the_optimizer_is_given(tmp_path
     assert step.clipped
     assert sum(one.norm**2 for one in step.gradients.values() if one is not None) == pytest.approx(0.25)
     assert (step.options["bias"]["weight_decay"], step.options["weight"]["lr"]) == (0.5, 1e-3)
+
+
+def test_the_type_that_modules_compute_in_is_kept_and_no_hook_stays(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(1e-3), foreach=True)
+    with record_run(model, tmp_path / "run", optimizer=optimizer) as run:
+        for _ in range(2):
+            with run.step(), torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(2)).sum().backward()
+            assert not model[0]._forward_hooks
+    steps = [KeptRun(tmp_path / "run").step(number) for number in range(2)]
+    assert [one.computed.name for one in steps] == ["bf16", "bf16"]
+    assert "foreach" not in steps[0].options["0.bias"]
+    exact = replace(steps[1], options={"0.bias": {**steps[1].options["0.bias"], "lr": 1e-3}})
+    assert not other_options(steps[1], exact)
+    assert other_options(steps[1], replace(exact, options={"0.bias": {"lr": 1.001e-3}}))
 
 
 def test_what_cannot_be_kept_is_a_warning_and_the_job_goes_on(tmp_path: Path) -> None:
