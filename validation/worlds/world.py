@@ -187,6 +187,14 @@ class World:
         found: int = powers[bisect_left(powers[:-1], True, key=self._ends_with)]
         return found
 
+    def may_end(self) -> bool:
+        """Whether the last run, which hangs, may end on NCCL: it does where programs go on while their devices wait.
+
+        With what numbers, or whether none of them would have waited for one, is not known.
+        """
+        self._run_again(self.transport, self.room)
+        return isinstance(self._source, Simulated) and self._source.may_end
+
     def _ends_with(self, room: int) -> bool:
         reports = self._run_again(self.transport, room)
         return reports is not None and not any(report.failed for report in reports)
