@@ -80,6 +80,11 @@ class Rules:
     keeps_sent: bool = True
     known_as: tuple[str, ...] = ()
 
+    @property
+    def on_stream(self) -> bool:
+        """Whether ``wait()`` makes a device wait in the program's place, which goes on."""
+        return self.one_stream and not self.blocking
+
 
 RULES: Mapping[Transport, Rules] = MappingProxyType(
     {

@@ -136,8 +136,9 @@ def _run_of(case: Case, setting: Setting) -> Run:
         return verdict, partial(_keep, here, observed, files, profile=setting.profile)
 
     def doubt() -> str:
-        transport = None if setting.simulation is None else setting.simulation.transport
-        why = specimen(case.specimen).missing(case, transport)
+        transport, room = (None, 0) if (one := setting.simulation) is None else (one.transport, one.room)
+        planted = specimen(case.specimen)
+        why = planted.missing(case, transport) or planted.hidden(room)
         return f"this case cannot show {case.specimen}, which {why}" if why else ""
 
     return Run(str(case), case.processes, judge, partial(line, case), doubt)

@@ -7,6 +7,8 @@ from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.world import World
 
+_AHEAD = "; on NCCL a program goes on after wait() while its device waits: there it may end"
+
 
 def told_of_transports(verdict: Verdict, world: World) -> Verdict:
     """``verdict`` on what ``world`` ran last, which where it hangs says on which other transports it does."""
@@ -17,7 +19,8 @@ def told_of_transports(verdict: Verdict, world: World) -> Verdict:
     where = f"with transport {_listed(hanging)}, and not with {_listed(ending)}" if ending else "with every transport"
     room = world.least_room()
     kept = f"; with room for {some(room, 'byte')} from one rank to another it ends, under this seed" if room else ""
-    return replace(verdict, headline=f"{verdict.headline}; it hangs {where}{kept}")
+    ahead = _AHEAD if world.may_end() else ""
+    return replace(verdict, headline=f"{verdict.headline}; it hangs {where}{kept}{ahead}")
 
 
 def _listed(transports: list[Transport]) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeproof.pipeline.transports import RULES, Transport, transport_of
+from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
 from pipeproof.worlds.accelerator import CPU, refusal, split
 from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
@@ -107,6 +107,18 @@ class World:
         self.fine, self.room = simulation.fine, simulation.room
 
     @property
+    def room(self) -> int:
+        """How many bytes of what one rank sends to another are kept."""
+        return self._room
+
+    @room.setter
+    def room(self, room: int) -> None:
+        """Raises ValueError for what is no number of bytes."""
+        if not isinstance(room, int) or isinstance(room, bool) or room < 0:
+            raise ValueError(f"room is {room!r}: expected a number of bytes, as 4096, or 0 for none")
+        self._room = room
+
+    @property
     def searches(self) -> bool:
         """Whether a case is to be run under more than one interleaving."""
         return self.kind == SIMULATED and (self.most is not None or len(self.seeds) > 1)
@@ -152,6 +164,8 @@ class World:
         if ranks < 1:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
+        if self.room and self.kind == SIMULATED and (why := keeps_none(self.transport)):
+            raise ValueError(f"room is {self.room}: {why}, or room 0")
         order = _order(job, args)
         if self._source is None:
             self._source = self._started()
@@ -186,6 +200,14 @@ class World:
         powers = [2**power for power in range(self.room.bit_length(), _MOST_ROOM.bit_length())]
         found: int = powers[bisect_left(powers[:-1], True, key=self._ends_with)]
         return found
+
+    def may_end(self) -> bool:
+        """Whether the last run, which hangs, may end on NCCL: it does where programs go on while their devices wait.
+
+        With what numbers, or whether none of them would have waited for one, is not known.
+        """
+        self._run_again(self.transport, self.room)
+        return isinstance(self._source, Simulated) and self._source.may_end
 
     def _ends_with(self, room: int) -> bool:
         reports = self._run_again(self.transport, room)

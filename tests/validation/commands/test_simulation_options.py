@@ -74,6 +74,8 @@ def test_a_hang_ends_with_the_room_that_it_is_told_with(capsys: pytest.CaptureFi
     assert main([*line, "--room", str(room // 2)]) == 3
     assert f"--room {room // 2} --interleaving" in capsys.readouterr().out
     assert main([*line, "--room", str(room)]) == 0
+    hidden = f"this case cannot show both-send-first, which needs --room below {room}: who sends does not wait for what"
+    assert hidden in capsys.readouterr().out
 
 
 def test_fuzz_draws_cases_for_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> None:

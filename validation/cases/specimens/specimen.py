@@ -196,6 +196,11 @@ class Planted:
             return f"needs --world simulated --transport {known}" if transport is None else f"needs --transport {known}"
         return self.needs.missing(case)
 
+    def hidden(self, room: int) -> str:
+        """Why a run with this room for messages, in bytes, passes all the same; empty if room changes nothing."""
+        del room
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Specimen(Planted):
@@ -208,6 +213,11 @@ class Specimen(Planted):
     def law(self) -> str:
         """The law that must fail."""
         return self.fault.law
+
+    def hidden(self, room: int) -> str:
+        """Why a run with this room for messages, in bytes, passes all the same; empty if room changes nothing."""
+        kept = f"needs --room below {room}: who sends does not wait for what is kept"
+        return kept if room and self.fault.kind == "deadlock" else ""
 
     def cause(self, case: Case) -> Cause:
         """What a diagnosis of ``case`` should name."""

@@ -15,6 +15,8 @@ from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import Stack, own_stack
 
+BARRIER = "barrier"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -53,6 +55,7 @@ class Collectives:
     def call(self, communicator: Communicator, rank: int, call: Call) -> SimulatedWork:
         """The next collective of the rank that has the turn. Raises the race where others call another."""
         scheduler, stack = self._network.scheduler, own_stack()
+        on_stream = self._network.on_stream(communicator) and call.name != BARRIER  # for which NCCL's programs wait
         number = communicator.calls[rank]
         communicator.calls[rank] += 1
         meeting = self._meetings.setdefault((communicator.number, number), _Meeting())
@@ -63,12 +66,17 @@ class Collectives:
             return Wait(f"torch.distributed.{call.name}", tuple(sorted(missing)))
 
         self._look(communicator, call, stack)
-        work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called")
+        work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called", on_stream=on_stream)
         work.communicator = communicator
-        meeting.calls[rank] = call, self._network.working(work)
-        if len(meeting.calls) == communicator.size:
-            del self._meetings[communicator.number, number]
-            scheduler.offer(min(work.name for _, work in meeting.calls.values()), partial(self._happen, meeting))
+        self._network.working(work)
+
+        def come() -> None:
+            meeting.calls[rank] = call, work
+            if len(meeting.calls) == communicator.size:
+                del self._meetings[communicator.number, number]
+                scheduler.offer(min(work.name for _, work in meeting.calls.values()), partial(self._happen, meeting))
+
+        self._network.in_turn(communicator, come)
         scheduler.pause()
         return work
 

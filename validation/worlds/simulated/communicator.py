@@ -10,10 +10,14 @@ MEETING = "communicator"  # the key under which the first to come leaves its num
 
 @dataclass(eq=False)
 class Communicator:
-    """One that ranks have in common. ``members``: each rank's number in the world, by that in here, once it is in."""
+    """One that ranks have in common. ``members``: each rank's number in the world, by that in here, once it is in.
+
+    ``on_host``: programs wait there, and no device for them.
+    """
 
     number: int
     size: int
+    on_host: bool
     members: dict[int, int] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)  # of collectives, by the rank's number in here
 
@@ -29,9 +33,9 @@ class Communicators:
         self._ranks = ranks
         self._all: list[Communicator] = []
 
-    def join(self, store: Store, rank: int, size: int, *, world_rank: int) -> Communicator:
+    def join(self, store: Store, rank: int, size: int, *, world_rank: int, on_host: bool) -> Communicator:
         """The communicator of ``store``, in which the rank of the world that comes has the number ``rank``."""
-        made = Communicator(len(self._all), size)
+        made = Communicator(len(self._all), size, on_host)
         number = int(store.compare_set(MEETING, "", str(made.number)).decode())
         if number == made.number:
             self._all.append(made)

@@ -15,11 +15,15 @@ from pipeproof.worlds.simulated.guide import Guide, preemptions
 
 @dataclass(frozen=True)
 class Course:
-    """The events of a run, up to where it became ``redundant``. ``astray``: it did not follow its guide."""
+    """The events of a run, up to where it became ``redundant``. ``astray``: it did not follow its guide.
+
+    ``ahead``: programs went on where their devices waited, as late as can be.
+    """
 
     events: Sequence[Event]
     redundant: bool = False
     astray: bool = False
+    ahead: bool = False
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Exploration:
     """A search through a job's interleavings. ``found``: how many that differ have run. ``complete``: they are all.
 
     ``more``: there are more than it was to run. ``astray``: the job is not the same twice, so nobody knows them all.
+    ``ahead``: nor where programs went on while their devices waited, for when they do is open.
     """
 
     def __init__(self, most: int) -> None:
@@ -59,16 +64,18 @@ class Exploration:
         self.complete = False
         self.more = False
         self.astray = False
+        self.ahead = False
         self._nodes: list[_Node] = []
 
     def guides(self) -> Iterator[Guide]:
         """One for each run that is still to be had; who runs it calls ``learn`` before asking for the next."""
         guide: Guide | None = Guide()
-        while guide is not None and self.ran < self.most and not self.astray:
+        while guide is not None and self.ran < self.most and not (self.astray or self.ahead):
             yield guide
             guide = self._following()
-        self.complete = guide is None and not self.astray
-        self.more = guide is not None and not self.astray
+        known = not (self.astray or self.ahead)
+        self.complete = guide is None and known
+        self.more = guide is not None and known
 
     def learn(self, course: Course | None) -> None:
         """What the run that was asked for last was like; None: nobody can tell, for it did not end."""
@@ -76,6 +83,7 @@ class Exploration:
         self.astray = course is None or course.astray
         if course is None or course.astray:
             return
+        self.ahead = course.ahead
         self.found += not course.redundant
         known = len(self._nodes)
         if known:
@@ -150,6 +158,11 @@ def told(explorations: Sequence[Exploration]) -> str:
         for count in (sum(one.astray for one in explorations),)
         if count
     ]
-    ended = sum(not (one.complete or one.more or one.astray) for one in explorations)
+    open_ += [
+        f"{some(count, 'case')} went on where a device waits, and may do so earlier"
+        for count in (sum(one.ahead for one in explorations),)
+        if count
+    ]
+    ended = sum(not (one.complete or one.more or one.astray or one.ahead) for one in explorations)
     open_ += [f"{ended} ended at one that is no pass"] * bool(ended)
     return f"{ran}, of {some(len(explorations), 'case')}; " + ("; ".join(open_) or "there are no more")

@@ -1,8 +1,9 @@
 """A process group of the simulated world: torch's calls become calls into its network."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from pipeproof.worlds.simulated import meanings
-from pipeproof.worlds.simulated.collectives import Call, Collectives
+from pipeproof.worlds.simulated.collectives import BARRIER, Call, Collectives
 from pipeproof.worlds.simulated.communicator import Communicators
 from pipeproof.worlds.simulated.meanings import AnotherRanks, NotSimulated
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.torch_inside import arrived
 from pipeproof.worlds.simulated.work import SimulatedWork
+
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 class Net:
@@ -37,13 +40,20 @@ class Net:
 
 
 class Bare:
-    """Messages between the ranks of a store, for who makes a gloo group without torch.distributed."""
+    """Messages between the ranks of a store, for who makes a gloo group without torch.distributed.
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
+    ``on_host``: as gloo's, for which programs wait, and no device for them.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta | None = None, *, on_host: bool = True
+    ) -> None:
         del timeout
         self._own_net, self._rank = Net.now(), rank
         self._owner = self._own_net.network.scheduler.running
-        self._communicator = self._own_net.communicators.join(store, rank, size, world_rank=self._owner)
+        self._communicator = self._own_net.communicators.join(
+            store, rank, size, world_rank=self._owner, on_host=on_host
+        )
 
     @property
     def _net(self) -> Net:
@@ -100,12 +110,13 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     """Takes the place of every backend's group. Messages come through functions in place of ProcessGroup's own."""
 
     Options = _Options
+    on_host: ClassVar[bool] = False
 
     def __init__(self, store: Store, rank: int, size: int, options: object = None, **given: object) -> None:
         del given  # a timeout, which virtual ranks have no use for, and since torch 2.14 whether it may be made anew
         super().__init__(rank, size)
         self._store, self._name = store, ""
-        self.bare = Bare(store, rank, size)
+        self.bare = Bare(store, rank, size, on_host=self.on_host or _blocking())
         self.options = SimpleNamespace()
         self._call = self.bare.call
 
@@ -221,7 +232,16 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         """All have come."""
-        return self._call("barrier", [], [], meanings.nothing)
+        return self._call(BARRIER, [], [], meanings.nothing)
+
+
+class SimulatedGloo(SimulatedGroup):
+    """One of gloo's, also beside others."""
+
+    on_host = True
+
+
+GROUPS = MappingProxyType({"ProcessGroupGloo": SimulatedGloo, "ProcessGroupNCCL": SimulatedGroup})  # as torch has them
 
 
 def messages() -> dict[str, Any]:
@@ -236,6 +256,11 @@ def _instead(name: str, original: Any) -> Any:
         return original(group, tensors, *arguments)
 
     return posted
+
+
+def _blocking() -> bool:
+    """Whether programs wait for NCCL, too: it asks for that when a group is made."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in _BLOCKING)
 
 
 def _dense(tensors: list[Tensor]) -> list[Tensor]:

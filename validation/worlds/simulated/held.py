@@ -18,6 +18,11 @@ class Held:
         self.tensors = tensors
         self.before = copies(tensors)
         self._memory = [Memory(tensor) for tensor in tensors]
+        self._kept: tuple[Tensor, ...] | None = None
+
+    def let_go(self) -> None:
+        """What is in it now is what it holds: what becomes of the memory from now on is nothing to it."""
+        self._kept = self.contents
 
     @property
     def freed(self) -> bool:
@@ -33,6 +38,8 @@ class Held:
     @property
     def contents(self) -> tuple[Tensor, ...]:
         """What is in it now; of memory that is gone, what was."""
+        if self._kept is not None:
+            return self._kept
         there = self._there()
         return tuple(self.before) if there is None else copies(there)
 

@@ -1,8 +1,7 @@
 """The simulated network: which ends of messages meet, and when they may, by the rules of a transport."""
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from pipeproof.pipeline.transports import Queue, Rules
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
+from pipeproof.worlds.simulated.ends import Batch, End, Ends
 from pipeproof.worlds.simulated.held import Held
 from pipeproof.worlds.simulated.races import copies, described, fit, overlap, race
 from pipeproof.worlds.simulated.room import Room
@@ -18,48 +18,7 @@ from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import Stack, own_stack
 
-
-@dataclass(eq=False)
-class Batch:
-    """Ends that one call posts: they run together. ``left``: how many are still to come."""
-
-    left: int
-    works: list[SimulatedWork] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class End:
-    """One end of a message. ``rank`` and ``peer`` are numbers in the communicator; no peer: from any rank."""
-
-    communicator: Communicator
-    rank: int
-    peer: int | None
-    tag: int
-    sends: bool
-    held: Held
-    work: SimulatedWork
-    batch: Batch
-    other: "End | None" = None
-    offered: bool = False
-    kept: bool = False  # a message whose send has ended, by the network
-    freed: int = -1  # the event that made it the next of its queue
-    freed_s: float = 0.0
-
-    @property
-    def size_bytes(self) -> int:
-        """What it holds."""
-        return sum(tensor.nbytes for tensor in self.held.before)
-
-
 _Way = tuple[Hashable, ...]
-
-
-@dataclass
-class _Ends:
-    """The ends of one channel that have not met: there are only ever sends, or only receives."""
-
-    sends: deque[End] = field(default_factory=deque)
-    receives: deque[End] = field(default_factory=deque)
 
 
 class Network:
@@ -78,7 +37,7 @@ class Network:
         self.fine = fine
         self._works: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
         self._batches: dict[int, Batch] = {}
-        self._ends: defaultdict[_Way, _Ends] = defaultdict(_Ends)
+        self._ends: defaultdict[_Way, Ends] = defaultdict(Ends)
         self._from_any: defaultdict[_Way, deque[End]] = defaultdict(deque)
         self._queues: defaultdict[_Way, deque[list[End]]] = defaultdict(deque)
         self._unkept: defaultdict[_Way, deque[End]] = defaultdict(deque)  # sends that have not left
@@ -93,8 +52,10 @@ class Network:
         """Post a send of the rank that has the turn."""
         stack, given = own_stack(), [] if self.rules.buffered else tensors
         self.uses(tensors, stack)
-        wait = _waiting("a send to", communicator, peer)
-        work = self.working(SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent"))
+        wait, on_stream = _waiting("a send to", communicator, peer), self.on_stream(communicator)
+        work = self.working(
+            SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent", on_stream=on_stream)
+        )
         held = Held(copies(tensors)) if self.rules.buffered else work.given
         self._post(End(communicator, rank, peer, tag, True, held, work, self._current()))
         return work
@@ -106,10 +67,40 @@ class Network:
         """Post a receive of the rank that has the turn."""
         stack = own_stack()
         self.claims(tensors, stack)
-        wait = _waiting("a message from", communicator, peer)
-        work = self.working(SimulatedWork(self.scheduler, wait, stack, (), tensors, posted_as="received"))
+        wait, on_stream = _waiting("a message from", communicator, peer), self.on_stream(communicator)
+        work = self.working(
+            SimulatedWork(self.scheduler, wait, stack, (), tensors, posted_as="received", on_stream=on_stream)
+        )
         self._post(End(communicator, rank, peer, tag, False, work.awaited, work, self._current()))
         return work
+
+    def on_stream(self, communicator: Communicator) -> bool:
+        """Whether devices wait for what is posted there, in their programs' place."""
+        return self.rules.on_stream and not communicator.on_host
+
+    def in_turn(self, communicator: Communicator, post: Callable[[], None]) -> None:
+        """Post what the rank that has the turn asks for: its device comes to that after all that it waits for."""
+        left = self._left()
+        if not left or not self.on_stream(communicator):
+            post()
+        else:
+            self.scheduler.defer(lambda: all(work.over for work in left), post)
+
+    def _left(self) -> list[SimulatedWork]:
+        """What the rank that has the turn has gone on without and has not come."""
+        if self.scheduler.ahead is None:
+            return []
+        return [work for work in self._works[self.scheduler.running] if work.left and not work.over]
+
+    def unseen(self) -> None:
+        """The rank that has the turn may ask for a number, and nobody sees it: who has gone ahead might have waited."""
+        if self.scheduler.ahead is not None and self._left():
+            self.scheduler.ahead.sure = False
+
+    def catch_up(self) -> None:
+        """The rank that has the turn waits for all that it went on without."""
+        for work in self._works[self.scheduler.running]:
+            work.catch_up()
 
     def claims(self, tensors: Sequence[Tensor], stack: Stack) -> None:
         """What is called now fills these buffers. Raises the race where something on its way does, too."""
@@ -158,6 +149,7 @@ class Network:
         A send may be left alone where the transport keeps what is sent.
         """
         self.scheduler.tell_again()
+        self.catch_up()
         for work in self._works.pop(rank, ()):
             work.check()
             if not work.met and (work.due or not self.rules.keeps_sent):
@@ -177,15 +169,19 @@ class Network:
             self._batches.pop(rank, None)
         if self.rules.buffered and end.sends:
             end.work.end()
+        self.in_turn(end.communicator, partial(self._take, end))
+        self.scheduler.pause()
+        if self.rules.blocking and not batch.left:
+            for work in batch.works:
+                work.hold()
+
+    def _take(self, end: End) -> None:
+        """The network has this end from now on."""
         self._enqueue(end)
         self._match(end)
         if end.sends and not self.rules.by_name:
             self._unkept[self._way(end)].append(end)
             self._keep(self._way(end))
-        self.scheduler.pause()
-        if self.rules.blocking and not batch.left:
-            for work in batch.works:
-                work.hold()
 
     def _enqueue(self, end: End) -> None:
         if (way := self._queue(end)) is None:
@@ -229,11 +225,11 @@ class Network:
                 first = ends.sends[0]
                 self.scheduler.offer(first.work.name, partial(self._arrive, inbox, ends, first))
 
-    def _to(self, inbox: _Way) -> list[_Ends]:
+    def _to(self, inbox: _Way) -> list[Ends]:
         """What senders have posted to an inbox, of each that has."""
         return [ends for (one, _, *way), ends in self._ends.items() if (one, *way) == inbox and ends.sends]
 
-    def _arrive(self, inbox: _Way, ends: _Ends, send: End) -> None:
+    def _arrive(self, inbox: _Way, ends: Ends, send: End) -> None:
         receive = self._from_any[inbox].popleft()
         self.scheduler.touch(("inbox", inbox), changes=True)
         if (history := self.scheduler.history) is not None:

@@ -19,11 +19,13 @@ class Simulated:
 
     ``manner``: how the next runs go. ``course``: what the last one was like, where that was to be noted.
     ``in_time``: whether it ended within its bound: who waits for ever is known to, and who computes or sleeps is not.
+    ``may_end``: it hangs, and may not where programs go on while their devices wait.
     """
 
     def __init__(self, *, silent: bool = False) -> None:
         self.course: Course | None = None
         self.in_time = True
+        self.may_end = False
         self.manner = Manner()
         self._process = Processes(CPU, silent=silent)
 
@@ -31,14 +33,14 @@ class Simulated:
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
-        self.course, self.in_time = None, False
+        self.course, self.in_time, self.may_end = None, False, False
         what = pack((sys.path, pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
             return [replace(answer, rank=rank) for rank in range(ranks)]
         played = unpack(answer.payload)
         assert isinstance(played, Played), f"a run gives what was played, not {type(played)}"
-        self.course, self.in_time = played.course, played.in_time
+        self.course, self.in_time, self.may_end = played.course, played.in_time, played.may_end
         if not played.sound:
             self._process.close()
         return played.reports

@@ -3,7 +3,7 @@
 import gc
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from pipeproof.worlds.posted_messages import progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
 from pipeproof.worlds.simulated.adversaries import Adversary, Fair
+from pipeproof.worlds.simulated.ahead import Ahead, Contents
 from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Clock, Timing, virtual_time
 from pipeproof.worlds.simulated.exploration import Course
-from pipeproof.worlds.simulated.group import Bare, Net, SimulatedGroup, messages
+from pipeproof.worlds.simulated.group import GROUPS, Bare, Net, messages
 from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.simulated.guided import Guided
 from pipeproof.worlds.simulated.history import History
@@ -27,10 +28,11 @@ from pipeproof.worlds.simulated.own_state import OwnState
 from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import STRANGERS, Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
-from pipeproof.worlds.simulated.torch_inside import standing_in
+from pipeproof.worlds.simulated.torch_inside import before_backwards, standing_in
 from pipeproof.worlds.stack import stack_of
 from pipeproof.worlds.worker import RankContext, obey, stack_text
 
+_MOST_AHEAD = 16  # runs in which programs go ahead of devices: what each foresees is the last one's
 _END_BOUND_S = 5.0  # for ranks that are told to give up
 
 
@@ -70,17 +72,45 @@ class Played:
     """Every rank's report. ``sound``: no rank's thread is left, so that this process can have another run.
 
     ``course``: what happened, where that is noted. ``in_time``: no rank was out of the network when the bound came.
+    ``may_end``: it is a hang, and ends where programs go on while their devices wait; with what numbers is not known.
     """
 
     reports: tuple[RankReport, ...]
     sound: bool
     course: Course | None = None
     in_time: bool = True
+    may_end: bool = False
+
+    @property
+    def hangs(self) -> bool:
+        """Whether ranks wait for ever."""
+        return self.sound and self.in_time and any(report.ending is Ending.STUCK for report in self.reports)
 
 
 def play(context: Any, order: Order) -> Played:
     """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
     del context
+    played = _played(order)
+    return _played_ahead(order, played) if played.hangs and RULES[order.manner.transport].on_stream else played
+
+
+def _played_ahead(order: Order, hung: Played) -> Played:
+    """What becomes of a run that hangs where programs go on while devices wait; ``hung`` where that is not known."""
+    foreseen: Contents = {}
+    for _ in range(_MOST_AHEAD):
+        ahead = Ahead(foreseen)
+        played = _played(order, ahead)
+        if not played.sound:
+            return replace(hung, sound=False)
+        if ahead.true or played.hangs:
+            break
+        foreseen = ahead.came
+    if ahead.true and ahead.sure and not played.hangs:
+        return replace(played, course=None if played.course is None else replace(played.course, ahead=True))
+    return replace(hung, may_end=not any(report.failed for report in played.reports))
+
+
+def _played(order: Order, ahead: Ahead | None = None) -> Played:
     before = attributes() if order.manner.own_modules else {}
     with virtual_time():
         with suppress(Exception):  # each rank meets it again, and says so
@@ -90,7 +120,7 @@ def play(context: Any, order: Order) -> Played:
         modules.have_replaced(before)
         own = OwnState.now(modules)
         try:
-            return _Run(order, modules).played()
+            return _Run(order, modules, ahead).played()
         finally:
             own.take()
             Net.current = None
@@ -109,13 +139,13 @@ def _checked(modules: OwnModules, order: bytes, context: RankContext) -> object:
 class _Run:
     """A run from its first turn to its last."""
 
-    def __init__(self, order: Order, modules: OwnModules) -> None:
+    def __init__(self, order: Order, modules: OwnModules, ahead: Ahead | None) -> None:
         self._order, self._modules = order, modules
         self._told: dict[int, _Place] = {}
         self._seats = [Seat(rank, OwnState.now(modules), Clock(order.manner.timing)) for rank in range(order.ranks)]
         self._history = History() if order.manner.noted or isinstance(order.manner.interleaving, Guide) else None
         adversary = self._adversary = _adversary(order, self._history)
-        self._scheduler = Scheduler(self._seats, adversary, stuck=self._note_stuck, history=self._history)
+        self._scheduler = Scheduler(self._seats, adversary, stuck=self._note_stuck, history=self._history, ahead=ahead)
         self._network = Network(
             self._scheduler,
             RULES[order.manner.transport],
@@ -127,7 +157,10 @@ class _Run:
 
     def played(self) -> Played:
         order, store = self._order, SharedStore(self._scheduler)
-        with standing_in(SimulatedGroup, Bare, messages(), batch=self._network.batch):
+        with (
+            standing_in(GROUPS, Bare, messages(), batch=self._network.batch),
+            before_backwards(self._network.unseen),
+        ):
             job = partial(_checked, self._modules, order.job)
             threads = [Rank(rank, order.ranks, job, store, self._network) for rank in range(order.ranks)]
             for seat, thread in zip(self._seats, threads, strict=True):

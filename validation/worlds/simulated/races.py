@@ -18,6 +18,13 @@ def poison(tensors: Sequence[Tensor]) -> None:
 
 
 @unwatched
+def clear(tensors: Sequence[Tensor]) -> None:
+    """Fill buffers with zeros, which any code can compute with."""
+    for tensor in tensors:
+        _bare(tensor).zero_()
+
+
+@unwatched
 def fill(tensors: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
     """Write ``contents`` into buffers as a transport does, which autograd does not see."""
     for tensor, content in zip(tensors, contents, strict=True):

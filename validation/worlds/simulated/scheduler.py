@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.adversaries import Adversary
+from pipeproof.worlds.simulated.ahead import Ahead
 from pipeproof.worlds.simulated.clock import Clock
 from pipeproof.worlds.simulated.event import Actor, Message
 from pipeproof.worlds.simulated.history import History
@@ -35,7 +36,10 @@ class Wait:
 
 @dataclass
 class Seat:
-    """One rank's thread, and where it stands. ``wait`` tells, while it cannot go on, what for."""
+    """One rank's thread, and where it stands. ``wait`` tells, while it cannot go on, what for.
+
+    ``for_device``: a device would wait in its place, and its program go on.
+    """
 
     rank: int
     state: OwnState
@@ -43,6 +47,7 @@ class Seat:
     thread: threading.Thread | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     wait: Callable[[], Wait] | None = None
+    for_device: bool = False
     ended: bool = False
 
     @property
@@ -55,20 +60,29 @@ class Seat:
 class Scheduler:
     """The turns of a run. The thread that gives up its turn itself decides who is next: no other thread is needed.
 
-    ``stuck`` is called once, when nobody can go on. ``history`` is told all; None: nobody asks for it.
+    ``stuck`` is called once, when nobody can go on. ``history`` is told all; None: nobody asks for it. ``ahead``: where
+    nobody can go on, programs do in whose place a device would wait; None: they do not.
     """
 
     def __init__(
-        self, seats: Sequence[Seat], adversary: Adversary, *, stuck: Callable[[], None], history: History | None = None
+        self,
+        seats: Sequence[Seat],
+        adversary: Adversary,
+        *,
+        stuck: Callable[[], None],
+        history: History | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.seats = seats
         self.history = history
+        self.ahead = ahead
         self._adversary = adversary
         self.over = False
         self.strangers = False  # whether a thread that is no rank's has called
         self.done = threading.Event()
         self._ready = [seat.rank for seat in seats]
         self._moves: dict[Actor, Callable[[], None]] = {}
+        self._deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._calls: Counter[int] = Counter()
         self._asked: defaultdict[int, Counter[Hashable]] = defaultdict(Counter)
         self._spinning: set[int] = set()
@@ -162,6 +176,10 @@ class Scheduler:
         """It may not, or not yet."""
         self._moves.pop(message, None)
 
+    def defer(self, possible: Callable[[], bool], move: Callable[[], None]) -> None:
+        """Have ``move`` called once that is possible and nobody can go on, after what was deferred before it."""
+        self._deferred.append((possible, move))
+
     def begin(self) -> None:
         """Give somebody the first turn; to be called once all threads wait for theirs."""
         following = self._following()
@@ -179,12 +197,12 @@ class Scheduler:
         self._refuse_strangers()
         self._hand_over(self.running)
 
-    def block(self, wait: Callable[[], Wait]) -> None:
-        """Not this rank, until somebody wakes it."""
+    def block(self, wait: Callable[[], Wait], *, for_device: bool = False) -> None:
+        """Not this rank, until somebody wakes it; one that waits for a device may go ahead of that."""
         rank = self.running
         if self.over:
             raise Over
-        self.seats[rank].wait = wait
+        self.seats[rank].wait, self.seats[rank].for_device = wait, for_device
         self._ready.remove(rank)
         self._hand_over(rank)
 
@@ -246,7 +264,7 @@ class Scheduler:
             if not self._ready and not self._moves and self._spinning:
                 self._ready += sorted(self._spinning)
                 self._spinning.clear()
-            if not self._ready and not self._moves:
+            if not self._ready and not self._moves and not self._go_ahead():
                 if all(seat.ended for seat in self.seats):
                     return None
                 self.seats[self.running].state.leave()  # so that what it waits for is told as of the others
@@ -256,6 +274,19 @@ class Scheduler:
             if (rank := self._decide()) is not None:
                 return rank
         return next((seat.rank for seat in self.seats if not seat.ended), None)
+
+    def _go_ahead(self) -> bool:
+        """Let devices do what was deferred, or else programs go on in whose place they would wait. Whether any did."""
+        due = [one for one in self._deferred if one[0]()]
+        for one in due:
+            self._deferred.remove(one)
+            one[1]()
+        if due:
+            return True
+        waiting = [seat.rank for seat in self.seats if self.ahead and seat.wait is not None and seat.for_device]
+        for rank in waiting:
+            self.wake(rank)
+        return bool(waiting)
 
     def _decide(self) -> int | None:
         """The rank that is next; None where it was a message, which has moved."""

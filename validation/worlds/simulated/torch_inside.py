@@ -7,7 +7,7 @@ can be told what is missing.
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
@@ -40,7 +40,8 @@ _OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks
 _BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
 _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
-_BACKENDS = ("ProcessGroupGloo", "ProcessGroupNCCL")
+_GLOO, _NCCL = "ProcessGroupGloo", "ProcessGroupNCCL"
+_BACKWARD = "_engine_run_backward"  # through which Python comes to all of them
 MESSAGES = ("send", "recv", "recv_anysource")
 OLDEST = "2.13"  # before it, DTensor ends a process whose ranks are threads
 P = ParamSpec("P")
@@ -103,24 +104,26 @@ def _mesh_of_a_rank(make: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Callable[[int], None]) -> Iterator[None]:
-    """While this is open, every group that torch makes is of type ``group``, whatever backend is asked for.
+def standing_in(
+    groups: Mapping[str, type], bare: type, messages: dict[str, Any], *, batch: Callable[[int], None]
+) -> Iterator[None]:
+    """While this is open, every group that torch makes is one of ``groups``, by what it is in torch.
 
     ``bare``: what users get who make a gloo group without torch.distributed. ``messages``: functions in place of a
     process group's own, by name. ``batch`` is told how many messages come in one call, before they come. Groups are
     registered for each thread apart.
     """
-    changed = (*_BACKENDS, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
+    changed = (*groups, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
     kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
-    kept += [(dist, _BACKENDS[0], getattr(dist, _BACKENDS[0])), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
+    kept += [(dist, _GLOO, getattr(dist, _GLOO)), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
     mesh: Any = device_mesh.DeviceMesh
     kept += [(mesh, "__init__", mesh.__init__)]
     kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
-    for name in _BACKENDS:
+    for name, group in groups.items():
         setattr(c10d, name, group)
     plugins: dict[str, Any] = c10d.Backend._plugins
     known = dict(plugins)
-    plugins |= _making(group, known)
+    plugins |= _making(groups, known)
     checked = getattr(c10d, _BATCH)
 
     def noted(operations: list[Any]) -> None:
@@ -132,7 +135,7 @@ def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Cal
     c10d.is_nccl_available = lambda: True
     setattr(c10d, _RECORDS, lambda *_, **__: None)
     c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
-    setattr(dist, _BACKENDS[0], bare)
+    setattr(dist, _GLOO, bare)
     setattr(c10d_logger, _LOGGED, lambda name, *_, **__: {"func_name": name})
     for name, message in messages.items():
         setattr(dist.ProcessGroup, name, message)
@@ -159,14 +162,17 @@ def _forget_meshes() -> None:
         remembered.cache_clear()
 
 
-def _making(group: type, known: dict[str, Any]) -> dict[str, Any]:
-    """What makes a ``group`` of each backend since torch 2.15, where a plugin does that of torch's own as well."""
+def _making(groups: Mapping[str, type], known: dict[str, Any]) -> dict[str, Any]:
+    """What makes a group of each backend since torch 2.15, where a plugin does that of torch's own as well."""
     if "GLOO" not in known:
         return {}
-    plugin = known["GLOO"]._replace(
-        creator_fn=lambda store, rank, size, _: group(store, rank, size), extended_api=False
-    )
-    return {"GLOO": plugin, "NCCL": plugin}
+
+    def plugin(name: str) -> Any:
+        group = groups[name]
+        made: Any = lambda store, rank, size, _: group(store, rank, size)  # noqa: E731  # as torch calls it
+        return known["GLOO"]._replace(creator_fn=made, extended_api=False)
+
+    return {"GLOO": plugin(_GLOO), "NCCL": plugin(_NCCL)}
 
 
 def joined(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup:
@@ -180,6 +186,28 @@ def joined(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup
 def without_autograd_threads() -> Any:
     """Backward runs in the thread that calls it, which is its rank's."""
     return torch.autograd.set_multithreading_enabled(False)
+
+
+def in_backward() -> bool:
+    """Whether what runs now runs in a backward."""
+    inside: Any = torch._C
+    return bool(inside._current_graph_task_id() != -1)
+
+
+@contextmanager
+def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
+    """While this is open, ``tell`` is called before each backward."""
+    run: Any = vars(torch.autograd)[_BACKWARD]
+
+    def told(*given: Any, **named: Any) -> Any:
+        tell()
+        return run(*given, **named)
+
+    setattr(torch.autograd, _BACKWARD, told)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, _BACKWARD, run)
 
 
 def unwatched(function: Callable[P, T]) -> Callable[P, T]:

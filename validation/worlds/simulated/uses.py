@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,6 +23,10 @@ _LIKE_FIRST = ("new_", "empty", "zeros", "ones", "full", "rand")  # of their fir
 _READ = frozenset(
     "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__ __array__ "
     "__format__ __setitem__".split()
+)
+_TO_HOST = _READ - {"backward", "isend", "send", "__setitem__"} | frozenset(  # for which a program waits for a device
+    "cpu nonzero argwhere unique unique_consecutive masked_select bincount repeat_interleave is_nonzero __complex__ "
+    "__contains__ __dlpack__".split()
 )
 Works = Sequence[SimulatedWork]
 
@@ -43,7 +48,7 @@ class Uses(TorchFunctionMode):
     ) -> Any:
         unmet = self._network.unmet(self._rank)
         named = kwargs or {}
-        result = func(*args, **named)
+        result = self._called(func, args, named)
         if unmet:
             taken = [*tensors_in((args, tuple(named.values())))]
             places = {place for tensor in taken for place in places_of(tensor)}
@@ -55,6 +60,23 @@ class Uses(TorchFunctionMode):
         if self._network.fine:
             self._network.scheduler.pause()
         return result
+
+    def _called(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What it gives. A program that has gone ahead of its device waits for it where it wants a number of it."""
+        if (ahead := self._network.scheduler.ahead) is None:
+            return func(*args, **named)
+        name = getattr(func, "__name__", "")
+        if name in _TO_HOST or (name in ("__getitem__", "__setitem__") and _chooses(args[1])):
+            self._network.catch_up()
+        elif name == "to" and "cpu" in map(str, (*args[1:], *named.values())):
+            self._network.unseen()  # on a device it may be a copy to there, or from there
+        if getattr(func, "__module__", "") == dist.distributed_c10d.__name__:  # which waits, and asks for nothing
+            return func(*args, **named)
+        ahead.inside[self._rank] += 1
+        try:
+            return func(*args, **named)
+        finally:
+            ahead.inside[self._rank] -= 1
 
     def _look(self, name: str, used: Iterable[Tensor], result: object, pending: Works) -> None:
         for tensor in used:
@@ -74,6 +96,11 @@ def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[
     elif name == "__setitem__":
         args = args[1:]
     yield from tensors_in((*args, *named.values()))
+
+
+def _chooses(index: object) -> bool:
+    """Whether how much an index takes depends on numbers."""
+    return any(one.dtype is torch.bool for one in tensors_in(index))
 
 
 def _note_writes(concerned: Works) -> None:

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Work
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.held import NOTHING_HELD, Held
-from pipeproof.worlds.simulated.races import overlap, poison, race
+from pipeproof.worlds.simulated.races import clear, fit, overlap, poison, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.simulated.torch_inside import places_of, unwatched
 from pipeproof.worlds.stack import Stack
@@ -26,7 +26,8 @@ class SimulatedWork(Work):
 
     Neither ``given`` nor ``due`` may be written meanwhile, or freed. ``due`` hold poison, where they are not given too:
     what has come is written into them when they are waited for, as late as any transport may. ``posted_as``: what its
-    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds.
+    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds. ``on_stream``: who
+    waits for it makes a device wait; ``left`` tells that its rank has gone on without what it brings.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class SimulatedWork(Work):
         due: Sequence[Tensor],
         *,
         posted_as: str,
+        on_stream: bool = False,
     ) -> None:
         super().__init__()
         self.rank = scheduler.running
@@ -53,12 +55,14 @@ class SimulatedWork(Work):
         self.together: Sequence[SimulatedWork] = (self,)  # all that one call has posted, where they end as one
         self.over = False  # on the network
         self.met = False  # by its rank
+        self.left = False
         self.error: Race | None = None
         self._scheduler = scheduler
         self._wait = wait
         self._came: Sequence[Tensor] = ()
         self._waiting = False
-        poison([one for one in due if not any(overlap(one, other) for other in given)])
+        self._on_stream = on_stream
+        poison(self._empty(given))
         self.given, self.awaited = Held(given), Held(due)
         self.places = frozenset(place for tensor in (*given, *due) for place in places_of(tensor))
         if scheduler.history is not None and given:
@@ -75,7 +79,10 @@ class SimulatedWork(Work):
         Only now is it known whether what was given has changed too early: who has an answer to a message may change
         what it sent, also before it waits for that.
         """
-        self._look_into(self.given)
+        if self.left and self._scheduler.ahead is not None:
+            self._scheduler.ahead.comes(self.name, came)
+        else:
+            self._look_into(self.given)
         self.given = NOTHING_HELD
         self._came, self.over = came, True
         self.moved, self.done_s = self._scheduler.now, max(at_s, self.posted_s)
@@ -83,13 +90,17 @@ class SimulatedWork(Work):
         if self._waiting:
             self._scheduler.wake(self.rank)
 
-    def hold(self) -> None:
-        """Go on only once it is done: that is no wait of the user's."""
+    def hold(self, *, for_device: bool = False) -> bool:
+        """Go on only once it is done: that is no wait of the user's. Whether it is: who goes ahead may do so before."""
         if not self.over:
             self._waiting = True
-            self._scheduler.block(self._wait)
+            self._scheduler.block(self._wait, for_device=for_device)
+            self._waiting = False
+            if not self.ended():
+                return False
             self._scheduler.needed(self.moved)
             self._scheduler.clock.reach(self.done_s)
+        return True
 
     @unwatched
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -102,9 +113,23 @@ class SimulatedWork(Work):
         if self.over:
             self._scheduler.pause()
         for work in self.together:
-            work.hold()
+            if not work.hold(for_device=self._on_stream and timeout == _NO_TIMEOUT):
+                for one in self.together:
+                    one._meet() if one.over else one._leave()
+                break
             work._meet()
         return True
+
+    @unwatched
+    def catch_up(self) -> None:
+        """Wait for what its rank went on without: it is there, unless its rank has put something else there since."""
+        if self.left:
+            self.hold()
+            self.left = False
+            self.check()
+            if not self.awaited.changed:
+                self.awaited.fill(self._came)
+            self._came, self.awaited = (), NOTHING_HELD
 
     @unwatched
     def is_completed(self) -> bool:
@@ -156,6 +181,28 @@ class SimulatedWork(Work):
             self.check()
             self.awaited.fill(self._came)
             self._came, self.awaited = (), NOTHING_HELD
+
+    def _leave(self) -> None:
+        """Its rank goes on without what it brings. What it does to the buffers from now on a device does later."""
+        if not self.met:
+            for held in (self.given, self.awaited):
+                self._look_into(held)
+            self.check()
+            self.given.let_go()
+            self.met = self.left = True
+            ahead = self._scheduler.ahead
+            assert ahead is not None, "nobody leaves a work otherwise"
+            if fit(contents := ahead.leaves(self.rank, self.name), self.due):
+                self.awaited.fill(contents)
+            else:
+                clear(self._empty(self.given.tensors))
+            self.awaited = Held(self.due)
+            if (history := self._scheduler.history) is not None:
+                history.takes_back(self.name)
+
+    def _empty(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Of what is due, that which is not given, too."""
+        return [one for one in self.due if not any(overlap(one, other) for other in given)]
 
     @property
     def disturbed(self) -> bool:

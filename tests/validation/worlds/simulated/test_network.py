@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeproof.pipeline.action import RECEIVES, SENDS, Action, Kind
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.program_laws import message_order
-from pipeproof.pipeline.transports import Transport, deadlocks
+from pipeproof.pipeline.transports import RULES, Transport, deadlocks
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -70,10 +70,10 @@ def test_static_models_and_simulated_runs_say_the_same(kept_simulated: World, pr
 @settings(deadline=None, max_examples=6)
 def test_so_they_do_where_messages_are_kept(kept_simulated: World, program: Program, room: int) -> None:
     assume(not any(message_order(program)))
-    kept_simulated.room = room * torch.ones(1).nbytes
     try:
         for transport, found in deadlocks(program, room=room).items():
             kept_simulated.transport = transport
+            kept_simulated.room = 0 if RULES[transport].by_name else room * torch.ones(1).nbytes
             for kept_simulated.seed in range(2):
                 assert hangs(kept_simulated, program) is (found is not None), (transport, kept_simulated.seed)
     finally:
@@ -141,6 +141,18 @@ def test_how_much_room_a_habit_needs(simulated: World) -> None:
     ):
         assert stuck(simulated, job, ranks=2)
         assert simulated.least_room() == needed
+
+
+@pytest.mark.parametrize("room", [-1, True, "4096", 4096.0, None])
+def test_room_is_a_number_of_bytes(room: Any, simulated: World) -> None:
+    with pytest.raises(ValueError, match=f"room is {room!r}: expected a number of bytes, as 4096, or 0 for none"):
+        simulated.room = room
+
+
+def test_room_wants_messages_in_order(simulated: World) -> None:
+    simulated.room = 4
+    with pytest.raises(ValueError, match=r"room is 4: transport gloo has no room .*: expected one of .*, or room 0"):
+        simulated.run(never_sends, ranks=2)
 
 
 def test_nothing_is_kept_without_room_not_even_nothing(simulated: World) -> None:

@@ -1,0 +1,53 @@
+"""Programs that go on where their devices wait, as after NCCL's ``wait()``: with what will come, where that is known.
+
+What is not known is zeros. A run is a true one where all that programs went on with has then come, bit for bit. So it
+is had again with what came, until that is so: whoever read what, and by whatever way, has read what was right.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeproof.worlds.simulated.event import Message
+from pipeproof.worlds.simulated.races import fit, unchanged
+from pipeproof.worlds.simulated.torch_inside import in_backward
+
+Contents = Mapping[Message, Sequence[Tensor]]  # by the name of the work that brings it
+
+
+@dataclass
+class Ahead:
+    """Of one run. ``foreseen``: what is taken to come; ``came``: what did; ``missing``: what has not, or not yet.
+
+    ``sure``: wherever a program asked its device for a number, for which it waits, that was seen. It is not in what
+    runs inside a function of torch: a hook, a backward, DTensor.
+    """
+
+    foreseen: Contents
+    came: dict[Message, Sequence[Tensor]] = field(default_factory=dict)
+    missing: set[Message] = field(default_factory=set)
+    inside: Counter[int] = field(default_factory=Counter)  # functions of torch that each rank is in
+    sure: bool = True
+
+    @property
+    def true(self) -> bool:
+        """Whether all has come that programs went on without, and was what they went on with."""
+        known = self.came.keys() == self.foreseen.keys() and not self.missing
+        return known and all(fit(one, self.foreseen[name]) for name, one in self.came.items()) and self._same()
+
+    def _same(self) -> bool:
+        return all(unchanged(one, self.foreseen[name]) for name, one in self.came.items())
+
+    def leaves(self, rank: int, message: Message) -> Sequence[Tensor]:
+        """A program goes on without this. What it goes on with; nothing where that is not known."""
+        self.missing.add(message)
+        self.sure &= not self.inside[rank] and not in_backward()
+        return self.foreseen.get(message, ())
+
+    def comes(self, message: Message, contents: Sequence[Tensor]) -> None:
+        """What a program went on without is there."""
+        self.missing.discard(message)
+        if contents:
+            self.came[message] = contents

@@ -1,0 +1,48 @@
+"""The ends of messages: what the network knows of each from its call on."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pipeproof.worlds.simulated.communicator import Communicator
+from pipeproof.worlds.simulated.held import Held
+from pipeproof.worlds.simulated.work import SimulatedWork
+
+
+@dataclass(eq=False)
+class Batch:
+    """Ends that one call posts: they run together. ``left``: how many are still to come."""
+
+    left: int
+    works: list[SimulatedWork] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class End:
+    """One end of a message. ``rank`` and ``peer`` are numbers in the communicator; no peer: from any rank."""
+
+    communicator: Communicator
+    rank: int
+    peer: int | None
+    tag: int
+    sends: bool
+    held: Held
+    work: SimulatedWork
+    batch: Batch
+    other: "End | None" = None
+    offered: bool = False
+    kept: bool = False  # a message whose send has ended, by the network
+    freed: int = -1  # the event that made it the next of its queue
+    freed_s: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it holds."""
+        return sum(tensor.nbytes for tensor in self.held.before)
+
+
+@dataclass
+class Ends:
+    """The ends of one channel that have not met: there are only ever sends, or only receives."""
+
+    sends: deque[End] = field(default_factory=deque)
+    receives: deque[End] = field(default_factory=deque)
