@@ -122,7 +122,7 @@ class Call:
         if name not in _ARGUMENTS:
             return None
         told = {**_ARGUMENTS[name], **dict(zip(_ARGUMENTS[name], given, strict=False)), **named}
-        scores, dim, values = told["input"], told["dim"], isinstance(made, tuple)
+        scores, dim, values = told["input"], told.get("axis", told["dim"]), isinstance(made, tuple)
         least = told.get("largest") is False
         if least or not isinstance(scores, Tensor) or not isinstance(dim, int) or not scores.dim():
             return None
@@ -144,9 +144,9 @@ class Call:
     def giving(self, chosen_TK: Tensor) -> Any:
         """What the call gives where these are chosen."""
         indices = chosen_TK.reshape(self.indices.movedim(self.dim, -1).shape).movedim(-1, self.dim).contiguous()
-        both = self.scores.gather(self.dim, indices), indices
-        both = tuple(one.squeeze(self.dim) for one in both) if self.single else both
-        return both if self.values else both[1]
+        both = [self.scores.gather(self.dim, indices), indices]
+        values, indices = [one.squeeze(self.dim) for one in both] if self.single else both
+        return (values, indices) if self.values else indices
 
 
 def running() -> list[nn.Module]:

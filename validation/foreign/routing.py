@@ -13,6 +13,7 @@ from pipeproof.pipeline.sizes import some
 from pipeproof.reference.choices import Choice, Chosen, same_T
 from pipeproof.reference.contribution import Contribution
 
+_UNSEEN = "no router was seen to choose, as where torch.compile or a kernel of its own does"
 _Calls = Sequence[Mapping[str, Sequence[Route]]]  # of a stage, by the reference's router
 
 
@@ -75,6 +76,8 @@ def _stage_of(router: str, owner: Mapping[str, int]) -> int | None:
 
 def _calls(part: Part, routers: Sequence[str], made: Sequence[Contribution]) -> tuple[_Calls, str]:
     """What a stage's routers chose, call by call; none where that is not like what was ``made``, and why in words."""
+    if not part.routes:
+        return [], _UNSEEN
     if len(part.routes) != len(routers):
         return [], f"{some(len(part.routes), 'router')} chose where the reference has {', '.join(routers)}"
     calls: list[dict[str, Sequence[Route]]] = [{} for _ in made]
