@@ -93,7 +93,8 @@ class Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         super().__init__()  # type: ignore[no-untyped-call]  # in torch
         self._look = look
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, {})[:2]  # by name there may be none
         made = func(*args, **(kwargs or {}))
         call = Call.of(func, made, args, kwargs or {})
         if call is None:

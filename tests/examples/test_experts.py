@@ -183,6 +183,38 @@ def test_ranks_with_the_same_tokens_choose_alike(whitebox: WhiteBox) -> None:
     assert {(one.rank, one.beside, one.seen) for one in found} == {(1, 0, "other experts")}, verdict
 
 
+def build_some() -> nn.Sequential:
+    """As ``build_model``, but that two experts alone have nearly equal scores."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model:
+            layer.moe.gate.weight[:2].normal_()
+    return model
+
+
+def in_parts(model: nn.Sequential, microbatches: list[Any]) -> tuple[nn.Module, list[float]]:
+    """Each rank has a part of every sequence, and the tokens come sequence first: of four rows, the first of each."""
+    in_halves(model)
+    own = torch.arange(16).view(4, 4).T.flatten().chunk(dist.get_world_size())[dist.get_rank()]
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(model(x[own]), target[own]) / dist.get_world_size()
+        (loss / len(microbatches)).backward()
+        losses.append(loss.detach())
+    for tensor in (*losses, *(one.grad for one in model.parameters() if one.grad is not None)):
+        dist.all_reduce(tensor)
+    return model, [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("ranks", [{"tp": 1}, {"sp": 2}])
+def test_tokens_may_be_in_another_order_and_in_parts(whitebox: WhiteBox, ranks: dict[str, int]) -> None:
+    verdict = judged(whitebox, in_parts, ranks=ranks, reference=build_some)
+    law = verdict.law("routing")
+    assert verdict.verdict == "pass", verdict
+    assert law.checked == 16
+    assert law.note.endswith("of 256 tokens in 4 routers changed their expert, all by rounding")
+
+
 def trained(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[HandedBack]:
     in_halves(model)
     optimizer = sgd(model)

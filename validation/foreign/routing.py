@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.rank import Part
+from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.token_order import in_order, joined
 from pipeproof.observers.observed import Routed
-from pipeproof.observers.routes import Route
+from pipeproof.observers.routes import Route, Routes
 from pipeproof.pipeline.sizes import some
-from pipeproof.reference.choices import Choice, Chosen, same_T
+from pipeproof.reference.choices import Choice, Choices, Chosen, same_T
 from pipeproof.reference.contribution import Contribution
 
 _UNSEEN = "no router was seen to choose, as where torch.compile or a kernel of its own does"
+_UNORDERED = "for tokens in parts, whose order does not show"
 _Calls = Sequence[Mapping[str, Sequence[Route]]]  # of a stage, by the reference's router
 
 
@@ -31,12 +31,12 @@ class Routing:
         untold: list[str] = []
         for stage in found.stages:
             routers = [name for name in made[0].choices if _stage_of(name, found.owner) == stage.index]
-            for rank, part in (stage.part.members or ((stage.rank, stage.part),)) if routers else ():
+            for rank, routes, parts in _bundles(stage, found, made[0].choices, routers):
                 share = found.made[rank].share or range(len(made))
-                calls, why = _calls(part, routers, [made[m] for m in share])
+                calls, why = _calls(routes, routers, [made[m] for m in share], parts)
                 untold += [f"{why} on rank {rank}"] if why else []
                 for m, call in zip(_order(calls, share, made), calls, strict=True):
-                    own = {Routed(stage.index, name, m): routes for name, routes in call.items()}
+                    own = {Routed(stage.index, name, m): chosen for name, chosen in call.items()}
                     ranks.setdefault(rank, {}).update(own)
         if not any(one.choices for one in made):
             untold = ["the reference's modules of these names call no topk, argmax or max in their forward"]
@@ -74,29 +74,58 @@ def _stage_of(router: str, owner: Mapping[str, int]) -> int | None:
     return next(iter(owner.values()), None)
 
 
-def _calls(part: Part, routers: Sequence[str], made: Sequence[Contribution]) -> tuple[_Calls, str]:
+def _bundles(
+    stage: Stage, found: Assembled, choices: Choices, routers: Sequence[str]
+) -> Iterator[tuple[int, Routes, int]]:
+    """What the routers of a stage chose, rank by rank; of ranks that have parts of the same tokens, all on the first.
+
+    Each with in how many parts it came.
+    """
+    members = stage.part.members or ((stage.rank, stage.part),)
+    together: dict[tuple[int, ...] | None, list[tuple[int, Routes]]] = {}
+    for rank, part in members if routers else ():
+        together.setdefault(found.made[rank].share, []).append((rank, part.routes))
+    for bundle in together.values():
+        every = [routes for _, routes in bundle]
+        tokens = [len(next(iter(routes.values()))[0].chosen_TK) if routes else 0 for routes in every]
+        counts = {tuple(len(one) for one in routes.values()) for routes in every}
+        whole = len(choices[routers[0]][0].own_TK)
+        if len(bundle) > 1 and len(counts) == 1 and len({*tokens}) == 1 and sum(tokens) == whole:
+            yield bundle[0][0], joined(every), len(bundle)
+        else:
+            yield from ((rank, routes, 1) for rank, routes in bundle)
+
+
+def _calls(seen: Routes, routers: Sequence[str], made: Sequence[Contribution], parts: int) -> tuple[_Calls, str]:
     """What a stage's routers chose, call by call; none where that is not like what was ``made``, and why in words."""
-    if not part.routes:
+    if not seen:
         return [], _UNSEEN
-    if len(part.routes) != len(routers):
-        return [], f"{some(len(part.routes), 'router')} chose where the reference has {', '.join(routers)}"
+    if len(seen) != len(routers):
+        return [], f"{some(len(seen), 'router')} chose where the reference has {', '.join(routers)}"
     calls: list[dict[str, Sequence[Route]]] = [{} for _ in made]
-    for name, (local, routes) in zip(routers, part.routes.items(), strict=True):
+    for name, (local, routes) in zip(routers, seen.items(), strict=True):
         each = len(made[0].choices[name])
         if len(routes) != each * len(made):
             times = f"{some(len(routes), 'time')} in {some(len(made), 'microbatch')}"
             return [], f"{local or name} chose {times}, and the reference's {name} {some(each, 'time')} in each"
         for number, (call, one) in enumerate(zip(calls, made, strict=True)):
-            call[name] = routes[number * each :][:each]
-            for route, choice in zip(call[name], one.choices[name], strict=True):
-                if not _fits(route.chosen_TK, choice):
-                    seen, due = (f"{k} for each of {t}" for t, k in (route.chosen_TK.shape, choice.chosen_TK.shape))
-                    return [], f"{local or name} chose {seen} tokens, and the reference {due}"
+            own, due = routes[number * each :][:each], one.choices[name]
+            unlike = next(filter(None, map(_unlike, own, due)), "")
+            arranged = None if unlike else in_order(own, due, parts=parts)
+            if arranged is None:
+                return [], f"{local or name} chose {unlike or _UNORDERED}"
+            call[name] = arranged
     return calls, ""
 
 
-def _fits(seen_TK: Tensor, choice: Choice) -> bool:
-    return seen_TK.shape == choice.chosen_TK.shape and int(seen_TK.max()) < choice.scores_TE.shape[-1]
+def _unlike(route: Route, choice: Choice) -> str:
+    """What keeps a choice from being compared, in words; empty where nothing does."""
+    seen_TK = route.chosen_TK
+    if seen_TK.shape != choice.chosen_TK.shape:
+        seen, due = (f"{k} for each of {t}" for t, k in (seen_TK.shape, choice.chosen_TK.shape))
+        return f"{seen} tokens, and the reference {due}"
+    largest, experts = int(seen_TK.max()), choice.scores_TE.shape[-1]
+    return f"number {largest}, and the reference among {experts}" if largest >= experts else ""
 
 
 def _order(calls: _Calls, share: Sequence[int], made: Sequence[Contribution]) -> Sequence[int]:
@@ -117,5 +146,5 @@ def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
 def _parts(call: Mapping[str, Sequence[Route]], made: Contribution) -> Iterator[float]:
     for name, routes in call.items():
         for route, choice in zip(routes, made.choices[name], strict=True):
-            fits = _fits(route.chosen_TK, choice)
+            fits = not _unlike(route, choice)
             yield float(same_T(route.chosen_TK, choice.own_TK.cpu()).double().mean()) if fits else 0.0

@@ -84,10 +84,11 @@ class RouteJudge:
         changed = self._changed.total()
         if not changed:
             return f"none of {whole} changed its expert"
+        whose = "its" if changed == 1 else "their"
         if changed == self._changed["pass"]:
-            return f"{changed:,} of {whole} changed their expert, all by rounding"
+            return f"{changed:,} of {whole} changed {whose} expert, {'all ' if changed > 1 else ''}by rounding"
         parts = (("pass", "by rounding"), ("unknown", "by what may be rounding"), ("fail", "by more than rounding"))
-        return f"{changed:,} of {whole} changed their expert: " + ", ".join(
+        return f"{changed:,} of {whole} changed {whose} expert: " + ", ".join(
             f"{self._changed[outcome]:,} {why}" for outcome, why in parts if self._changed[outcome]
         )
 

@@ -57,7 +57,8 @@ class RouteObserver(TorchFunctionMode):
                 found.setdefault(own[router], []).append(route)
         return {name: tuple(every) for name, every in found.items()}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, {})[:2]  # by name there may be none
         made = func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
             return made
