@@ -104,6 +104,25 @@ def test_tokens_that_change_their_expert_by_rounding_are_counted(whitebox: White
     assert int(note.partition(" ")[0]) > 0
     undeclared = judged(whitebox, routers=None)
     assert undeclared.verdict == "fail", "or nothing is shown above"
+    assert "moe have scores as near as rounding may put them: routers='" in undeclared.undecided[-1]
+
+
+def test_a_step_that_fails_for_another_reason_gets_no_hint(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(step, end=scaled, change=nothing), routers=None)
+    assert [one.kind for one in verdict.cause] == ["scale"]
+    assert not verdict.undecided, verdict
+    apart = judged(whitebox, partial(step, change=permuted), routers=None, reference=build_wide)
+    assert apart.verdict == "fail"
+    assert not any("routers=" in one for one in apart.undecided), apart
+
+
+def build_wide() -> nn.Sequential:
+    """As ``build_model``, but that no token has nearly equal scores."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model:
+            layer.moe.gate.weight.normal_(std=0.25)  # wider ones leave most experts next to nothing, and so alike
+    return model
 
 
 def scaled(stage: nn.Sequential) -> None:

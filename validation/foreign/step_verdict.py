@@ -14,6 +14,7 @@ from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.routing import Routing
 from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
+from pipeproof.foreign.unrouted import unrouted
 from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
@@ -39,8 +40,25 @@ def judged_runs(
     if unknown := _unknown_output(task, runs):
         return undecided(title, unknown)
     if not task.routers:
-        return _judged(title, task, runs, second, halted)
+        return _with_hint(_judged(title, task, runs, second, halted), runs, second)
     return _with_routes(title, task, [one.routed for one in runs], second, halted)
+
+
+def _with_hint(verdict: Verdict, runs: Sequence[OperationRun], second: SecondModel) -> Verdict:
+    """``verdict``, and where experts may have been chosen otherwise by rounding, if no other cause is known."""
+    if verdict.verdict != "fail" or {one.kind for one in verdict.cause} - {"computation"}:
+        return verdict
+    one = runs[_first_wrong(verdict)]
+    try:
+        hint = unrouted(second.like(one.task), one.run.batches)
+    except Exception:  # no one type: it is the user's code that runs, and no verdict depends on it
+        return verdict
+    return replace(verdict, undecided=(*verdict.undecided, hint)) if hint else verdict
+
+
+def _first_wrong(verdict: Verdict) -> int:
+    """The number of the first operation that is wrong."""
+    return min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
 
 
 def _with_routes(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
@@ -77,7 +95,7 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
         if other.verdict == "pass" or _unlike(other) < _unlike(verdict):
             note = _WARMED_UP if other.verdict == "pass" else _LATEST
             verdict, counted = with_notes(other, {"microbatches": note}), which
-    number = min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
+    number = _first_wrong(verdict)
     verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
     if watched and missed:
         verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, missed))
