@@ -7,6 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from pipeproof.reference.accumulation import Gradient, added
+from pipeproof.reference.choices import Choices
 
 Of = TypeVar("Of")
 Stage = int
@@ -19,7 +20,7 @@ class Contribution:
 
     uses: of a parameter that is used several times, by its first name, what each use gives, where that is known apart.
     inputs: by number, what flows to those inputs that want a gradient, as a stage hands it on. outputs: what the recipe
-    names of the model's output.
+    names of the model's output. choices: what routers chose for it.
     """
 
     loss: float
@@ -27,6 +28,7 @@ class Contribution:
     uses: Mapping[str, tuple[Gradient, ...]] = field(default_factory=dict)
     inputs: Mapping[int, Gradient] = field(default_factory=dict)
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    choices: Choices = field(default_factory=dict)
 
     def under(self, owner: Mapping[str, Stage]) -> "Contribution":
         """The same, with every parameter name's site at that name's ``owner``."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeproof.reference.choices import Choices, Routers, choosing
 from pipeproof.reference.model import CONTEXT, WIDTH, ModelError
 
 IGNORED = -100  # cross entropy's mark for a target that does not count
@@ -18,11 +19,15 @@ IGNORED = -100  # cross entropy's mark for a target that does not count
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: the model's ``inputs``, the loss's ``target``, and how many targets count (``tokens``)."""
+    """One microbatch: the model's ``inputs``, the loss's ``target``, and how many targets count (``tokens``).
+
+    routers: those of the model whose choices are looked at, and what they are to choose for it; None: nobody looks.
+    """
 
     inputs: tuple[Tensor, ...]
     target: Tensor
     tokens: int
+    routers: Routers | None = None
 
     @classmethod
     def of(cls, inputs: Any, target: Any) -> "Batch":
@@ -31,6 +36,15 @@ class Batch:
         if not isinstance(target, Tensor):
             return cls(given, target, 1)
         return cls(given, target, target.numel() if target.is_floating_point() else int((target != IGNORED).sum()))
+
+    def following(self, choices: Choices) -> "Batch":
+        """This microbatch, for which routers are to choose as they did there."""
+        return self if self.routers is None else replace(self, routers=self.routers.following(choices))
+
+    def through(self, model: nn.Module) -> Any:
+        """What ``model`` makes of it."""
+        with choosing(model, self.routers):
+            return model(*self.inputs)
 
     def to(self, device: str) -> "Batch":
         """This microbatch on ``device``."""

@@ -32,7 +32,12 @@ def _once_more(
                 unit = torch.finfo(parameter.dtype).eps if off else 0.0
                 wide = expected.before[name].to(torch.complex128 if parameter.is_complex() else torch.float64)
                 parameter.copy_(wide * (1 + unit * (2 * signs - 1)))
-    return reference.of(model).contribute(batches)
+    return reference.of(model).contribute([_as_routed(batch, expected, m) for m, batch in enumerate(batches)])
+
+
+def _as_routed(batch: Batch, expected: Expected, microbatch: int) -> Batch:
+    """``batch``, with the experts that were chosen for it: what others make of it is no rounding."""
+    return batch if batch.routers is None else batch.following(expected.contributions[microbatch].choices)
 
 
 def widened(model: nn.Module) -> nn.Module:

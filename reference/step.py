@@ -19,6 +19,7 @@ from torch.func import functional_call
 from pipeproof.reference.accumulation import PLAIN, Accumulation, added, length_of
 from pipeproof.reference.accumulation import Gradient as Gradient
 from pipeproof.reference.by_use import ByUse
+from pipeproof.reference.choices import choosing
 from pipeproof.reference.contribution import Contribution as Contribution
 from pipeproof.reference.contribution import Site as Site
 from pipeproof.reference.contribution import Stage as Stage
@@ -215,7 +216,12 @@ class Reference:
 
         ``onto``: what its gradients are added to in place; then they are the sums.
         """
-        batch = batch.of_leaves()
+        with choosing(self.model, batch.routers) as choices:
+            return replace(self._contribution(batch.of_leaves(), loss_fn, divisor, onto), choices=choices)
+
+    def _contribution(
+        self, batch: Batch, loss_fn: LossFn, divisor: float, onto: Mapping[Site, Gradient]
+    ) -> Contribution:
         loss, leaves, uses, outputs = self._forward(batch, loss_fn)
         each, parameters = [leaf for leaf, _ in leaves.values()], [own for _, own in leaves.values()]
         apart = ByUse(loss, each if self._by_use else ())
@@ -237,7 +243,10 @@ class Reference:
     def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
         """Each microbatch's loss with its graph, and what it is divided by, one after another."""
         loss_fn, divisor = objective(self.model, batches, self.recipe)
-        return ((self._forward(batch, loss_fn)[0], divisor / self.late) for batch in batches)
+        for batch in batches:
+            with choosing(self.model, batch.routers):
+                loss, *_ = self._forward(batch, loss_fn)
+            yield loss, divisor / self.late
 
     def _forward(
         self, batch: Batch, loss_fn: LossFn

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeproof.reference.by_use import ByUse
+from pipeproof.reference.choices import choosing
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
@@ -195,7 +196,7 @@ class Traced:
         noting = outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor)))
         # A backward may write into what its forward saved, so that each gets a copy.
         with nullcontext() if once else saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved.clone()):
-            with noting:
+            with noting, choosing(self._model, batch.routers):
                 output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
             loss = self._loss.function(output, batch.target)
         leaves, form = tree_flatten(output)

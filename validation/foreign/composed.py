@@ -197,7 +197,7 @@ class LinkedTask(Task):
     @classmethod
     def of(cls, task: Task, by: AgainstItself) -> Self:
         """``task``, held so. Raises ``WhiteBoxError`` for what only a whole model can be asked for."""
-        for name in ("optimizer", "steps", "outputs"):
+        for name in ("optimizer", "steps", "outputs", "routers"):
             if getattr(task, name):
                 raise WhiteBoxError(f"{name}= with a Composed, which holds one step up to its gradients: {_OF_A_MODEL}")
         by = by.of_a_step(task.loss_fn, task.loss_divisor)

@@ -215,7 +215,7 @@ class _Due:
         found = []
         for batch in self.beside.batches:
             with Computed() as computed:
-                model(*batch.inputs)
+                batch.through(model)
             found.append(computed)
         return found
 

@@ -30,6 +30,7 @@ def validate(
     optimizer: MakesOptimizer | None = None,
     steps: Sequence[str] | None = None,
     outputs: Outputs | None = None,
+    routers: str | Sequence[str] | None = None,
     names: Names | None = None,
     timeout_s: float | None = None,
     world: str = REAL,
@@ -50,6 +51,7 @@ def validate(
             optimizer=optimizer,
             steps=steps,
             outputs=outputs,
+            routers=routers,
             names=names,
             timeout_s=timeout_s,
         )

@@ -1,7 +1,7 @@
 """One operation of a run on both sides: as the ranks did it, and as the reference does."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.call_matching import Which
 from pipeproof.foreign.reference_run import ReferenceRun
+from pipeproof.foreign.routing import UNROUTED, Routing
 from pipeproof.foreign.task import Continued, Task
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.reference.accumulation import PLAIN, Accumulation
@@ -20,7 +21,7 @@ class OperationRun:
     """What the ranks made of ``task``, as it was ``found``, and the reference's ``run`` of it.
 
     ``run`` divides each loss before its backward. ``accumulation``: how the ranks add up what microbatches give.
-    ``scale``: what they multiply losses by, and divide gradients by.
+    ``scale``: what they multiply losses by, and divide gradients by. ``routing``: which experts they chose.
     """
 
     task: Task
@@ -28,6 +29,7 @@ class OperationRun:
     run: ReferenceRun
     accumulation: Accumulation = PLAIN
     scale: float = 1.0
+    routing: Routing = UNROUTED
 
     @cached_property
     def like(self) -> ReferenceRun:
@@ -51,6 +53,21 @@ class OperationRun:
     def passages(self, which: Which) -> list[dict[int, Passed]]:
         """What passed the boundaries of stages; ``which``: the calls that count."""
         return self.found.passages(self.like.places, self.like.note_handed_on, which=which)
+
+    @property
+    def routed(self) -> "OperationRun":
+        """The same, with the experts that the ranks chose."""
+        return replace(self, routing=Routing.of(self.found, self.made))
+
+    @property
+    def following(self) -> "OperationRun":
+        """The same, where the reference chooses the experts that the ranks chose; itself, where it did."""
+        if not self.routing.differs(self.made):
+            return self
+        task = replace(self.task, routed=self.routing.told(len(self.made)))
+        model, found = task.built(next(self.run.model.parameters()).device.type), self.found
+        run = ReferenceRun(task, model, found.replicas, owner=found.owner, surveyed=found.watched)
+        return replace(self, task=task, run=run)
 
     def continued(self) -> Continued | None:
         """The reference as the next operation begins: with the weights and the buffers that the ranks have.
@@ -78,5 +95,10 @@ class OperationRun:
 def observed_of(runs: Sequence[OperationRun], known: Sequence[Sequence[Mapping[int, Passed]]]) -> Observed:
     """What was produced in all of ``runs``; ``known``: for each of them, what passed the boundaries of stages."""
     each = [one.found.observed(passed) for one, passed in zip(runs, known, strict=True)]
-    rows = tuple(tuple(one for (one,) in operations) for operations in zip(*(one.ranks for one in each), strict=True))
-    return Observed(each[0].schedule, rows, each[0].copies)
+    rows = [
+        tuple(
+            replace(one, routes=run.routing.ranks.get(rank, {})) for run, (one,) in zip(runs, operations, strict=True)
+        )
+        for rank, operations in enumerate(zip(*(one.ranks for one in each), strict=True))
+    ]
+    return Observed(each[0].schedule, tuple(rows), each[0].copies)

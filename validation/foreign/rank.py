@@ -14,6 +14,7 @@ from pipeproof.foreign.operations import Operation, Operations
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents, digest
 from pipeproof.observers.initial_weights import FirstUse, step_begins
+from pipeproof.observers.routes import RouteObserver, Routes
 from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, flat_shard, placed_as, shard_at, shard_of
 from pipeproof.observers.watching import Watcher, watching
 from pipeproof.pipeline.action import Action
@@ -46,6 +47,7 @@ class Order:
     replicas: Replicas
     updates: bool = False  # whether weights after the step are wanted
     steps: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()  # the names of modules that choose experts
 
     def operations(self, rank: int, device: str) -> list[Operation]:
         """What ``rank`` is to do, with its microbatches, which nobody else has."""
@@ -69,6 +71,7 @@ class Part:
     after the step, each with where it lies in the whole (None: it is the whole), if they are wanted. ``begun``: what
     gradients were added to, where that was not zero. ``buffers``: those of the module, as the step left them. Of
     a ``later`` operation, ``locals`` have the contents of the first, and ``values`` all weights that it used.
+    ``routes``: what its routers chose.
     """
 
     locals: tuple[Local, ...]
@@ -85,6 +88,7 @@ class Part:
     begun: Mapping[int, Tensor] = field(default_factory=dict)
     buffers: tuple[tuple[Local, Tensor], ...] = ()
     later: bool = False
+    routes: Routes = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,9 @@ def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
     deterministic(context.device)
     model = order.build().to(context.device).train()
     origin, due = Origin(model), order.operations(context.rank, context.device)
-    with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use:
-        collect = _Collector(context.rank, order, origin, first_use, watcher)
+    routing = RouteObserver(order.routers, model)
+    with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use, routing.opened():
+        collect = _Collector(context.rank, order, origin, first_use, watcher, routing)
         if not order.steps:
             result = order.step(model, due[0].microbatches)
             return (collect.made(result, sent_messages()),)
@@ -167,15 +172,18 @@ class Origin:
 class _Collector:
     """Takes what is handed back of one operation after another, before anything can change it."""
 
-    def __init__(self, rank: int, order: Order, origin: Origin, first_use: FirstUse, watcher: Watcher) -> None:
+    def __init__(
+        self, rank: int, order: Order, origin: Origin, first_use: FirstUse, watcher: Watcher, routing: RouteObserver
+    ) -> None:
         self._rank, self._order, self._origin = rank, order, origin
-        self._first_use, self._watcher = first_use, watcher
+        self._first_use, self._watcher, self._routing = first_use, watcher, routing
         self._names = order.names
         self._first: tuple[HandedBack, RankMade] | None = None
 
     def begins(self, number: int) -> None:
         """Operation ``number`` begins: what was seen before is of others, or of none."""
         self._watcher.anew()
+        self._routing.anew()
         if number:
             self._first_use.next_operation()
         else:
@@ -242,7 +250,8 @@ class _Collector:
         # As they are now: what is cleared later was used, and of copies nothing is lost in ``.grad``.
         seen_calls = tuple(replace(one, cleared=one.cleared if given is None else ()) for one in calls or ()) or None
         made = Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
-        return replace(made, after=after, begun=begun, buffers=tuple(self._buffers(module, chunk)))
+        made = replace(made, after=after, begun=begun, buffers=tuple(self._buffers(module, chunk)))
+        return replace(made, routes=self._routing.of(module))
 
     def _buffers(self, module: nn.Module, chunk: int) -> Iterator[tuple[Local, Tensor]]:
         """The buffers of a module that this rank has whole, where several operations are compared."""

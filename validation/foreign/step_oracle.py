@@ -30,6 +30,7 @@ LAWS = (
     "grad-norm",  # on every rank that reports it
 )
 NAMED = ("outputs",)  # those that are handed back by name, for every microbatch
+ROUTED = ("routing",)  # which experts tokens went to
 UPDATED = ("updated-parameters",)  # what the optimizer made of them
 OF_SEVERAL = (
     "buffers",  # what forwards leave behind, such as running statistics
@@ -82,7 +83,8 @@ def laws_of(task: Task) -> tuple[str, ...]:
     """What must hold of a run of ``task``."""
     updates = UPDATED if task.optimizer is not None or task.steps else ()
     named = NAMED if task.outputs is not None else ()
-    return (*LAWS, *named, *updates, *(OF_SEVERAL if task.steps else ()))
+    routed = ROUTED if task.routers else ()
+    return (*LAWS, *named, *routed, *updates, *(OF_SEVERAL if task.steps else ()))
 
 
 def required_of(
@@ -106,9 +108,10 @@ def required_of(
         StepOracle(judged, runs),
         found.tied,
         skipped=dict(skipped(observed)),
-        missed=dict(missed(found, observed, unlike)) | dict.fromkeys(later, halted),
+        missed=dict(missed(found, observed, unlike, first.routing.untold)) | dict.fromkeys(later, halted),
         remarks=found.remarks
         | unreported(observed, first.made[0].outputs)
+        | ({"routing": first.routing.untold} if first.routing.untold else {})
         | (dict.fromkeys({*UPDATED} & {*laws}, unlike) if unlike else {}),
         unmatched=found.unmatched,
         unseen=frozenset[int]().union(*(one.found.unseen for one in runs)),

@@ -11,14 +11,17 @@ from pipeproof.foreign.holders import at_holders
 from pipeproof.foreign.lines import from_the_first_wrong
 from pipeproof.foreign.operation_run import OperationRun, observed_of
 from pipeproof.foreign.reference_run import SecondModel
-from pipeproof.foreign.step_oracle import required_of
+from pipeproof.foreign.routing import Routing
+from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
+from pipeproof.foreign.unrouted import unrouted
 from pipeproof.judging.judge import judged, one_thread
-from pipeproof.judging.verdict import Verdict
+from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
 _WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
+_UNUSED = "the experts that were seen to be chosen are not those that the ranks computed with"
 _LATEST = "each microbatch's last call counts: with those before it, more calls are unlike the reference's"
 
 
@@ -29,13 +32,58 @@ def judged_runs(
 
     ``halted``: why the operations after ``runs`` are not compared.
     """
-    first, watched, missed = runs[0], runs[0].found.watched, runs[0].found.missed
+    first = runs[0]
     if other_loss := second.other_loss(first.made[0].loss, first.run.batches[0]):
         return random_reference(title, task, other_loss)
     if all(gradient is None for one in first.made for gradient in one.gradients.values()):
         return undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
     if unknown := _unknown_output(task, runs):
         return undecided(title, unknown)
+    if not task.routers:
+        return _with_hint(_judged(title, task, runs, second, halted), runs, second)
+    return _with_routes(title, task, [one.routed for one in runs], second, halted)
+
+
+def _with_hint(verdict: Verdict, runs: Sequence[OperationRun], second: SecondModel) -> Verdict:
+    """``verdict``, and where experts may have been chosen otherwise by rounding, if no other cause is known."""
+    if verdict.verdict != "fail" or {one.kind for one in verdict.cause} - {"computation"}:
+        return verdict
+    one = runs[_first_wrong(verdict)]
+    try:
+        hint = unrouted(second.like(one.task), one.run.batches)
+    except Exception:  # no one type: it is the user's code that runs, and no verdict depends on it
+        return verdict
+    return replace(verdict, undecided=(*verdict.undecided, hint)) if hint else verdict
+
+
+def _first_wrong(verdict: Verdict) -> int:
+    """The number of the first operation that is wrong."""
+    return min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
+
+
+def _with_routes(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
+    """The verdict where the reference chooses the experts that the ranks chose, as far as rounding explains these.
+
+    Where it does not, the reference goes by its own scores, so that a fault before a router shows as what it is. Unless
+    all else is right: then the ranks computed with experts that they should not have chosen.
+    """
+    following = [one.following for one in runs]
+    verdict = _judged(title, task, following, second, halted)
+    if verdict.verdict == "pass" or all(one is other for one, other in zip(following, runs, strict=True)):
+        return verdict
+    misrouted = [one for one in verdict.mismatches if one.law in ROUTED]
+    plain = [replace(one, routing=Routing(untold=_UNUSED)) for one in runs]
+    own = _judged(title, task, plain, second, halted)
+    if own.verdict == "pass" or not misrouted or len(misrouted) == len(verdict.mismatches):
+        return own if own.verdict == "pass" else verdict
+    laws = tuple(verdict.law(one.name) if one.name in ROUTED else one for one in own.laws)
+    mismatches = (*own.mismatches, *misrouted) if own.cause else (*misrouted, *own.mismatches)
+    return replace(own, laws=laws, mismatches=mismatches, verdict=overall(laws))
+
+
+def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
+    """The verdict, with its cause, on ``runs`` as they are."""
+    first, watched, missed = runs[0], runs[0].found.watched, runs[0].found.missed
 
     def of_calls(which: Which) -> Verdict:
         observed = observed_of(runs, [one.passages(which) for one in runs])
@@ -47,7 +95,7 @@ def judged_runs(
         if other.verdict == "pass" or _unlike(other) < _unlike(verdict):
             note = _WARMED_UP if other.verdict == "pass" else _LATEST
             verdict, counted = with_notes(other, {"microbatches": note}), which
-    number = min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
+    number = _first_wrong(verdict)
     verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
     if watched and missed:
         verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, missed))
@@ -56,7 +104,7 @@ def judged_runs(
     if first.scale == 1.0 and (scale := first.found.loss_scale) is not None:
         # Types as narrow as fp16 round what is scaled otherwise.
         alike = [replace(one, scale=scale.losses) for one in runs]
-        scaled = judged_runs(title, task, alike, second, halted=halted)
+        scaled = _judged(title, task, alike, second, halted)
         if scaled.verdict == "pass":
             return scaled
     one = runs[number]

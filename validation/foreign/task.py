@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from pipeproof.foreign.operations import OPERATIONS
 from pipeproof.foreign.optimizing import MakesOptimizer, OptimizerError, Optimizing
 from pipeproof.foreign.rank import Step
-from pipeproof.judging.verdict import raised
+from pipeproof.judging.verdict import names_of, raised
 from pipeproof.pipeline.sizes import some
+from pipeproof.reference.choices import Chosen, Routers
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
@@ -55,7 +56,8 @@ class Task:
     """What is to be validated, as the user gave it.
 
     ``steps``: the operations of a run that has several, of which each has its part of the microbatches; empty: it is
-    one step. ``evaluates``: it is one evaluation.
+    one step. ``evaluates``: it is one evaluation. ``routers``: the names of modules that choose experts; ``routed``: by
+    microbatch, what they are to choose in place of what their scores say.
     """
 
     step: Step
@@ -67,6 +69,8 @@ class Task:
     steps: tuple[str, ...] = ()
     evaluates: bool = False
     outputs: Outputs | None = None
+    routers: tuple[str, ...] = ()
+    routed: tuple[Mapping[str, Chosen], ...] = ()
 
     @property
     def plan(self) -> tuple[str, ...]:
@@ -111,6 +115,13 @@ class Task:
             _check_steps(self.steps, len(self.microbatches))
         for number in range(len(self.microbatches)):
             self._batch(number)
+
+    def check_routers(self, model: nn.Module) -> None:
+        """Raise ``WhiteBoxError`` where ``routers`` names no module of the reference, which is ``model``."""
+        if self.routers and not Routers(self.routers).among(model):
+            have = names_of([name for name, _ in model.named_modules() if name])
+            wanted = " or ".join(map(repr, self.routers))
+            raise WhiteBoxError(f"routers: no module of the reference {self.name} is called {wanted}; it has {have}")
 
     def updated(
         self,
@@ -193,7 +204,7 @@ class Task:
     def batches(self, model: nn.Module) -> list[Batch]:
         """The microbatches for the reference, where ``model`` is."""
         device = str(next(model.parameters()).device)
-        return [self._batch(number).to(device) for number in range(len(self.microbatches))]
+        return [self._routed(number).to(device) for number in range(len(self.microbatches))]
 
     def repeated(self, device: str) -> frozenset[str]:
         """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
@@ -202,6 +213,12 @@ class Task:
         """
         model = self.built(device)
         return repeated(model, self.batches(model)[0], self.loss.function)
+
+    def _routed(self, number: int) -> Batch:
+        if not self.routers:
+            return self._batch(number)
+        told = self.routed[number] if self.routed else {}
+        return replace(self._batch(number), routers=Routers(self.routers, told))
 
     def _batch(self, number: int) -> Batch:
         given = self.microbatches[number]
@@ -282,6 +299,16 @@ def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Te
         return frozenset()
     count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, one in parameters if count[id(one)] > 1)
+
+
+def as_names(given: object) -> tuple[str, ...]:
+    """The names of ``routers=``. Raises ``WhiteBoxError`` where they are none."""
+    names = (given,) if isinstance(given, str) else given
+    if names is None:
+        return ()
+    if not isinstance(names, Sequence) or not names or not all(isinstance(one, str) and one for one in names):
+        raise WhiteBoxError(f"routers is {given!r}: expected the name of the modules that choose experts, or several")
+    return tuple(names)
 
 
 def name_of(function: object) -> str:

@@ -6,6 +6,7 @@ from pipeproof.foreign.assemble import Assembled
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.observed import Observed
 
+_UNROUTED = "no router of the step was seen to choose"
 _BUFFERS = "no stage that has any was seen to run all microbatches in their order"
 
 
@@ -16,8 +17,11 @@ def skipped(observed: Observed) -> Sequence[tuple[str, str]]:
     return [(law, reason) for law, reason in laws if law not in claimed]
 
 
-def missed(found: Assembled, observed: Observed, unlike: str) -> Sequence[tuple[str, str]]:
-    """The laws of whose matter nothing was handed back or watched; ``unlike``: why updates are not compared."""
+def missed(found: Assembled, observed: Observed, unlike: str, unrouted: str) -> Sequence[tuple[str, str]]:
+    """The laws of whose matter nothing was handed back or watched.
+
+    ``unlike``: why updates are not compared, ``unrouted``: why experts are not, if that is known.
+    """
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
     every, claimed = [one for row in observed.ranks for one in row], _claimed(observed)
     norm, buffers = any(one.norm is not None for one in every), any(one.buffers for one in every)
@@ -35,6 +39,7 @@ def missed(found: Assembled, observed: Observed, unlike: str) -> Sequence[tuple[
             ("boundaries", found.watched, unwatched),
             ("grad-norm", norm, "no rank reports a norm"),
             ("outputs", any(one.outputs for one in every), "no rank hands any back"),
+            ("routing", any(one.routes for one in every), unrouted or _UNROUTED),
             ("updated-parameters", not unlike or "updated-parameters" in claimed, unlike),
             ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
         )

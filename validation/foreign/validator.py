@@ -27,7 +27,7 @@ from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
-from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_steps, name_of
+from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_names, as_steps, name_of
 from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.digest import contents
@@ -59,6 +59,7 @@ class WhiteBox:
         optimizer: MakesOptimizer | None = None,
         steps: Sequence[str] | None = None,
         outputs: Outputs | None = None,
+        routers: str | Sequence[str] | None = None,
         names: Names | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
@@ -82,16 +83,19 @@ class WhiteBox:
         iterator of ``(operation, microbatches)``: it goes through these, and yields for each what a step hands back,
         before it clears gradients. The microbatches are dealt to the operations in order, as many to each. outputs: of
         output and target, a mapping of names to what else is compared for each microbatch, such as ``{"logits":
-        output}``; whole numbers exactly. A step hands back what it has of that as ``HandedBack.outputs``. names: what
-        the step's parameters are called in the reference: prefixes and what replaces them, or a function. timeout_s:
-        how long the step may take, in seconds; a hang ends there.
+        output}``; whole numbers exactly. A step hands back what it has of that as ``HandedBack.outputs``. routers: the
+        modules that choose experts, by name, by how it ends, or by a pattern, such as ``"mlp.gate"``; several where
+        step and reference call them otherwise. What these choose, by ``topk``, ``argmax`` or ``max`` in their forward,
+        is compared token by token, and the reference follows the step where the two differ by rounding. names: what the
+        step's parameters are called in the reference: prefixes and what replaces them, or a function. timeout_s: how
+        long the step may take, in seconds; a hang ends there.
 
         Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.
         """
         began, build = perf_counter(), reference.whole if isinstance(reference, AgainstItself) else reference
         task = Task(step, build, tuple(microbatches), loss_fn, loss_divisor, optimizer, outputs=outputs)
-        task = task if steps is None else replace(task, steps=as_steps(steps))
+        task = replace(task, steps=() if steps is None else as_steps(steps), routers=as_names(routers))
         if isinstance(reference, AgainstItself):
             task = LinkedTask.of(task, reference)
         task.check()
@@ -192,10 +196,12 @@ class WhiteBox:
             return self._linked(task, replicas, names)
         title, first = _title(task, replicas), task.operation(0)
         model = first.built(self.world.device)
+        task.check_routers(model)
         known = contents(model)
         second, ahead = SecondModel(first, self.world.device, known), ReferenceRun(first, model, replicas)
         updates, name = task.optimizer is not None or bool(task.steps), name_of(task.step)
         order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates, task.steps)
+        order = replace(order, routers=task.routers)
         made, failure = self._made(order, chain(second, ahead))
         if second.other_weights:
             return random_reference(title, task, second.other_weights)

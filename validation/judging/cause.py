@@ -65,6 +65,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "weights-changed": "weights were changed in the midst of the step",
         "not-repeatable": "a computation gave other bits than it gives when it is repeated",
         "randomness": "random numbers differ from the reference's",
+        "misrouted": "tokens went to other experts than their scores say",
         "partition": "a stage does not hold the layers that it should",
         # The order of things.
         "order": "the order of actions breaks a law",

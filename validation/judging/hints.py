@@ -79,6 +79,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "not-repeatable": "Run the step again. If it comes again, the module depends on more than its inputs, or its "
         "tensors are written to too early. If not, it was the hardware, or a race on the device.",
         "randomness": "Draw by seed, layer and microbatch, never by the order of draws: fork the generator for each.",
+        "misrouted": "Compare what the router chooses by: its weights of this step, its type, a bias that is added for "
+        "the choice alone, masks, and the dimension that topk is taken along.",
         "partition": "Compare the layers that each stage holds with the split: each layer once, in order.",
         "order": "The line says which law breaks where: change the order of these actions in the schedule.",
         "deadlock": "Look at who waits for whom: one of these sends or receives is missing, or comes too late.",

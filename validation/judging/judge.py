@@ -17,6 +17,7 @@ from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.oracle import Answer, Floors, Requirements
+from pipeproof.judging.routes import RouteJudge
 from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits
 from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.observers.elements import any_nonzero
@@ -184,6 +185,7 @@ class Judge:
         self._execution.crossings(number, laws)
         self._losses(at, number, expected)
         self._outputs(at, number, answer)
+        RouteJudge(self.ledger, number, laws, answer).judge(self._observed)
         self._buffers(at, number, expected)
         if name == "train":
             self._gradients(at, number, laws, expected)

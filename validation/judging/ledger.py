@@ -208,6 +208,13 @@ class Ledger:
         if outcome != "pass":
             self.mismatches.append(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
 
+    def estimate(self, place: Heading, size: float, allowed: Floor, found: str, due: str) -> None:
+        """Enter what shows that a tensor is off by ``size`` at least; ``found`` and ``due`` say by what."""
+        outcome = allowed.outcome(size)
+        self._enter(place, outcome, size=size, floor=allowed)
+        if outcome != "pass":
+            self.mismatches.append(place.mismatch(found, due, "text", error=size, limit=allowed.limit or None))
+
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Enter two numbers."""
         told = {"found": float(observed), "due": float(expected)}

@@ -70,7 +70,8 @@ class Mismatch:
     of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
     is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
     which may itself be wrong; None where that was the model. ``doing``: what the operation does, where the plan has
-    several. ``output`` is the name of one that a step handed back. ``step``: of a run of many, its number there. Fields
+    several. ``output`` is the name of one that a step handed back, ``router`` that of the
+    module that chose experts. ``step``: of a run of many, its number there. Fields
     that do not apply are None.
     """
 
@@ -90,6 +91,7 @@ class Mismatch:
     beside: int | None = None
     doing: str = ""
     output: str | None = None
+    router: str | None = None
     step: int | None = None
 
     @property
@@ -149,6 +151,7 @@ class Mismatch:
             ("action", self.action),
             ("parameter", self.parameter),
             ("output", self.output),
+            ("router", self.router),
         )
 
     def __str__(self) -> str:

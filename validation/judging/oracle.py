@@ -15,6 +15,7 @@ from pipeproof.judging.tolerance import (
     LEAD,
     Floor,
     Precision,
+    coarsest,
     error,
     floor_of,
     lead,
@@ -218,17 +219,34 @@ class Floors:
 
     def output(self, microbatch: int, name: str) -> Floor:
         """The floor of what a microbatch puts out under a name."""
-        own, apart = self._last.contributions[microbatch].outputs[name], self._apart[-1][microbatch].outputs[name]
+        return self._of_tensor(microbatch, lambda one: one.outputs[name])
+
+    def scores(self, microbatch: int, router: str, number: int) -> Floor:
+        """The floor of the scores by which a router makes its choice of this number for a microbatch.
+
+        Where the model computes in a coarser type, they are as coarse, whatever type they are in.
+        """
+
+        def scored(one: Contribution) -> Tensor:
+            scores = one.choices[router][number].scores_TE
+            return scores.masked_fill(~scores.isfinite(), 0.0)  # what may not be chosen
+
+        return self._of_tensor(microbatch, scored, most=self._precision)
+
+    def _of_tensor(self, microbatch: int, tensor: Callable[[Contribution], Tensor], *, most: Precision = FP64) -> Floor:
+        """The floor of a ``tensor`` of a microbatch, which is as coarse as ``most`` at least."""
+        own, apart = tensor(self._last.contributions[microbatch]), tensor(self._apart[-1][microbatch])
+        precision = coarsest([precision_of(own.dtype), most])
 
         def again() -> Tensor | None:
-            return None if self._nudged is None else self._nudged[-1][microbatch].outputs[name]
+            return None if self._nudged is None else tensor(self._nudged[-1][microbatch])
 
         if not is_rounded(own.dtype):
             return Floor(0.0, 0.0, 0.0, self._precision)
         if not self.obstacle:
-            return rounding_of(own, apart, again=again)
+            return rounding_of(own, apart, again=again, precision=precision)
         other = again()
-        return unmeasured(precision_of(own.dtype), nudged=0.0 if other is None else error(own, other))
+        return unmeasured(precision, nudged=0.0 if other is None else error(own, other))
 
     def total(self) -> Floor:
         """The floor of what all losses are together: none was measured, but where they are rounding alone."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeproof.observers.likeness import Likeness
 from pipeproof.observers.recording import Recording, Site, merged
+from pipeproof.observers.routes import Route
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeproof.pipeline.profile import Profile
@@ -127,6 +128,15 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Routed:
+    """What routes are of: a router, by its name in the model, in its stage, and a microbatch."""
+
+    stage: int
+    router: str
+    microbatch: int
+
+
+@dataclass(frozen=True)
 class RankOperation:
     """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
 
@@ -137,7 +147,7 @@ class RankOperation:
     NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched, ``uncompared``
     how many tensors there have no place in the reference; ``recording`` is there where the run was recorded;
     ``started`` are the parameters before anything ran, in the first operation.
-    ``outputs`` are those that the step handed back by name, for each microbatch.
+    ``outputs`` are those that the step handed back by name, for each microbatch. ``routes`` are what routers chose.
     ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
     ranks. ``line``: which it is of the ranks that hold the same stages and work on the same data.
     """
@@ -162,6 +172,7 @@ class RankOperation:
     claims: tuple[Claim, ...] = ()
     line: int = 0
     outputs: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    routes: Mapping[Routed, Sequence[Route]] = field(default_factory=dict)
 
     def along(self, line: int) -> "RankOperation":
         """The same, where what was done counts only if it was done on ``line``."""

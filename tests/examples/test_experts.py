@@ -1,0 +1,281 @@
+"""Experts: tokens that change theirs by rounding are no fault, and hide none; those that go wrong are named."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from my_experts import Experts, InHalves, build_model
+from my_pipeline import OneFOneB, loss_fn
+from torch import Tensor, nn
+
+from pipeproof import Composed
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.judging.verdict import Verdict
+from tests.support.steps import pairs
+from tests.support.sweeps import SWEEP
+
+Change = Callable[[nn.Sequential], object]
+WRONG = 1, 1  # the rank and the layer in its stage where choices are wrong
+
+
+def build_apart() -> nn.Sequential:
+    """As ``build_model``, but that the last stage's tokens have no scores that are nearly equal."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model[2:]:
+            layer.moe.gate.weight.normal_()
+    return model
+
+
+def in_halves(stage: nn.Sequential) -> None:
+    for layer in stage:
+        layer.moe.gate.__class__ = InHalves
+
+
+def chosen_by(of: Callable[[Experts, Tensor], Tensor], stage: nn.Sequential) -> None:
+    """Has a layer choose by other scores than those that it weighs experts with."""
+    in_halves(stage)
+    rank, number = WRONG
+    if dist.get_rank() == rank:
+        moe = stage[number].moe
+
+        def forward(x: Tensor) -> Tensor:
+            chosen, scores = of(moe, x).topk(2).indices, moe.gate(x).softmax(-1)
+            made = torch.stack([expert(x) for expert in moe.experts], dim=1)
+            rows = torch.arange(len(x)).unsqueeze(1)
+            return (made[rows, chosen] * scores[rows, chosen].unsqueeze(-1)).sum(1)
+
+        moe.forward = forward
+
+
+def of_the_batch_before(held: list[Tensor], moe: Experts, x: Tensor) -> Tensor:
+    held.append(moe.gate(x).detach())
+    return held[max(len(held) - 2, 0)]
+
+
+def permuted(stage: nn.Sequential) -> None:
+    """Computes with the experts of a layer in another order; they are back in theirs when the step is done."""
+    in_halves(stage)
+    moe = stage[WRONG[1]].moe
+    if dist.get_rank() == WRONG[0]:
+        moe.forward = lambda x: Experts.forward(_Turned(moe), x)  # type: ignore[arg-type]
+
+
+class _Turned:
+    def __init__(self, moe: Experts) -> None:
+        self.gate, self.experts = moe.gate, [*moe.experts][::-1]
+
+
+def step(
+    model: nn.Sequential, microbatches: list[Any], *, change: Change = in_halves, end: Change = lambda stage: None
+) -> tuple[nn.Module, list[Tensor]]:
+    stage = watch(model[2 * dist.get_rank() :][:2])
+    change(stage)
+    losses = OneFOneB(stage, microbatches).step()
+    end(stage)
+    return stage, losses
+
+
+def judged(whitebox: WhiteBox, of_step: Any = step, **more: Any) -> Verdict:
+    wanted = {"reference": build_model, "ranks": 2, "loss_fn": loss_fn, "routers": "moe"} | more
+    return whitebox.validate(of_step, microbatches=pairs(4, rows=16, width=16), **wanted)
+
+
+def nothing(stage: nn.Sequential) -> None:
+    pass
+
+
+def test_the_same_sums_are_equal_bit_for_bit(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(step, change=nothing))
+    law = verdict.law("routing")
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (law.checked, law.exact, law.note) == (16, 16, "none of 256 tokens in 4 routers changed its expert")
+
+
+def test_tokens_that_change_their_expert_by_rounding_are_counted(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox)
+    note = verdict.law("routing").note
+    assert verdict.verdict == "pass", verdict
+    assert note.endswith(" of 256 tokens in 4 routers changed their expert, all by rounding")
+    assert int(note.partition(" ")[0]) > 0
+    undeclared = judged(whitebox, routers=None)
+    assert undeclared.verdict == "fail", "or nothing is shown above"
+    assert "moe have scores as near as rounding may put them: routers='" in undeclared.undecided[-1]
+
+
+def test_a_step_that_fails_for_another_reason_gets_no_hint(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(step, end=scaled, change=nothing), routers=None)
+    assert [one.kind for one in verdict.cause] == ["scale"]
+    assert not verdict.undecided, verdict
+    apart = judged(whitebox, partial(step, change=permuted), routers=None, reference=build_wide)
+    assert apart.verdict == "fail"
+    assert not any("routers=" in one for one in apart.undecided), apart
+
+
+def build_wide() -> nn.Sequential:
+    """As ``build_model``, but that no token has nearly equal scores."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model:
+            layer.moe.gate.weight.normal_(std=0.25)  # wider ones leave most experts next to nothing, and so alike
+    return model
+
+
+def scaled(stage: nn.Sequential) -> None:
+    for parameter in stage.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 1.001
+
+
+def cleared(stage: nn.Sequential) -> None:
+    if dist.get_rank() == 0:
+        stage[0].moe.experts[1].weight.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ({"end": scaled}, "scale"),
+        pytest.param({"end": cleared}, "zero", marks=SWEEP),
+        ({"change": permuted}, ""),
+    ],
+)
+def test_a_fault_beside_tokens_that_change_is_found(whitebox: WhiteBox, fault: dict[str, Change], kind: str) -> None:
+    verdict = judged(whitebox, partial(step, **fault))
+    assert verdict.verdict == "fail", verdict
+    assert verdict.law("routing").note.endswith("changed their expert, all by rounding"), verdict
+    assert [one.kind for one in verdict.cause] == [kind] * bool(kind), verdict
+
+
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        (lambda moe, x: moe.gate(x).softmax(-1) + torch.tensor([0.0, 0.05, 0.0, 0.0]), ""),
+        pytest.param(lambda moe, x: x @ moe.gate.weight.detach().flip(0).T, "", marks=SWEEP),
+        (lambda moe, x: (moe.gate(x) + 64).bfloat16(), "by scores in bfloat16, not float32"),
+        (partial(of_the_batch_before, []), ""),
+    ],
+    ids=["biased", "stale", "bf16", "another's"],
+)
+def test_tokens_that_go_to_wrong_experts_are_named(
+    whitebox: WhiteBox, scores: Callable[[Experts, Tensor], Tensor], told: str
+) -> None:
+    verdict = judged(whitebox, partial(step, change=partial(chosen_by, scores)), reference=build_apart)
+    (cause,) = verdict.cause
+    assert (verdict.verdict, cause.kind, cause.rank, cause.stage) == ("fail", "misrouted", *WRONG), verdict
+    assert {(one.law, one.rank, one.stage, one.router) for one in verdict.mismatches} == {("routing", 1, 1, "3.moe")}
+    assert "by more than rounding" in verdict.law("routing").note
+    first = verdict.mismatches[0]
+    assert (first.error or 0.0) > (first.limit or 0.0) > 0.0
+    assert " for token " in first.seen
+    assert told in str(verdict), verdict
+
+
+def test_what_another_fault_makes_of_routes_is_no_cause(whitebox: WhiteBox) -> None:
+    def shifted(stage: nn.Sequential) -> None:
+        if dist.get_rank() == 0:
+            stage[0].forward = lambda x: type(stage[0]).forward(stage[0], x) + 0.05
+
+    verdict = judged(whitebox, partial(step, change=shifted), reference=build_apart)
+    assert verdict.law("routing").outcome == "fail"
+    assert [(one.kind, one.rank, one.stage) for one in verdict.cause] == [("computation", 0, 0)], verdict
+
+
+def test_ranks_with_the_same_tokens_choose_alike(whitebox: WhiteBox) -> None:
+    def whole(model: nn.Sequential, microbatches: list[Any], *, change: Change) -> tuple[nn.Module, list[float]]:
+        change(model)
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        return model, [loss.item() for loss in losses]
+
+    assert judged(whitebox, partial(whole, change=in_halves), ranks={"tp": 2}).verdict == "pass"
+    verdict = judged(
+        whitebox,
+        partial(whole, change=lambda model: in_halves(model) if dist.get_rank() else None),
+        ranks={"tp": 2},
+    )
+    found = [one for one in verdict.mismatches if one.law == "routing"]
+    assert {(one.rank, one.beside, one.seen) for one in found} == {(1, 0, "other experts")}, verdict
+
+
+def build_some() -> nn.Sequential:
+    """As ``build_model``, but that two experts alone have nearly equal scores."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model:
+            layer.moe.gate.weight[:2].normal_()
+    return model
+
+
+def in_parts(model: nn.Sequential, microbatches: list[Any]) -> tuple[nn.Module, list[float]]:
+    """Each rank has a part of every sequence, and the tokens come sequence first: of four rows, the first of each."""
+    in_halves(model)
+    own = torch.arange(16).view(4, 4).T.flatten().chunk(dist.get_world_size())[dist.get_rank()]
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(model(x[own]), target[own]) / dist.get_world_size()
+        (loss / len(microbatches)).backward()
+        losses.append(loss.detach())
+    for tensor in (*losses, *(one.grad for one in model.parameters() if one.grad is not None)):
+        dist.all_reduce(tensor)
+    return model, [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("ranks", [{"tp": 1}, {"sp": 2}])
+def test_tokens_may_be_in_another_order_and_in_parts(whitebox: WhiteBox, ranks: dict[str, int]) -> None:
+    verdict = judged(whitebox, in_parts, ranks=ranks, reference=build_some)
+    law = verdict.law("routing")
+    assert verdict.verdict == "pass", verdict
+    assert law.checked == 16
+    assert law.note.endswith("of 256 tokens in 4 routers changed their expert, all by rounding")
+
+
+def trained(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[HandedBack]:
+    in_halves(model)
+    optimizer = sgd(model)
+    for operation, microbatches in operations:
+        with torch.set_grad_enabled(operation == "train"):
+            losses = [loss_fn(model(x), target) for x, target in microbatches]
+        if operation == "train":
+            optimizer.zero_grad()
+            (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        yield HandedBack(model, [loss.item() for loss in losses])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_each_operation_has_its_own_routes(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, trained, ranks=1, steps=["train", "eval"], optimizer=sgd)
+    law = verdict.law("routing")
+    assert verdict.verdict == "pass", verdict
+    assert law.checked == 16
+    assert "all by rounding; operation 2: " in law.note
+
+
+def test_held_against_itself_a_step_routes_as_it_did(whitebox: WhiteBox) -> None:
+    def built(model: None, microbatches: list[Any]) -> tuple[nn.Module, list[Tensor]]:
+        return step(build_model(), microbatches)
+
+    verdict = judged(whitebox, built, reference=Composed(loss_fn), loss_fn=None, routers=None)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    with pytest.raises(WhiteBoxError, match="routers= with a Composed"):
+        judged(whitebox, built, reference=Composed(loss_fn), loss_fn=None)
+
+
+def test_what_cannot_be_compared_is_said(whitebox: WhiteBox) -> None:
+    with pytest.raises(WhiteBoxError, match=r"no module of the reference build_model is called 'router'; it has 0, "):
+        judged(whitebox, routers="router")
+    with pytest.raises(WhiteBoxError, match="routers is 3: expected the name"):
+        judged(whitebox, routers=3)
+    law = judged(whitebox, partial(step, change=nothing), routers="gate").law("routing")
+    assert (law.outcome, "call no topk, argmax or max" in law.note) == ("not seen", True)
+    twice = partial(step, change=lambda stage: [stage[0].moe(torch.zeros(16, 16)) for _ in range(2)])
+    law = judged(whitebox, twice).law("routing")
+    assert "0.moe chose 6 times in 4 microbatches, and the reference's 0.moe 1 time in each on rank 0" in law.note

@@ -1,0 +1,85 @@
+"""What routers choose by their scores: seen in whatever form they ask for it, and made otherwise where told so."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeproof.reference.choices import Choice, Routers, choosing
+
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]  # the chosen scores, and the indices, one for each token
+SCORES = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+CHOOSE: dict[str, Choose] = {
+    "topk": lambda scores: tuple(one[:, 0] for one in torch.topk(scores, 1)),  # type: ignore[dict-item]
+    "a method": lambda scores: tuple(one[0] for one in scores.T.topk(k=1, dim=0)),  # type: ignore[dict-item]
+    "max": lambda scores: tuple(scores.max(dim=-1)),  # type: ignore[dict-item]
+    "argmax": lambda scores: (scores.amax(-1), scores.argmax(dim=1)),
+}
+
+
+class Router(nn.Module):
+    """Chooses, and may compute that again in its backward."""
+
+    def __init__(self, choose: Choose, *, again: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(SCORES.clone())
+        self._choose, self._again = choose, again
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(self._scored, inputs, use_reentrant=False) if self._again else self._scored(inputs)
+
+    def _scored(self, inputs: Tensor) -> Tensor:
+        values, indices = self._choose(self.weight * inputs)
+        return values * (1.0 + indices)
+
+
+def in_model(router: Router) -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"router": router})])})
+
+
+@pytest.mark.parametrize("form", CHOOSE)
+def test_a_choice_is_seen_in_each_of_its_forms(form: str) -> None:
+    router = Router(CHOOSE[form])
+    plain = router(torch.ones(()))
+    with choosing(in_model(router), Routers(("router",))) as found:
+        assert torch.equal(router(torch.ones(())), plain), "nobody told it to choose otherwise"
+    (choice,) = found["layers.0.router"]
+    assert torch.equal(choice.scores_TE, SCORES)
+    assert choice.own_TK.tolist() == choice.chosen_TK.tolist() == [[1], [0]]
+    assert choice.of_tokens == (form != "a method")
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("form", ["topk", "a method", "max"])
+def test_a_router_that_is_told_chooses_otherwise_and_its_gradient_goes_there(form: str, again: bool) -> None:
+    router = Router(CHOOSE[form], again=again)
+    told = Routers(("layers.*.router",), {"layers.0.router": [torch.tensor([[2], [0]])]})
+    with choosing(in_model(router), told) as found:
+        made = router(torch.ones(()))
+        made.sum().backward()
+    assert made.tolist() == [pytest.approx(0.2 * 3), pytest.approx(0.5)]
+    assert router.weight.grad is not None
+    assert router.weight.grad.tolist() == [[0, 0, 3], [1, 0, 0]], "what a backward computes again follows, too"
+    assert [one.own_TK.tolist() for one in found["layers.0.router"]] == [[[1], [0]]]
+
+
+def test_other_modules_are_left_alone() -> None:
+    router = Router(CHOOSE["max"])
+    told = Routers(("gate",), {"layers.0.router": [torch.tensor([[2], [0]])]})
+    with choosing(in_model(router), told) as found:
+        assert router(torch.ones(())).tolist() == [pytest.approx(1.4), pytest.approx(0.5)]
+    assert not found
+    assert [Routers((name,)).has("layers.0.router") for name in ("router", "0.router", "outer", "l*.router", "0")] == [
+        *(True, True, False, True, False)
+    ]
+
+
+def test_by_how_much_scores_would_be_off() -> None:
+    masked = torch.tensor([[1.0, 0.75, 0.5, -torch.inf]])
+    choice = Choice(masked, torch.tensor([[0, 1]]), torch.tensor([[0, 1]]))
+    short = {seen: choice.short_T(torch.tensor([seen])).item() for seen in ((0, 1), (1, 0), (0, 2), (2, 1), (0, 3))}
+    assert short == {(0, 1): 0.0, (1, 0): 0.0, (0, 2): 0.25, (2, 1): 0.5, (0, 3): torch.inf}
+    tied = Choice(torch.ones(1, 3), torch.tensor([[0]]), torch.tensor([[0]]))
+    assert tied.short_T(torch.tensor([[2]])).item() == 0.0, "among equal scores any is right"

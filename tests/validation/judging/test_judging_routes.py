@@ -1,0 +1,78 @@
+"""Tokens that went to other experts: by rounding, by what may be rounding, or by more."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.routes import LAW, RouteJudge
+from pipeproof.judging.tolerance import FP32, Floor
+from pipeproof.judging.verdict import LawResult
+from pipeproof.observers.observed import Routed
+from pipeproof.observers.routes import Route
+from pipeproof.reference.choices import Choice
+
+AT = Routed(0, "gate", 0)
+SCORES = torch.tensor([[1.0, 0.5], [1.0, 1.0 - 2e-6], [1.0, 1.0 - 6e-4], [1.0, 1.0]])
+OWN = torch.tensor([[0], [0], [0], [0]])
+TWO = "2 of 4 tokens changed their expert"
+FLOOR = Floor(0.0, 1e-4, 1.0)  # so large a rounding explains what is not excused
+
+
+def judged(*seen: list[list[int]], floor: Floor = FLOOR) -> tuple[Ledger, LawResult]:
+    """What is entered where each rank chose such experts for its four tokens."""
+    ledger = Ledger([LAW])
+    choice = Choice(SCORES, OWN, OWN)
+    due = SimpleNamespace(expected=SimpleNamespace(contributions=[SimpleNamespace(choices={"gate": [choice]})]))
+    due.floors = SimpleNamespace(scores=lambda microbatch, router, number: floor)
+    ranks = [(SimpleNamespace(routes={AT: [Route(torch.tensor(one), torch.float32)]}),) for one in seen]
+    answer: Any = due
+    observed: Any = SimpleNamespace(ranks=ranks)
+    RouteJudge(ledger, 0, frozenset(), answer).judge(observed)
+    return ledger, ledger.laws()[0]
+
+
+@pytest.mark.parametrize(
+    ("seen", "outcome", "told"),
+    [
+        ([[0], [0], [0], [0]], "pass", "none of 4 tokens changed its expert"),
+        ([[0], [0], [0], [1]], "pass", "1 of 4 tokens changed its expert, by rounding"),
+        ([[0], [1], [0], [1]], "pass", f"{TWO}, all by rounding"),
+        (
+            [[0], [1], [1], [0]],
+            "unknown",
+            "2 of 4 tokens changed their expert: 1 by rounding, 1 by what may be rounding",
+        ),
+        ([[1], [1], [0], [0]], "fail", "2 of 4 tokens changed their expert: 1 by rounding, 1 by more than rounding"),
+    ],
+)
+def test_tokens_are_told_apart_by_what_rounding_does(seen: list[list[int]], outcome: str, told: str) -> None:
+    _, law = judged(seen)
+    assert (law.outcome, law.note, law.exact) == (outcome, told, int(seen == OWN.tolist()))
+
+
+def test_the_token_that_is_furthest_off_is_named() -> None:
+    (found,) = judged([[1], [1], [0], [0]])[0].mismatches
+    assert (found.router, found.microbatch, found.seen, found.expected) == (
+        "gate",
+        0,
+        "expert 1 for token 0",
+        "expert 0",
+    )
+    assert (found.error, found.limit) == (0.25, FP32.most)
+    (found,) = judged([[1], [1], [1], [0]])[0].mismatches
+    assert found.seen == "expert 1 for token 0, and others for 1 more token"
+
+
+def test_where_scores_are_rounding_alone_their_size_is_what_counts() -> None:
+    noise = Floor(0.0, 1.0, 0.0, size=0.01)
+    assert judged([[0], [0], [1], [0]], floor=noise)[1].outcome == "pass"
+    assert judged([[1], [0], [0], [0]], floor=noise)[1].outcome == "unknown"
+
+
+def test_a_rank_that_chooses_otherwise_than_another_is_named() -> None:
+    ledger, law = judged(OWN.tolist(), [[0], [0], [0], [1]])
+    (found,) = ledger.mismatches
+    assert (law.outcome, found.rank, found.beside, found.seen) == ("fail", 1, 0, "other experts")

@@ -1,0 +1,150 @@
+"""Which experts the ranks chose, by the routers and the microbatches of the reference."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeproof.foreign.assemble import Assembled
+from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.token_order import in_order, joined
+from pipeproof.observers.observed import Routed
+from pipeproof.observers.routes import Route, Routes
+from pipeproof.pipeline.sizes import some
+from pipeproof.reference.choices import Choice, Choices, Chosen, same_T
+from pipeproof.reference.contribution import Contribution
+
+_UNSEEN = "no router was seen to choose, as where torch.compile or a kernel of its own does"
+_UNORDERED = "for tokens in parts, whose order does not show"
+_Calls = Sequence[Mapping[str, Sequence[Route]]]  # of a stage, by the reference's router
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What every rank's routers chose; ``untold``: why that of some is not compared, in words."""
+
+    ranks: Mapping[int, Mapping[Routed, Sequence[Route]]] = field(default_factory=dict)
+    untold: str = ""
+
+    @staticmethod
+    def of(found: Assembled, made: Sequence[Contribution]) -> "Routing":
+        """It, of the ranks that were ``found``; ``made``: what the reference has of each microbatch."""
+        ranks: dict[int, dict[Routed, Sequence[Route]]] = {}
+        untold: list[str] = []
+        for stage in found.stages:
+            routers = [name for name in made[0].choices if _stage_of(name, found.owner) == stage.index]
+            for rank, routes, parts in _bundles(stage, found, made[0].choices, routers):
+                share = found.made[rank].share or range(len(made))
+                calls, why = _calls(routes, routers, [made[m] for m in share], parts)
+                untold += [f"{why} on rank {rank}"] if why else []
+                for m, call in zip(_order(calls, share, made), calls, strict=True):
+                    own = {Routed(stage.index, name, m): chosen for name, chosen in call.items()}
+                    ranks.setdefault(rank, {}).update(own)
+        if not any(one.choices for one in made):
+            untold = ["the reference's modules of these names call no topk, argmax or max in their forward"]
+        return Routing(ranks, untold[0] if untold else "")
+
+    def told(self, microbatches: int) -> tuple[dict[str, Chosen], ...]:
+        """By microbatch, what each router chose on the first rank that has it."""
+        found: tuple[dict[str, Chosen], ...] = tuple({} for _ in range(microbatches))
+        for routes in (self.ranks[rank] for rank in sorted(self.ranks)):
+            for at, every in routes.items():
+                found[at.microbatch].setdefault(at.router, [one.chosen_TK for one in every])
+        return found
+
+    def differs(self, made: Sequence[Contribution]) -> bool:
+        """Whether any router chose otherwise than in ``made``."""
+        return any(
+            not seen.equal(choice.chosen_TK.cpu())
+            for one, told in zip(made, self.told(len(made)), strict=True)
+            for name, every in told.items()
+            for seen, choice in zip(every, one.choices[name], strict=True)
+        )
+
+
+UNROUTED = Routing()  # of ranks whose routers nobody looks at
+
+
+def _stage_of(router: str, owner: Mapping[str, int]) -> int | None:
+    """The stage that has it: that of its parameters, or else of those beside it."""
+    within = router
+    while within:
+        held = [stage for name, stage in owner.items() if name.startswith(f"{within}.")]
+        if held:
+            return held[0]
+        within = within.rpartition(".")[0]
+    return next(iter(owner.values()), None)
+
+
+def _bundles(
+    stage: Stage, found: Assembled, choices: Choices, routers: Sequence[str]
+) -> Iterator[tuple[int, Routes, int]]:
+    """What the routers of a stage chose, rank by rank; of ranks that have parts of the same tokens, all on the first.
+
+    Each with in how many parts it came.
+    """
+    members = stage.part.members or ((stage.rank, stage.part),)
+    together: dict[tuple[int, ...] | None, list[tuple[int, Routes]]] = {}
+    for rank, part in members if routers else ():
+        together.setdefault(found.made[rank].share, []).append((rank, part.routes))
+    for bundle in together.values():
+        every = [routes for _, routes in bundle]
+        tokens = [len(next(iter(routes.values()))[0].chosen_TK) if routes else 0 for routes in every]
+        counts = {tuple(len(one) for one in routes.values()) for routes in every}
+        whole = len(choices[routers[0]][0].own_TK)
+        if len(bundle) > 1 and len(counts) == 1 and len({*tokens}) == 1 and sum(tokens) == whole:
+            yield bundle[0][0], joined(every), len(bundle)
+        else:
+            yield from ((rank, routes, 1) for rank, routes in bundle)
+
+
+def _calls(seen: Routes, routers: Sequence[str], made: Sequence[Contribution], parts: int) -> tuple[_Calls, str]:
+    """What a stage's routers chose, call by call; none where that is not like what was ``made``, and why in words."""
+    if not seen:
+        return [], _UNSEEN
+    if len(seen) != len(routers):
+        return [], f"{some(len(seen), 'router')} chose where the reference has {', '.join(routers)}"
+    calls: list[dict[str, Sequence[Route]]] = [{} for _ in made]
+    for name, (local, routes) in zip(routers, seen.items(), strict=True):
+        each = len(made[0].choices[name])
+        if len(routes) != each * len(made):
+            times = f"{some(len(routes), 'time')} in {some(len(made), 'microbatch')}"
+            return [], f"{local or name} chose {times}, and the reference's {name} {some(each, 'time')} in each"
+        for number, (call, one) in enumerate(zip(calls, made, strict=True)):
+            own, due = routes[number * each :][:each], one.choices[name]
+            unlike = next(filter(None, map(_unlike, own, due)), "")
+            arranged = None if unlike else in_order(own, due, parts=parts)
+            if arranged is None:
+                return [], f"{local or name} chose {unlike or _UNORDERED}"
+            call[name] = arranged
+    return calls, ""
+
+
+def _unlike(route: Route, choice: Choice) -> str:
+    """What keeps a choice from being compared, in words; empty where nothing does."""
+    seen_TK = route.chosen_TK
+    if seen_TK.shape != choice.chosen_TK.shape:
+        seen, due = (f"{k} for each of {t}" for t, k in (seen_TK.shape, choice.chosen_TK.shape))
+        return f"{seen} tokens, and the reference {due}"
+    largest, experts = int(seen_TK.max()), choice.scores_TE.shape[-1]
+    return f"number {largest}, and the reference among {experts}" if largest >= experts else ""
+
+
+def _order(calls: _Calls, share: Sequence[int], made: Sequence[Contribution]) -> Sequence[int]:
+    """The microbatch of each of ``calls``: as they come, unless they are more like the reference in another order."""
+    if not calls or all(_alike(call, made[m]) == 1.0 for call, m in zip(calls, share, strict=True)):
+        return [*share][: len(calls)]
+    likest = [
+        max(share, key=lambda m: (_alike(call, made[m]), m == own)) for call, own in zip(calls, share, strict=True)
+    ]
+    return likest if sorted(likest) == sorted(share) else share
+
+
+def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
+    """The part of tokens for which the same is chosen."""
+    return min(_parts(call, made), default=1.0)
+
+
+def _parts(call: Mapping[str, Sequence[Route]], made: Contribution) -> Iterator[float]:
+    for name, routes in call.items():
+        for route, choice in zip(routes, made.choices[name], strict=True):
+            fits = not _unlike(route, choice)
+            yield float(same_T(route.chosen_TK, choice.own_TK.cpu()).double().mean()) if fits else 0.0
