@@ -15,6 +15,8 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
+pytestmark = pytest.mark.long
+
 RANKS, WIDTH, LAYERS, MICROBATCHES, ROWS = 8, 2048, 4, 4, 16
 STAGE = LAYERS * WIDTH * WIDTH * 4  # bytes: 64 MB
 ROOM = 6 * STAGE  # of which a step alone takes more than four: weights, gradients, what a backward and its threads need

@@ -15,6 +15,8 @@ from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
 from tests.support.sweeps import SWEEP
 
+pytestmark = pytest.mark.long
+
 COUNT, RANKS = 4, 3
 
 

@@ -25,6 +25,8 @@ from tests.support.racy_1f1b import HANGS, RACES, ReadsEarly, WaitsForItsSends, 
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.sweeps import sampled, some
 
+pytestmark = pytest.mark.long
+
 RANKS = 3
 
 
@@ -51,7 +53,6 @@ def small(name: str) -> Case:
     return Case.parse(f"{name} r2 s{count} m4 split={','.join('1' * count)} model=mlp")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(FAMILIES, 3))
 def test_our_schedules_are_right_to_the_bit_with_tags_and_in_order(name: str, simulated: World) -> None:
     for simulated.seed, simulated.transport in enumerate((Transport.UNLIMITED, Transport.PAIR)):
@@ -59,7 +60,6 @@ def test_our_schedules_are_right_to_the_bit_with_tags_and_in_order(name: str, si
         assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", TORCH_CLASSES)
 def test_torchs_schedules_are_right_with_tags_and_in_order_in_every_interleaving(name: str, simulated: World) -> None:
     case = replace(small(name), runtime="torch", options=("unscaled",), plan=("train",))
@@ -94,7 +94,6 @@ def test_a_primitive_is_right_on_simulated_ranks(primitive: str, simulated: Worl
         assert verdict.verdict == "pass", str(verdict)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("step", [by_hand(OneFOneB), by_torch], ids=["by_hand", "by_torch"])
 def test_a_foreign_step_has_the_verdict_that_it_has_on_real_ranks(step: Any, simulated: World, world: World) -> None:
     real = judged(world, step)
@@ -135,7 +134,6 @@ def test_a_deadlock_is_told_with_the_lines(runtime: type[OneFOneB], simulated: W
     assert "can never go on at racy_1f1b.py:" in str(verdict)
 
 
-@pytest.mark.long
 def test_right_code_has_no_race_under_any_of_twenty_seeds(simulated: World) -> None:
     for simulated.seed in range(20):
         verdict = judged(simulated, by_torch if simulated.seed % 4 == 0 else by_hand(OneFOneB))
@@ -150,7 +148,6 @@ def test_of_a_right_step_one_interleaving_is_all(step: Any, simulated: World) ->
     assert told(simulated.explorations) == "interleavings that differ: 1 ran, of 1 case; there are no more"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("runtime", RACES, ids=lambda runtime: runtime.__name__)
 def test_a_race_needs_no_luck(runtime: type[OneFOneB], simulated: World) -> None:
     simulated.most = 50

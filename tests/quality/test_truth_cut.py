@@ -7,6 +7,8 @@ from truth_cut import FAULTS, RIGHT, Cut, cuts
 from pipeproof.judging.cause import KINDS
 from pipeproof.worlds.world import World
 
+pytestmark = pytest.mark.long
+
 
 def test_every_fault_has_a_truth() -> None:
     every = list(cuts())

@@ -7,6 +7,8 @@ import pytest
 
 from pipeproof.commands.cli import main
 
+pytestmark = pytest.mark.long
+
 LOST = "naive r2 s2 m1 split=1,1 model=mlp plan=train specimen=message-lost seed=0"
 RIGHT = ["--schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--layers", "2", "--model", "mlp"]
 SIMULATED = ["--world", "simulated"]

@@ -17,6 +17,8 @@ from pipeproof.records.cut_inside import cut_by_hand
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
+pytestmark = pytest.mark.long
+
 WIDTH, ROWS = 8, 6
 LOSS = nn.functional.mse_loss
 

@@ -30,6 +30,8 @@ from tests.support.sharded_chain import (
 )
 from tests.support.sweeps import sampled, some
 
+pytestmark = pytest.mark.long
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

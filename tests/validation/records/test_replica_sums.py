@@ -26,6 +26,8 @@ from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
+pytestmark = pytest.mark.long
+
 WIDTH, ROWS, COUNT, STAGES = 8, 4, 3, 2
 LOSS = nn.functional.mse_loss
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
