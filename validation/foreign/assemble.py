@@ -12,6 +12,7 @@ from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.buffers import in_turn, named_buffers
 from pipeproof.foreign.call_matching import Which, every_call
 from pipeproof.foreign.crossings import passed
+from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.kept import kept
 from pipeproof.foreign.matching import match, with_copies
 from pipeproof.foreign.rank import Part, RankMade
@@ -67,7 +68,7 @@ class Assembled:
             names = {k: name for (at, k), name in found.names.items() if at == number}
             unmatched = {k: why for (at, k), why in found.unmatched.items() if at == number}
             stages.append(Stage(number, rank, self._whole(part, names), names, unmatched, chunk))
-        return in_order(stages, [*self._parameters], lambda: self._several)
+        return in_order(stages, [*self._parameters], lambda: self._several, _feeds)
 
     def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
         """``part``, with shards put together as the whole parameters that the model has under ``names``."""
@@ -354,6 +355,11 @@ class Assembled:
                 yield (stage.index, name), value
             elif content is not None and not stage.part.later:
                 yield (stage.index, name), self._by_content[content]
+
+
+def _feeds(one: Stage, other: Stage) -> bool:
+    """Whether a stage's calls were given what another's made."""
+    return Flow.of(one.part.calls or ()).feeds(Flow.of(other.part.calls or ()))
 
 
 def _differs(seen: Tensor | None, due: Tensor, at: Shard) -> bool:

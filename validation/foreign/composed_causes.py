@@ -1,15 +1,43 @@
 """The causes that a chain shows, and those that ranks found in their own gradients and weights, put together."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.loss_scale import clipped_late
+from pipeproof.foreign.chain import Chain
 from pipeproof.judging.cause import Cause
 from pipeproof.observers.observed import INPUT, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, MADE, RECEIVED
 
+_NOT_RUN = "the stage did not run it, or not with gradients"
 _OF_SCALE = frozenset({"not-unscaled", "unscaled-twice", "scales-differ", "unscaled-after-norm"})
+
+
+def of_calls(chain: Chain) -> list[Cause]:
+    """The microbatches that no stage of ``chain`` ran, and those that every one ran several times."""
+    lost = set[int].intersection(*(set(order.left) for order in chain.orders.values()))
+    found = [Cause("dropped", microbatches=tuple(sorted(lost)), detail="no stage ran it")] if lost else []
+    times = [Counter(order.numbers) for order in chain.orders.values()]
+    again = tuple(m for m in range(chain.microbatches) if all(one[m] > 1 for one in times))
+    more = any(len(order.numbers) > chain.microbatches for order in chain.orders.values())
+    return (
+        [*found, Cause("doubled", microbatches=again, detail="every stage ran it again")] if again and more else found
+    )
+
+
+def with_lost(causes: Sequence[Cause], chain: Chain) -> list[Cause]:
+    """``causes``, and the microbatches that others ran, and a stage did not of which nothing else is known."""
+    known = {stage for cause in causes for stage in (cause.stage, *cause.stages)}
+    never = {m for cause in causes if cause.stage is None for m in cause.microbatches}
+    found = list(causes)
+    for stage, order in chain.orders.items():
+        lost = tuple(m for m in order.left if m not in never)
+        if lost and stage not in known and len(order.numbers) < chain.microbatches:
+            rank = chain.stages[stage].rank
+            found.append(Cause("dropped", rank=rank, stage=stage, microbatches=lost, detail=_NOT_RUN))
+    return found
 
 
 def with_own(shown: Sequence[Cause], own: Sequence[Cause], evidence: Evidence) -> list[Cause]:

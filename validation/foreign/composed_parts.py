@@ -14,7 +14,7 @@ from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import AgainstItself
-from pipeproof.foreign.composed_causes import on_the_wire, repeated, with_own
+from pipeproof.foreign.composed_causes import of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.part_sums import Wrong
@@ -313,11 +313,12 @@ class Whole:
         )
         others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
         found = sought(verdict, lambda: explained(evidence)) if others else verdict
-        shown = [*self._never_run, *map(self._as_seen, found.cause)]
+        shown = with_lost([*of_calls(self.chain), *map(self._as_seen, found.cause)], self.chain)
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
         causes = with_own(shown, told, evidence)
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
-        return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
+        ruled_out = tuple(one for one in found.ruled_out if not ("dropped" in one.kinds and "microbatches" in others))
+        return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided), ruled_out=ruled_out)
 
     @property
     def _scale(self) -> LossScale | None:
@@ -325,12 +326,6 @@ class Whole:
         scale = self.parts[self.chain.stages[self.chain.last].rank].scale
         skips = self.by.factor(self._expected.norm or 0.0) is None
         return None if scale is None else replace(scale, skips=skips)
-
-    @property
-    def _never_run(self) -> list[Cause]:
-        """The microbatches that no stage ran."""
-        lost = set[int].intersection(*(set(order.left) for order in self.chain.orders.values()))
-        return [Cause("dropped", microbatches=tuple(sorted(lost)), detail="no stage ran it")] if lost else []
 
     def _as_seen(self, cause: Cause) -> Cause:
         """``cause``, with what was seen of its stage."""

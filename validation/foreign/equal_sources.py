@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 
@@ -13,24 +14,39 @@ Output = tuple[int, int]
 _MOST = 256  # ways that are tried
 
 
+@dataclass(frozen=True)
+class Wired:
+    """Where inputs come from; ``unsure`` are those of which only what flowed back tells it, with what they may be.
+
+    If gradients went to the wrong stages, that is so as well.
+    """
+
+    sources: dict[Input, tuple[int | None, int]]
+    unsure: Mapping[Input, Sequence[Output]]
+
+
 def by_what_flowed(
     stages: Mapping[int, StageSeen],
     found: Mapping[Input, tuple[int | None, int]],
     among: Mapping[Input, Sequence[Output]],
-) -> dict[Input, tuple[int | None, int]]:
-    """``found``, the sources of inputs, or the nearest to it by which all sums of what flowed back hold.
+) -> Wired:
+    """The way of ``found``, or where by that one a sum of what flowed back does not hold, one by which all do.
 
     ``among``: the equal outputs that an input may be, what was found first. Where no way fits, or too many are to be
     tried, it is what was found.
     """
     concerned = {output for those in among.values() for output in those}
-    if math.prod(map(len, among.values())) > _MOST:
-        return dict(found)
-    for chosen in product(*among.values()):
+
+    def holds(chosen: Sequence[Output]) -> bool:
         wired = {**found, **dict(zip(among, chosen, strict=True))}
-        if all(_holds(stages, one, [at for at, source in wired.items() if source == one]) for one in concerned):
-            return wired
-    return dict(found)
+        every = ((one, [at for at, source in wired.items() if source == one]) for one in concerned)
+        return all(_holds(stages, *one) for one in every)
+
+    ways = list(product(*among.values())) if math.prod(map(len, among.values())) <= _MOST else []
+    if not ways or holds(ways[0]) or not (holding := [way for way in ways[1:] if holds(way)]):
+        return Wired(dict(found), {})
+    told = [at for k, at in enumerate(among) if len({way[k] for way in holding}) == 1 and holding[0][k] != ways[0][k]]
+    return Wired({**found, **dict(zip(among, holding[0], strict=True))}, {at: among[at] for at in told})
 
 
 def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Input]) -> bool:

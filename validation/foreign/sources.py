@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from pipeproof.foreign.equal_sources import by_what_flowed
+from pipeproof.foreign.equal_sources import Wired, by_what_flowed
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.sketch import Sketch
@@ -22,9 +22,18 @@ class Sources:
     def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
         self.stages, self.data = stages, data
 
-    @cached_property
+    @property
     def of_inputs(self) -> dict[tuple[int, int], Source]:
         """Where each stage's inputs come from, by their numbers, as far as that is known."""
+        return self._wired.sources
+
+    @property
+    def unsure(self) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
+        """The inputs that may be any of several equal outputs, with these, where only what flowed back tells which."""
+        return self._wired.unsure
+
+    @cached_property
+    def _wired(self) -> Wired:
         found: dict[tuple[int, int], Source] = {}
         for source_of in (self._as_sent, self._of_its_form):  # what came as it was sent leaves less to guess from
             for stage, number in self.places_in:
@@ -32,21 +41,26 @@ class Sources:
                     continue
                 if (source := source_of(stage, number, set(found.values()))) is not None:
                     found[stage, number] = self._first_of(source)
-        found = by_what_flowed(self.stages, found, self._equal(found))
+        wired = by_what_flowed(self.stages, found, self._equal(found))
+        found = wired.sources
         for stage, at in self._unreceived(found):
             if (due := self._due_at(stage, at, found)) is not None:
                 found[stage + 1, due] = stage, at
-        return found
+        return wired
 
     def _equal(self, sources: Mapping[tuple[int, int], Source]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """Of inputs that gradients flow through, and that may be any of several equal outputs: these, its own first."""
+        """Of inputs that gradients flow through, and that may be of several stages, which put out equal tensors: all.
+
+        What was found comes first. Of one stage's outputs, inputs are in their order.
+        """
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for (stage, number), source in sources.items():
             votes = self._votes(stage, number)
             if not votes[source] or not self._flows(stage, number):
                 continue
             equal = [source, *(self._first_of(one) for one, count in votes.items() if count == votes[source])]
-            those = list(dict.fromkeys((of, at) for of, at in equal if of is not None))
+            others = {(of, at): None for of, at in equal if of is not None and (of != source[0] or at == source[1])}
+            those = list(others)
             if source[0] is not None and len(those) > 1:
                 found[stage, number] = those
         return found

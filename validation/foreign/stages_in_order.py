@@ -30,12 +30,16 @@ class Stage:
         return frozenset(self.names.values())
 
 
+Feeds = Callable[[Stage, Stage], bool]
+
+
 def in_order(
-    stages: Sequence[Stage], names: Sequence[str], several: Callable[[], Collection[str]]
+    stages: Sequence[Stage], names: Sequence[str], several: Callable[[], Collection[str]], feeds: Feeds
 ) -> tuple[Stage, ...]:
     """As the model has them, by what only they hold; one all of which others hold too comes by its turn.
 
-    A parameter that is used in ``several`` places is one that others hold too, even where they hold the same.
+    A parameter that is used in ``several`` places is one that others hold too, even where they hold the same. One that
+    holds nothing comes where one ``feeds`` it, or it feeds one, and else last.
     """
     order = {name: number for number, name in enumerate(names)}
     holders: dict[str, list[frozenset[str]]] = {}
@@ -48,6 +52,12 @@ def in_order(
     first = {id(one): min((order[name] for name in one.held - shared), default=None) for one in stages}
     told = sorted((one for one in stages if first[id(one)] is not None), key=lambda one: (first[id(one)], one.rank))
     for stage in sorted((one for one in stages if first[id(one)] is None), key=lambda one: one.turn):
-        at = max((k for k, other in enumerate(told, start=1) if stage.held and other.turn < stage.turn), default=0)
-        told.insert(at if stage.held else len(told), stage)
+        at = max((k for k, other in enumerate(told, start=1) if other.turn < stage.turn), default=0)
+        told.insert(at if stage.held else _by_flow(stage, told, feeds), stage)
     return tuple(replace(one, index=index) for index, one in enumerate(told))
+
+
+def _by_flow(stage: Stage, told: Sequence[Stage], feeds: Feeds) -> int:
+    """Where a stage comes among those that are ``told``, by what it was given and by what it gave."""
+    before = [k for k, other in enumerate(told, start=1) if feeds(other, stage)]
+    return max(before) if before else min((k for k, one in enumerate(told) if feeds(stage, one)), default=len(told))

@@ -9,6 +9,7 @@ from pipeproof.foreign.sources import TARGETS, Source, is_target
 from pipeproof.judging.ledger import Ledger
 
 _LAW = "boundaries"
+_UNSURE = ", and what flowed back alone tells which of them it was: check a later step, in which they differ"
 
 
 def enter_wiring(chain: Chain, ledger: Ledger) -> None:
@@ -34,6 +35,9 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
     for one in data:
         if one not in instead:
             ledger.remark(_LAW, f"{_name(one)} went to no stage")
+    for (stage, number), those in chain.sources.unsure.items():
+        equal = " and ".join(place_of(one) for one in those)
+        ledger.doubt(_LAW, f"input {number} of stage {stage} is equal to {equal}{_UNSURE}")
     for told in _exchanged(chain):
         ledger.remark(_LAW, told)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.composed import AgainstItself
+from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import renamed
 from pipeproof.foreign.rank import Order, Origin, parameters_of
@@ -20,7 +21,7 @@ from pipeproof.observers.shards import InShards, held_here
 from pipeproof.observers.watching import Watcher, watching
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.rank_part import AdapterNames
-from pipeproof.records.stage_numbers import Flow, Modules, stage_numbers, told_by
+from pipeproof.records.stage_numbers import Modules, stage_numbers, told_by
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
 from pipeproof.worlds.side_store import exchange

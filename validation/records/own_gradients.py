@@ -24,6 +24,7 @@ from pipeproof.records.shares import StageShares
 from pipeproof.records.way import Way
 
 Gradients = Mapping[str, Tensor | None]
+_UNREACHED = " has parameters to be trained, and none of its calls gives one a gradient: is its graph cut inside?"
 _NO_MORE = (
     "gradients of replicas are no multiple of their sum, nor what a rank has alone, nor more by those of the step "
     "before: no other cause was sought there"
@@ -62,6 +63,9 @@ class OwnGradients:
         names = self._comparable(stage)
         if not stage.closed:
             return part
+        wanting = [name for name, one in stage.model.named_parameters() if one.requires_grad]
+        if wanting and stage.unreached == wanting:
+            self.ledger.remark("presence", f"stage {stage.stage}{_UNREACHED}")
         allowed = AllowedOf(FP32, stage, names, self.replicas.floor, self.replicas.apart, seen, due)
         before = len(self.ledger.mismatches)
         wanted = Due("train", (), (), gradients={name: due[name] for name in names})

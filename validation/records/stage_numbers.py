@@ -3,17 +3,16 @@
 Names and calls are of one rank's modules, in the order in which it handed them back.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import permutations
-from typing import Self
 
 from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.observers.calls import Call
-from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Action, Kind
 
 _UNKNOWN = (
@@ -22,50 +21,6 @@ _UNKNOWN = (
 )
 _AS_PASSED = "stages are in the order in which tensors passed them: with a build= of Composed, that is compared, too"
 _NO_NAMES = "they have no parameters; let a module with parameters be a part of each stage"
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Digests of what passed a module: what ``came`` in and what was ``returned`` to its outputs, by call.
-
-    ``gave``: all that it put out. ``handed``: all that flowed on from its inputs.
-    """
-
-    came: Sequence[frozenset[bytes]] = ()
-    returned: Sequence[frozenset[bytes]] = ()
-    gave: frozenset[bytes] = frozenset()
-    handed: frozenset[bytes] = frozenset()
-
-    @classmethod
-    def of(cls, calls: Sequence[Call]) -> Self:
-        """That of these calls; zeros are anybody's."""
-        return cls(
-            [_contents(call.inputs) for call in calls],
-            [_contents(call.output_gradients.values()) for call in calls],
-            _contents(one for call in calls for one in call.outputs),
-            _contents(one for call in calls for one in call.input_gradients.values()),
-        )
-
-    def with_another(self, other: Self) -> Self:
-        """The two together, of one stage on several ranks."""
-        both = [*self.came, *other.came], [*self.returned, *other.returned]
-        return replace(
-            self, came=both[0], returned=both[1], gave=self.gave | other.gave, handed=self.handed | other.handed
-        )
-
-    def given_to(self, other: Self) -> int:
-        """How often ``other`` was called on what this gave, and this was sent back what ``other`` handed on."""
-        forward = sum(bool(one & self.gave) for one in other.came)
-        return forward + sum(bool(one & other.handed) for one in self.returned)
-
-    def feeds(self, other: Self) -> bool:
-        """Whether most of what passed between the two went from this to ``other``: a wrong message is no way."""
-        votes = self.given_to(other)
-        return 2 * votes >= max(1, len(other.came)) and votes > other.given_to(self)
-
-
-def _contents(those: Iterable[Sketch]) -> frozenset[bytes]:
-    return frozenset(digest for one in those if one.norm for digest in (one.digest, *one.said))
 
 
 @dataclass(frozen=True)
@@ -115,16 +70,22 @@ def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> li
     known = {*whole}
     found = dict[frozenset[str], Stage]()
     strangers = list[frozenset[str]]()
+    flows = dict[int, Flow]()
     for rank, one in enumerate(every):
-        for chunk, held in enumerate(one.names):
+        for chunk, (held, flow) in enumerate(zip(one.names, one.flows or [Flow()] * len(one.names), strict=True)):
             own = held & known
+            flows.setdefault(found[own].index if own in found else len(found), flow)
             strangers += [] if own else [held]
             found.setdefault(own, Stage(len(found), rank, Part((), ()), dict(enumerate(sorted(own))), {}, chunk))
     if len(strangers) > 1:
         names = sorted(strangers[0] | strangers[1])
         why = f"the model of build= does not have {names[0]}: say its name there, by names=" if names else _NO_NAMES
         raise HandBackError(f"{step} handed back several modules whose place nothing tells: {why}")
-    index = {stage.held: stage.index for stage in in_order([*found.values()], [*whole], frozenset)}
+
+    def fed(one: Stage, other: Stage) -> bool:
+        return flows[one.index].feeds(flows[other.index])
+
+    index = {stage.held: stage.index for stage in in_order([*found.values()], [*whole], frozenset, fed)}
     return [[index[held & known] for held in one.names] for one in every]
 
 

@@ -316,3 +316,12 @@ def test_what_a_stage_passed_on_as_it_came_is_not_where_it_came_from() -> None:
     seen = wrong_inputs(streamed([torch.ones(4, 8)] * MICROBATCHES)[1])
     assert [at for at, _ in seen] == ["1F0", "1F1", "1F2", "1F3"]
     assert all("no microbatch's" in what for _, what in seen), seen
+
+
+def test_a_first_stage_without_parameters_has_no_backward_to_run(whitebox: WhiteBox) -> None:
+    def build() -> nn.Sequential:
+        model = model_of(plain_block)
+        model[0], model[1] = nn.Tanh(), nn.Tanh()
+        return model
+
+    passes(judged(whitebox, step, build))

@@ -34,12 +34,28 @@ def verdict_of(first: int, *, equal: bool = False, **job: float) -> Verdict:
     return checked(Job(stages, route={2: [(first, 0), (1 - first, 0)]}, **job))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("apart", [{}, {0: 1}], ids=["together", "apart"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_equal_tensors_are_told_apart_by_what_flows_back(first: int, apart: dict[int, int], equal: bool) -> None:
-    verdict = verdict_of(first, equal=equal, apart=apart)  # type: ignore[arg-type]
+def test_equal_tensors_with_equal_gradients_are_whichever_they_are(first: int, apart: dict[int, int]) -> None:
+    verdict = verdict_of(first, equal=True, apart=apart)  # type: ignore[arg-type]
     assert verdict.verdict == "pass", str(verdict)
+
+
+@pytest.mark.parametrize("apart", [{}, {0: 1}], ids=["together", "apart"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_where_only_what_flows_back_tells_equal_tensors_apart_that_is_said(first: int, apart: dict[int, int]) -> None:
+    verdict = verdict_of(first, apart=apart)  # type: ignore[arg-type]
+    assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"], str(verdict)
+    assert verdict.verdict == "unknown"
+    assert "of stage 2 is equal to output 0 of stage" in verdict.law("boundaries").note
+    assert "check a later step, in which they differ" in verdict.law("boundaries").note
+
+
+def test_equal_outputs_of_one_stage_come_in_their_order() -> None:
+    stages = [*layers(lambda x: (torch.tanh(x), torch.tanh(x))), Layer(twice_the_first)]
+    stages[1].layer = nn.Identity()  # type: ignore[union-attr]
+    assert checked(Job(stages)).verdict == "pass"
+    assert checked(Job(stages, route={1: [(0, 1), (0, 0)]})).verdict == "fail", "as if what flowed were exchanged"
 
 
 def test_where_no_way_fits_what_flowed_back_is_wrong() -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.observers.calls import Call
 from pipeproof.pipeline.action import Action
-from pipeproof.records.stage_numbers import Flow, Modules, stage_numbers, told_by
+from pipeproof.records.stage_numbers import Modules, stage_numbers, told_by
 
 WHOLE = ["words", "a", "b", "c", "head"]
 V_SHAPED = [Modules([frozenset({"words"}), frozenset({"c", "head"})]), Modules([frozenset({"a"}), frozenset({"b"})])]
@@ -76,6 +77,17 @@ def test_where_names_are_not_known_tensors_tell_the_order(flows: list[list[Flow]
     assert found.stages == stages
     in_turn = [[0], [1], [2]]
     assert ("with a build=" in found.note) == (stages != in_turn), "it is said where another order would be as good"
+
+
+@pytest.mark.parametrize("bare", [0, 1, 2])
+def test_a_stage_without_parameters_is_where_tensors_passed_it(bare: int) -> None:
+    flows = [FIRST, passed("AB", "AB"), passed("AB", "CD")]  # the second gives what it is given
+    names = iter([frozenset({"a"}), frozenset({"b"})])
+    every = [Modules([frozenset() if at == bare else next(names)], [flow]) for at, flow in enumerate(flows)]
+    if bare != 1:
+        every[1] = replace(every[1], flows=[SECOND])
+        every[2] = replace(every[2], flows=[THIRD])
+    assert numbers(every, Replicas.along(3, 4), WHOLE) == [[0], [1], [2]]
 
 
 def test_where_nothing_tells_that_is_said_with_the_cure() -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
-from tests.support.pipeline_here import DATA, MSE, Job, layers
+from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 
 def named(stage: int, name: str) -> str:
@@ -50,3 +50,40 @@ def test_microbatches_with_the_same_inputs_in_another_order_are_refused_and_pass
             check.gradients()
         assert check.verdict.verdict == outcome, str(check.verdict)
     assert "microbatches 0, 1, 2 have the same inputs and other targets" in str(check.verdict)
+
+
+def test_a_stage_that_no_gradient_comes_to_is_pointed_out() -> None:
+    told = "stage 0 has parameters to be trained, and none of its calls gives one a gradient: is its graph cut inside?"
+    verdict = checked(Job(layers(torch.Tensor.detach, torch.tanh)))
+    assert (verdict.verdict, verdict.law("presence").note) == ("pass", told), str(verdict)
+    assert told not in str(checked(Job(layers(torch.sin, torch.tanh))))
+
+
+class Unseen(nn.Module):
+    """Runs its second call without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.set_grad_enabled(self.calls != 2):
+            found: Tensor = super().__call__(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def test_a_microbatch_that_a_stage_ran_without_gradients_is_dropped_there() -> None:
+    verdict = checked(Job([Unseen(), *layers(torch.tanh)]))
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 0, 0, (1,)), str(verdict)
+    assert not any("dropped" in one.kinds for one in verdict.ruled_out), "sums of what ran say nothing of what did not"
+
+
+def test_a_microbatch_that_all_stages_ran_again_is_doubled() -> None:
+    verdict = checked(Job(layers(torch.tanh, torch.sin), [*DATA, DATA[0]]), given=DATA, loss_divisor=4)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", None, (0,)), str(verdict)
