@@ -21,6 +21,7 @@ from pipeproof.observers.shards import Bounds
 
 SHARES = 8
 _PRIME = (1 << 31) - 1
+_FIRST = torch.zeros(1, dtype=torch.int64, device="cpu")  # the number of the first row
 _FORM = struct.Struct(f"<{LANES}I")
 
 
@@ -45,7 +46,10 @@ class _Rows:
 
     def of_table(self, table: Tensor, each: int) -> Tensor:
         """The columns (N, C) of a ``table`` that has ``each`` of them for every element of a row."""
-        whole = table[:, : math.prod(self.full) * each].view(len(table), *self.full, each)
+        count = math.prod(self.full) * each
+        if self.part.shape[1] * each == count:
+            return table[:, :count]
+        whole = table[:, :count].view(len(table), *self.full, each)
         return whole[(slice(None), *self.inside)].reshape(len(table), -1)
 
 
@@ -56,16 +60,19 @@ def content_of(tensor: Tensor, shape: Sequence[int], bounds: Bounds) -> bytes:
     multiplied by a random number of its place, and each row by one of its own, in four sums modulo a prime. No sum of a
     row reaches 2^53, so that in fp64 all of them are exact, in whatever order they are made.
     """
-    found = torch.zeros(LANES, dtype=torch.int64, device="cpu")
+    found = [0] * LANES
     for one in _cut(tensor, shape, bounds):
         flat = bits(one.part)
         words = flat if flat.element_size() == 1 else flat.view(torch.int16)
-        each = words.numel() // max(1, one.part.numel())
-        table = one.of_table(keys(words.device), each)
-        sums = torch.cat([part.double() @ table.T for part in rows_of(words, table.shape[1])])
-        lanes = sums.long().remainder(_PRIME) * _factors(one.rows).to(sums.device)
-        found += lanes.remainder(_PRIME).sum(0).cpu()
-    return _FORM.pack(*found.remainder(_PRIME).tolist())
+        table = one.of_table(keys(words.device), words.numel() // one.part.numel())
+        if one.rows.numel() == 1:
+            lanes = [int(a) * b for a, b in zip((table @ words.double()).tolist(), _factor(int(one.rows)), strict=True)]
+        else:
+            sums = torch.cat([part.double() @ table.T for part in rows_of(words, table.shape[1])])
+            moved = sums.long().remainder(_PRIME) * _factors(one.rows).to(sums.device)
+            lanes = moved.remainder(_PRIME).sum(0).tolist()
+        found = [(a + b) % _PRIME for a, b in zip(found, lanes, strict=True)]
+    return _FORM.pack(*found)
 
 
 def shares_of(tensor: Tensor, shape: Sequence[int], bounds: Bounds) -> tuple[float, tuple[float, ...]]:
@@ -77,13 +84,16 @@ def shares_of(tensor: Tensor, shape: Sequence[int], bounds: Bounds) -> tuple[flo
     square, found = 0.0, torch.zeros(SHARES, dtype=torch.float64, device="cpu")
     for one in _cut(tensor, shape, bounds):
         flat = numbers(one.part)
-        each = flat.numel() // max(1, one.part.numel())
-        table = one.of_table(_signs(flat.device), each)
+        table = one.of_table(_signs(flat.device), flat.numel() // one.part.numel())
         for first, part in _counted(rows_of(flat, table.shape[1])):
             wide = part.double()
-            square += float(wide.square().sum())
+            square += float(torch.linalg.vector_norm(wide)) ** 2
+            sums = (wide @ table.T).cpu()
+            if not int(one.rows[0]) and one.rows.numel() == 1:
+                found += sums[0]  # the first row's have neither turns nor other places
+                continue
             turns, places = _turns(one.rows[first : first + len(part)])
-            found += ((wide @ table.T).cpu() * turns).gather(1, places).sum(0)
+            found += (sums * turns).gather(1, places).sum(0)
     return square, tuple((found * math.sqrt(SHARES)).tolist())
 
 
@@ -102,6 +112,9 @@ def _cut(tensor: Tensor, shape: Sequence[int], bounds: Bounds) -> Iterator[_Rows
     if not shape:
         part, shape, bounds = part[None], (1,), ((0, 1),)
     dim, step = _row(shape, max(1, part.element_size() // 2))
+    if part.shape == tuple(shape) and step == shape[dim] and not dim:
+        yield _Rows(part.reshape(1, -1), _FIRST, (), tuple(shape))
+        return
     after = tuple(slice(*bound) for bound in bounds[dim + 1 :])
     before = torch.zeros(1, dtype=torch.int64, device="cpu")
     for (start, stop), length in zip(bounds[:dim], shape[:dim], strict=True):
@@ -131,6 +144,13 @@ def _aligned(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     yield from ((a, b) for a, b in pairwise(cuts) if a < b)
 
 
+@functools.lru_cache(maxsize=64)
+def _factor(row: int) -> list[int]:
+    """As ``_factors``, of one row."""
+    found: list[int] = _factors(torch.tensor([row], device="cpu"))[0].tolist()
+    return found
+
+
 def _factors(rows: Tensor) -> Tensor:
     """The numbers that the sums of these rows are multiplied by (R, 4)."""
     return _drawn(_power(rows), LANES, _PRIME - 1)[rows] + 1
@@ -139,8 +159,9 @@ def _factors(rows: Tensor) -> Tensor:
 def _turns(rows: Tensor) -> tuple[Tensor, Tensor]:
     """For these rows signs (R, 8), and which of a row's sums goes into which share (R, 8): of the first its own."""
     drawn = _drawn(_power(rows), SHARES + 1, 2 * SHARES)[rows]
-    moved = drawn[:, SHARES:] * rows[:, None].sign()
-    return 1 - 2 * (drawn[:, :SHARES] % 2), (torch.arange(SHARES, device="cpu") + moved) % SHARES
+    others = rows[:, None].sign()  # not the first row
+    turns = 1 - 2 * (drawn[:, :SHARES] % 2) * others
+    return turns, (torch.arange(SHARES, device="cpu") + drawn[:, SHARES:] * others) % SHARES
 
 
 def _power(rows: Tensor) -> int:

@@ -288,7 +288,8 @@ def record_run(
     Its ``step`` goes around each step of the loop. Of that is kept: digests of the microbatches, losses, the gradient
     norm, what the optimizer was told, and of each gradient and each updated weight a digest, a norm and eight
     projections: about 250 bytes a parameter, however large it is. ``pipeproof compare`` says at which step two runs
-    part, and by what. Each rank writes ``rank-N.jsonl`` into the folder ``to``.
+    part, and by what. Each rank writes ``rank-N.jsonl`` into the folder ``to``, and what several keep of parts of a
+    parameter adds up to what one keeps of all of it.
 
     modules: this rank's stages by number. A single module is the stage of this rank's number. optimizer: this rank's,
     or several: their learning rates and so on are kept. rename: from a stage's number and a name in it to the name in
