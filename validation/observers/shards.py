@@ -1,9 +1,9 @@
 """Which part of a parameter a rank holds, where it does not hold all of it: told by a DTensor, or by whoever knows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -256,14 +256,14 @@ def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
 
 def untiled(shards: Sequence[Shard]) -> str:
     """What is wrong with ``shards`` as the parts of one whole; empty if each element is in one of them."""
-    for one in shards:
+    for one in (shard for shard in shards if shard.addend[1] > 1):
         missing = set(range(one.addend[1])) - {two.addend[0] for two in shards if two._each == one._each}
         if missing:
             return f"part {one} is a sum of {one.addend[1]}: number {min(missing)} of them is nowhere"
     distinct = list(dict.fromkeys(replace(piece, addend=(0, 1)) for one in shards for piece in one.pieces))
     if len({(len(shard.bounds), shard.flat) for shard in distinct}) > 1:
         return "parts of different dimensions"
-    for one, two in combinations(distinct, 2):
+    for one, two in _neighbours([shard for shard in distinct if shard.count]):
         if one.overlaps(two):
             return f"parts {one} and {two} overlap"
     shape = _shape(distinct)
@@ -273,6 +273,12 @@ def untiled(shards: Sequence[Shard]) -> str:
             return f"part {one} of {list(shape)}: it ends outside"
     held = sum(shard.count for shard in distinct)
     return f"parts {', '.join(map(str, distinct))} of {list(shape)}: not all of it" if held < whole.count else ""
+
+
+def _neighbours(shards: Sequence[Shard]) -> Iterable[tuple[Shard, Shard]]:
+    """All pairs, or, of shards that are cut along one dimension alone, those in which one follows the other."""
+    cut = [dim for dim, ends in enumerate(zip(*(one.bounds for one in shards), strict=True)) if len(set(ends)) > 1]
+    return pairwise(sorted(shards, key=lambda one: one.bounds)) if len(cut) == 1 else combinations(shards, 2)
 
 
 def _shape(shards: Sequence[Shard]) -> tuple[int, ...]:

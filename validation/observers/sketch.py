@@ -2,24 +2,24 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from pipeproof.observers.additive import SHARES, added_digests, content_of, shares_of
 from pipeproof.observers.digest import digest, rows_of
 from pipeproof.observers.elements import bits, has_fp64, is_rounded, numbers, plain
 from pipeproof.observers.likeness import ROUNDED_TO
+from pipeproof.observers.shards import Shard
 
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _DIRECTIONS = 4
 _FEW = 16
 _ROW = 65_521  # signs in a direction
-_SHARES = 8
-_SHORT = 16  # bytes of a digest that is kept for every step of a run
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Sketch:
         distance = self.distance(other)
         if not 0.0 < distance < math.inf:
             return distance
-        filled = self._apart(other)[: max(1, min(_SHARES, math.prod(self.shape)))]
+        filled = self._apart(other)[: max(1, min(SHARES, math.prod(self.shape)))]
         return min(distance, math.sqrt(median(filled)) / other.norm)
 
     def cosine(self, other: "Sketch") -> float | None:
@@ -145,18 +145,31 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     return Sketch(*form, size, tuple(projections), next(iter(narrow), ""), _bits(tensor), said)
 
 
-def brief(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
-    """A sketch without what recognises the tensor in other types or orders; ``known`` as for ``sketch``.
+def brief(tensor: Tensor, *, at: Shard | None = None, known: Sketch | None = None) -> Sketch:
+    """A sketch of which those of parts add up to the whole's, without what recognises it in other types or orders.
 
-    Its directions share the elements: each has its own, so that all of them are made in one pass, and what is odd in
-    one element is odd in one direction alone (a count sketch, as of Charikar, Chen and Farach-Colton).
+    at: where ``tensor`` lies in the whole, of which it is a part. ``known`` as for ``sketch``. The digest is of all
+    bits. What is odd in one element is odd in one projection alone.
     """
-    content = digest(_unsigned(tensor))[:_SHORT]
+    shape = tuple(tensor.shape) if at is None else at.shape
+    assert shape is not None, "a DTensor knows the whole's shape"
+    bounds = tuple((0, length) for length in shape) if at is None else at.bounds
+    content = content_of(tensor, shape, bounds)
     if known is not None and known.digest == content:
         return known
-    flat = _countable(tensor)
-    size, *projections = torch.cat([flat.norm().double()[None], _shares(flat)]).tolist()
-    return Sketch(tuple(tensor.shape), tensor.dtype, content, size, tuple(projections))
+    square, shares = shares_of(tensor, shape, bounds)
+    return Sketch(tuple(tensor.shape), tensor.dtype, content, math.sqrt(square), shares)
+
+
+def added(parts: Sequence[Sketch], shape: tuple[int, ...]) -> Sketch:
+    """The sketch of a whole of this ``shape``, by those of its parts that ``brief`` made."""
+    if len(parts) == 1:
+        return replace(parts[0], shape=shape)
+    norm = math.hypot(*(one.norm for one in parts))
+    projections = tuple(map(sum, zip(*(one.projections for one in parts), strict=True)))
+    return replace(
+        parts[0], shape=shape, digest=added_digests([one.digest for one in parts]), norm=norm, projections=projections
+    )
 
 
 def _countable(tensor: Tensor) -> Tensor:
@@ -200,19 +213,6 @@ def _projections(flat: Tensor) -> Tensor:
     wide = signs.double()
     sums = torch.cat([part.double() @ wide for part in rows_of(flat[:even], _ROW)])
     return found + (sums * _turns(len(sums)).to(flat.device)).sum(0)
-
-
-def _shares(flat: Tensor) -> Tensor:
-    """The sums of the elements with signs, each in one of so many directions (8), long enough to be as projections."""
-    even, rest = flat.numel() // _ROW * _ROW, flat.numel() % _ROW
-    row = flat[even:].double()
-    if even:
-        row, turns, first = nn.functional.pad(row, (0, _ROW - rest)), _turns(even // _ROW)[:, 0].double(), 0
-        for part in rows_of(flat[:even], _ROW):
-            row += turns[first : first + len(part)].to(flat.device) @ part.double()
-            first += len(part)
-    signed = row * _signs(flat.device)[: len(row), 0]
-    return nn.functional.pad(signed, (0, -len(row) % _SHARES)).view(-1, _SHARES).sum(0) * math.sqrt(_SHARES)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ LAWS = (
     "grad-norm",
     "updated-parameters",
 )
+_KEPT_AS = {"initial-weights": "before", "gradient": "gradients", "updated-parameters": "weights"}
 _UNMEASURED = "nothing measured tells whether that is rounding"
 
 
@@ -98,7 +99,9 @@ class _Runs:
         for law in ("microbatches", "loss", "grad-norm"):
             if not any(self.ledger.entered(law, number) for number in numbers):
                 said = [step.mixed[law] for step in steps if law in step.mixed]
-                self.ledger.miss(law, said[0] if said else "not both runs tell it")
+                both = all(_tells_of(law, step) for step in steps)
+                why = "the runs part before it" if both else "not both runs tell it"
+                self.ledger.miss(law, said[0] if said else why)
         self.ledger.forget(["replicas"])
 
     def _due(self, run: KeptRun) -> list[int]:
@@ -173,7 +176,7 @@ class _Runs:
             wanted, one = due.gradients[name], seen.gradients[name]
             nothing = all(found is None or not found.norm for found in (wanted, one))
             same = nothing or (wanted is None) == (one is None)
-            place = self._at("presence", due.number, name)
+            place = self._at("presence", due.number, name, "gradients")
             self.ledger.hold(place, same, one is not None, wanted is not None, what="gradient")
             if wanted is not None and one is not None:
                 self._sketches("gradient", due.number, name, one, wanted)
@@ -181,8 +184,7 @@ class _Runs:
         self.ledger.leave_out("gradient", odd, f"only one of the runs kept them in step {due.number}")
 
     def _replicas(self, seen: KeptStep) -> None:
-        for name, (what, rank) in seen.apart.items():
-            first, _ = self.seen.places[name]
+        for name, (what, rank, first) in seen.apart.items():
             place = Heading.at("replicas", seen.number, parameter=name, rank=rank, beside=first)
             self.ledger.hold(place, False, f"another {what} than rank {first}", "the same")
 
@@ -221,9 +223,12 @@ class _Runs:
     def _stages(self) -> dict[str, int]:
         return {name: stage for name, (_, stage) in self.good.places.items()}
 
-    def _at(self, law: str, number: int, name: str) -> Heading:
+    def _at(self, law: str, number: int, name: str, what: str) -> Heading:
+        """At a parameter: on the first rank that has it, or whose part is farthest off; None where no part tells."""
         rank, stage = self.seen.places[name]
-        return Heading.at(law, number, parameter=name, rank=rank, stage=stage)
+        due, seen = (run.step(number).parts[what][name] for run in (self.good, self.seen))
+        one = rank if len(seen.parts) == 1 else seen.farthest(due)
+        return Heading.at(law, number, parameter=name, rank=one, stage=stage)
 
     def _sketches(
         self, law: str, number: int, name: str, seen: Sketch, due: Sketch, base: tuple[Sketch, Sketch] | None = None
@@ -233,17 +238,19 @@ class _Runs:
         floor = partial(self.allowed, what, number, precision_of(due.dtype))
         # Each element of a weight may be stored one place up or down.
         stored = 2 * precision_of(due.dtype).unit * due.norm if self._measured(number) else 0.0
-        self.ledger.sketches(self._at(law, number, name), seen, due, floor, base=base, stored=stored)
+        self.ledger.sketches(self._at(law, number, name, _KEPT_AS[law]), seen, due, floor, base=base, stored=stored)
 
     def _measured(self, number: int) -> Growth | None:
         """What tells how far rounding goes in a step; None where nothing does."""
         return None if self.growth is None or number > self.growth.last else self.growth
 
     def allowed(self, what: Quantity, number: int, precision: Precision) -> Floor:
-        """What rounding may do; where nobody measured it, nothing is right that differs, and nothing is wrong."""
+        """What rounding may do; where nobody measured it, nothing is right that differs, and what is wrong is rare."""
         growth = self._measured(number)
         if growth is None:
-            return Floor(0.0, 0.0, 0.0, replace(precision, least=0.0), nudged=math.inf)
+            begun = what.law == "initial-weights" and not number  # nothing was computed yet
+            nudged = precision.most / precision.factor if begun else math.inf
+            return Floor(0.0, 0.0, 0.0, replace(precision, least=0.0), nudged=nudged)
         return growth.floor(what, number, precision, parted=number if self.parted is None else self.parted)
 
 
@@ -287,10 +294,6 @@ def _check_parameters(good: KeptRun, other: KeptRun) -> None:
     """Raise ``RecordError`` where two runs do not have the same parameters, of the same shapes."""
     for one, its in ((good, other), (other, good)):
         lost = [name for name in one.parameters if name not in its.parameters]
-        if lost and any(held.part for run in (one, its) for held in run.parameters.values()):
-            raise RecordError(
-                f"{its} has not the part {lost[0]} that {one} has: run both in the same parts, or in none"
-            )
         if lost:
             more = f" and {len(lost) - 1} more" * (len(lost) > 1)
             cure = "give record_run(rename=), which names them as in the whole model"
@@ -307,10 +310,17 @@ def _other_versions(good: KeptRun, seen: KeptRun) -> str:
     return f"computed by {', '.join(odd)}" if odd else ""
 
 
+def _tells_of(law: str, step: KeptStep) -> bool:
+    """Whether anything of this law was told in a step."""
+    if law == "microbatches":
+        return step.microbatches is not None
+    return bool(step.losses) or step.loss is not None if law == "loss" else step.norm is not None
+
+
 def _check_kept(good: KeptRun, due: KeptStep, seen: KeptStep) -> None:
     """Raise ``RecordError`` for steps that were not kept alike."""
-    for name, (what, rank) in due.apart.items():
-        told = f"rank {rank} of {good} has another {what} of {name} than the first that holds it"
+    for name, (what, rank, first) in due.apart.items():
+        told = f"rank {rank} of {good} has another {what} of {name} than rank {first}, which has the same part"
         raise RecordError(
             f"{told} in step {due.number}: keep gradients once they are reduced, or give a run that is right"
         )

@@ -1,15 +1,17 @@
 """A run of many steps as all its ranks kept it: their parts put together, one step at a time."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
 from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
+from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read
+from pipeproof.records.put_together import Part, Whole, wholes
 from pipeproof.records.rank_part import Arrival, run_of, told
 from pipeproof.records.record import RecordError
 from pipeproof.records.run_file import Held, RankFile, RankStep, dtype_of
@@ -39,9 +41,10 @@ class KeptStep:
     gradients: Mapping[str, Sketch | None]
     weights: Mapping[str, Sketch]
     clipped: bool
-    apart: Mapping[str, tuple[str, int]]
+    apart: Mapping[str, tuple[str, int, int]]
     mixed: Mapping[str, str] = field(default_factory=dict)
     computed: Precision = FP32
+    parts: Mapping[str, Mapping[str, Whole]] = field(default_factory=dict)
 
     @cached_property
     def size(self) -> float:
@@ -77,17 +80,14 @@ class KeptRun:
 
     @cached_property
     def parameters(self) -> dict[str, Held]:
-        """All of them, in the order of ranks; parts of one are apart from each other."""
-        return _first([self._named(one) for one in self.files])
+        """All of them, in the order of ranks."""
+        return _first([one.header.parameters for one in self.files])
 
     @cached_property
     def places(self) -> dict[str, tuple[int, int]]:
         """The first rank that holds each parameter, and the stage it is in there."""
-        ranks = [(one.header.rank, self._named(one)) for one in self.files]
+        ranks = [(one.header.rank, one.header.parameters) for one in self.files]
         return _first([{name: (rank, held.stage) for name, held in named.items()} for rank, named in ranks])
-
-    def _named(self, file: RankFile) -> dict[str, Held]:
-        return {f"{name} {held.part}".rstrip(): held for name, held in file.header.parameters.items()}
 
     def _check_ranks(self) -> None:
         ranks, there = self.files[0].header.ranks, [one.header.rank for one in self.files]
@@ -106,10 +106,19 @@ class KeptRun:
                 f"{self} is of {ranks} ranks and lacks {what}: bring the files of all of them into one folder"
             )
         forms: dict[str, Held] = {}
+        shards: dict[str, dict[Shard, None]] = {}
         for one in self.files:
-            for name, held in self._named(one).items():
+            for name, held in one.header.parameters.items():
                 if forms.setdefault(name, held).form != held.form:
                     raise RecordError(f"{self}: ranks hold {name} as {forms[name]} and as {held}; expected one form")
+                shards.setdefault(name, {})[held.shard] = None
+        self._check_parts(shards, "")
+
+    def _check_parts(self, shards: Mapping[str, Iterable[Shard]], what: str) -> None:
+        """Raise ``RecordError`` unless each parameter's ``shards`` are all of it, and nothing of it twice."""
+        for name, parts in shards.items():
+            if (why := untiled(list(parts))) and any(part.count for part in parts):
+                raise RecordError(f"{self}: {what}{name} is in {why}; expected each element on one rank, or in copies")
 
     def _step(self, number: int) -> KeptStep:
         """The step of this number, of all ranks. Raises ``RecordError`` where one of them could not keep it."""
@@ -120,11 +129,16 @@ class KeptRun:
             raise RecordError(f"{self} lacks step {number}, which was not recorded: {told(problems)}")
         data, losses = self._data(number, parts)
         loss, norm = (self._one(what, [getattr(one, what) for one in parts]) for what in ("loss", "norm"))
-        merged = {what: _first([getattr(one, what) for one in parts]) for what in ("before", "gradients", "weights")}
+        self._check_parts(self._lying(parts), f"in step {number} the gradient of ")
+        before, gradients, weights = (
+            wholes([self._placed(file, one, what) for file, one in zip(self.files, parts, strict=True)])
+            for what in ("before", "gradients", "weights")
+        )
         apart = {
-            name: (what, rank)
-            for what, said in (("updated weight", "weights"), ("gradient", "gradients"), ("weight", "before"))
-            for name, rank in reversed(list(self._apart([getattr(one, said) for one in parts])))
+            name: (what, *one.apart)
+            for what, found in (("updated weight", weights), ("gradient", gradients), ("weight", before))
+            for name, one in found.items()
+            if one.apart is not None
         }
         return KeptStep(
             number,
@@ -133,46 +147,61 @@ class KeptRun:
             loss[0],
             norm[0],
             _first([one.options for one in parts]),
-            **merged,
+            before=_known(before),
+            gradients={name: one.sketch for name, one in gradients.items()},
+            weights=_known(weights),
             clipped=any(one.clipped for one in parts),
             apart=apart,
             mixed={law: said for law, (_, said) in (("loss", loss), ("grad-norm", norm)) if said},
             computed=coarsest([precision_of(dtype_of(one.computed)) for one in parts if one.computed]),
+            parts={"before": before, "gradients": gradients, "weights": weights},
         )
 
     def _part(self, file: RankFile, number: int) -> RankStep:
-        """What one rank kept, with all weights that it began with, and parts by names of their own."""
+        """What one rank kept, with all weights that it began with."""
         step, earlier = file.step(number), file.before(number)
         left = {} if earlier is None else earlier.weights
-        by = dict(zip(file.header.parameters, self._named(file), strict=True))
+        return replace(step, before={**left, **step.before})
 
-        def named(found: Mapping[str, Value]) -> dict[str, Value]:
-            return {by[name]: one for name, one in found.items()}
+    def _placed(self, file: RankFile, step: RankStep, what: str) -> dict[str, Part]:
+        lying = step.lying if what == "gradients" else {}
+        parameters, rank = file.header.parameters, file.header.rank
+        found: Mapping[str, Sketch | None] = getattr(step, what)
+        return {name: Part(rank, lying.get(name, parameters[name].shard), one) for name, one in found.items()}
 
-        return replace(
-            step,
-            options=named(step.options),
-            before=named({**left, **step.before}),
-            gradients=named(step.gradients),
-            weights=named(step.weights),
-        )
+    def _lying(self, parts: Sequence[RankStep]) -> dict[str, list[Shard]]:
+        """Where all parts lie of those gradients of which some do not lie as weights do."""
+        names = {name for one in parts for name in one.lying}
+        return {
+            name: [
+                one.lying.get(name, file.header.parameters[name].shard)
+                for file, one in zip(self.files, parts, strict=True)
+                if one.gradients.get(name) is not None
+            ]
+            for name in names
+        }
 
     def _data(self, number: int, parts: Sequence[RankStep]) -> tuple[tuple[str, ...] | None, dict[int, float]]:
         """The microbatches of all replicas, and the losses of each of which one was told."""
         if all(one.microbatches is None for one in parts):
             own = max((one.losses or () for one in parts), key=len)
             return None, dict(enumerate(own))
-        # Who passes a single module has it as a stage of the rank's number, also where that is a replica; and parts of
-        # the same parameters are trained on microbatches of their own.
+        # Who passes a single module has it as a stage of the rank's number, also where that is a replica. Ranks that
+        # have the same parameters and the same microbatches share the work on these, as in tensor parallelism.
         held = [dict.fromkeys(file.header.parameters, 0) for file in self.files]
-        run, problems = run_of([Arrival(of, one.microbatches, "") for of, one in zip(held, parts, strict=True)])
+        alike = [(tuple(of), one.microbatches or rank) for rank, (of, one) in enumerate(zip(held, parts, strict=True))]
+        first = {one: rank for rank, one in reversed(list(enumerate(alike)))}
+        at = {rank: place for place, rank in enumerate(sorted(first.values()))}
+        run, problems = run_of([Arrival(held[rank], parts[rank].microbatches, "") for rank in at])
         if problems:
             raise RecordError(f"step {number} of {self}: {told(problems)}")
+        shares = [run.shares[at[first[one]]] for one in alike]
+        every = range(len(run.microbatches))
         losses = {
             microbatch: loss
-            for share, one in zip(run.shares, parts, strict=True)
-            if one.losses is not None
-            for microbatch, loss in zip(range(len(one.losses)) if share is None else share, one.losses, strict=False)
+            for share, one in zip(shares, parts, strict=True)
+            if one.losses is not None and len(one.losses) == len(every if share is None else share)
+            for microbatch, loss in zip(every if share is None else share, one.losses, strict=True)
         }
         return run.microbatches, losses
 
@@ -183,17 +212,9 @@ class KeptRun:
             return known.pop(), ""
         return None, f"ranks of {self} tell other numbers for the {what}" if known else ""
 
-    def _apart(self, parts: Sequence[Mapping[str, Sketch | None]]) -> Iterator[tuple[str, int]]:
-        """Parameters that a rank has otherwise than the first that has them, and that rank."""
-        first: dict[str, Sketch | None] = {}
-        for file, each in zip(self.files, parts, strict=True):
-            for name, one in each.items():
-                if first.setdefault(name, one) is not one and _content(first[name]) != _content(one):
-                    yield name, file.header.rank
 
-
-def _content(one: Sketch | None) -> bytes:
-    return b"" if one is None else one.digest
+def _known(found: Mapping[str, Whole]) -> dict[str, Sketch]:
+    return {name: one.sketch for name, one in found.items() if one.sketch is not None}
 
 
 def _first(parts: Sequence[Mapping[str, Value]]) -> dict[str, Value]:

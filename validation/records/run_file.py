@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from pipeproof.judging.measured import versions
+from pipeproof.observers.shards import Bounds, Shard
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.records.record import RecordError
 from pipeproof.worlds.output_file import finite
 
-FORMAT, VERSION = "pipeproof/run", 1
+FORMAT, VERSION = "pipeproof/run", 2
 _KEPT = 2  # steps at hand: the one before is asked for, too
 _FORM = struct.Struct("<16s9d")  # the digest, the norm, the projections
 _CURE = "record it again, or leave the run out"
@@ -30,12 +31,15 @@ _CURE = "record it again, or leave the run out"
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter as a rank holds it: its stage, and the shape and type of what it has; ``part``: where that lies."""
+    """A parameter as a rank holds it: its stage, the whole's shape and type, and where the rank's part of it lies.
+
+    ``bounds`` is empty where the rank has all of it.
+    """
 
     stage: int
     shape: tuple[int, ...]
     dtype: str
-    part: str = ""
+    bounds: Bounds = ()
 
     @property
     def form(self) -> tuple[tuple[int, ...], str]:
@@ -47,8 +51,13 @@ class Held:
         """Its type, as torch has it."""
         return dtype_of(self.dtype)
 
+    @property
+    def shard(self) -> Shard:
+        """Where it lies."""
+        return Shard(self.bounds or tuple((0, length) for length in self.shape), self.shape)
+
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{f' at {self.part}' if self.part else ''}"
+        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,10 @@ class RankStep:
     """A step as one rank saw it.
 
     before: weights that are not those which the last step that was kept left; ``after`` is its number, None where all
-    weights are there. gradients: None in place of one that is
-    none. options: what the optimizer was told, by parameter. clipped: nobody said when gradients were complete, so they
-    are those that the optimizer was given. computed: the narrowest type that modules compute in; empty where none was
-    seen. problem: why the rank could not keep it, in words.
+    weights are there. gradients: None in place of one that is none. lying: where gradients are that do not lie as their
+    weights do, or are addends of a sum. options: what the optimizer was told, by parameter. clipped: nobody said when
+    gradients were complete, so they are those that the optimizer was given. computed: the narrowest type that modules
+    compute in; empty where none was seen. problem: why the rank could not keep it, in words.
     """
 
     number: int
@@ -89,6 +98,7 @@ class RankStep:
     options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     before: Mapping[str, Sketch] = field(default_factory=dict)
     gradients: Mapping[str, Sketch | None] = field(default_factory=dict)
+    lying: Mapping[str, Shard] = field(default_factory=dict)
     weights: Mapping[str, Sketch] = field(default_factory=dict)
     clipped: bool = False
     computed: str = ""
@@ -105,7 +115,8 @@ class RankStep:
             for what, found in (("before", self.before), ("gradients", self.gradients), ("weights", self.weights))
         }
         options = [[json.loads(said), places] for said, places in groups.items() if said != "{}"]
-        return _line({**vars(self), **tensors, "options": options})
+        lying = {name: [one.bounds, one.addend] for name, one in self.lying.items()}
+        return _line({**vars(self), **tensors, "options": options, "lying": lying})
 
 
 class RankFile:
@@ -174,6 +185,7 @@ class RankFile:
                 options=given,
                 before={name: one for name, one in tensors["before"].items() if one is not None},
                 gradients=tensors["gradients"],
+                lying={name: self._placed(name, *one) for name, one in data["lying"].items()},
                 weights={name: one for name, one in tensors["weights"].items() if one is not None},
                 clipped=bool(data["clipped"]),
                 computed=data["computed"],
@@ -205,6 +217,10 @@ class RankFile:
         if step.weights.keys() != names or (step.after is None and step.before.keys() != names):
             raise RecordError(f"{self.path} was altered: step {step.number} lacks weights; {_CURE}")
 
+    def _placed(self, name: str, bounds: Any, addend: Any) -> Shard:
+        own, count = map(_count, addend)
+        return Shard(_bounds(bounds), self.header.parameters[name].shape, addend=(own, count))
+
     def _unpacked(self, name: str, text: str | None) -> Sketch | None:
         if text is None:
             return None
@@ -226,11 +242,13 @@ def _header(path: Path, line: bytes) -> RankHeader:
         raise RecordError(f"{path} is of version {version} of runs: this pipeproof reads version {VERSION}; {cure}")
     try:
         held = {
-            name: Held(_count(one["stage"]), tuple(map(_count, one["shape"])), one["dtype"], str(one["part"]))
+            name: Held(_count(one["stage"]), tuple(map(_count, one["shape"])), one["dtype"], _bounds(one["bounds"]))
             for name, one in data["parameters"].items()
         }
         for one in held.values():
             dtype_of(one.dtype)
+            if len(one.shard.bounds) != len(one.shape):
+                raise ValueError(f"{one.bounds} is no part of {one}")
         ranks, every = _count(data["ranks"]), _count(data["every"])
         return RankHeader(_count(data["rank"]), ranks, held, every, dict(data["config"]))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -243,6 +261,10 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name} is no type of torch")
     return found
+
+
+def _bounds(said: Any) -> Bounds:
+    return tuple((_count(start), _count(stop)) for start, stop in said)
 
 
 def _count(value: object) -> int:

@@ -18,7 +18,7 @@ from pipeproof.foreign.frameworks.framework import shown
 from pipeproof.foreign.handed_back import FlatShard
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.computed_in import ComputedIn
-from pipeproof.observers.shards import held_here
+from pipeproof.observers.shards import Shard, ShardError, held_here, shard_of
 from pipeproof.observers.sketch import Sketch, brief
 from pipeproof.pipeline.step import Parts
 from pipeproof.records.as_given import (
@@ -64,7 +64,7 @@ class RunStep:
         ``named``: gradients by the names of parameters in the whole model, for a runtime that does not keep them in
         ``.grad``. Where nobody calls this, those are kept that the optimizer is given, clipped.
         """
-        self._note(lambda _: {"gradients": self._gradients(named), "clipped": False})
+        self._note(lambda _: {**self._gradients(named), "clipped": False})
 
     def report(
         self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
@@ -105,7 +105,7 @@ class RunStep:
     def _begin(self, _: RankStep) -> Mapping[str, object]:
         self._computed.__enter__()
         self._hooks = [one.register_step_pre_hook(self._stepping) for one in self._run.optimizers]
-        left, now, after = self._run.left, self._run.sketched(self._run.own.parameters), self._run.after
+        left, now, after = self._run.left, self._run.sketched(), self._run.after
         self._run.left = now
         moved = {name: one for name, one in now.items() if one is not left.get(name)}
         if self._given is None:
@@ -115,24 +115,35 @@ class RunStep:
 
     def _stepping(self, *_: object) -> None:
         """An optimizer is about to step: what it is told now counts."""
-        self._note(lambda step: {} if step.gradients else {"gradients": self._gradients(None), "clipped": True})
+        self._note(lambda step: {} if step.gradients else {**self._gradients(None), "clipped": True})
         self._note(lambda _: {"options": self._run.options()})
 
     def _end(self, step: RankStep) -> Mapping[str, object]:
-        self._run.left = weights = self._run.sketched(self._run.own.parameters)
+        self._run.left = weights = self._run.sketched()
         self._run.computed = self._run.computed or self._computed.narrowest
         return {"weights": weights, "options": step.options or self._run.options(), "computed": self._run.computed}
 
-    def _gradients(self, named: Mapping[str, Any] | None) -> dict[str, Sketch | None]:
+    def _gradients(self, named: Mapping[str, Any] | None) -> dict[str, object]:
         own = self._run.own
         found = own.gradients if named is None else gradients_of(named, own.parameters)
         if odd := [name for name, one in found.items() if isinstance(one, FlatShard)]:
             raise RecordError(f"the gradient of {odd[0]} is a FlatShard: expected the tensor that this rank has")
-        there = {name: dense(held_here(one)) for name, one in found.items() if isinstance(one, Tensor)}
-        for name, one in there.items():
-            if tuple(one.shape) != (due := self._run.header.parameters[name].shape):
-                raise RecordError(f"the gradient of {name} has shape {list(one.shape)}, and the weight {list(due)}")
-        return {**dict.fromkeys(found), **{name: brief(one) for name, one in there.items()}}
+        there = {name: one for name, one in found.items() if isinstance(one, Tensor)}
+        lying = {name: self._lying(name, one) for name, one in there.items()}
+        kept = {name: brief(dense(held_here(one)), at=lying[name]) for name, one in there.items()}
+        elsewhere = {name: at for name, at in lying.items() if at != self._run.header.parameters[name].shard}
+        return {"gradients": {**dict.fromkeys(found), **kept}, "lying": elsewhere}
+
+    def _lying(self, name: str, gradient: Tensor) -> Shard:
+        """Where what this rank has of a gradient lies: no other rank is asked to bring it elsewhere."""
+        held = self._run.header.parameters[name]
+        try:
+            at = shard_of(gradient) or held.shard
+        except ShardError as error:
+            raise RecordError(f"the gradient of {name} cannot be kept: {error}") from None
+        if (shape := tuple(held_here(gradient).shape)) != at.lengths or at.shape != held.shape:
+            raise RecordError(f"the gradient of {name} has shape {list(shape)}, and the weight {list(at.lengths)}")
+        return at
 
     def _losses(self, told: Sequence[float]) -> tuple[float, ...]:
         found = tuple(losses_of(told))
@@ -186,9 +197,13 @@ class RunRecorder:
         due = at % self.header.every == 0 and not self._stopped
         return RunStep(self, RankStep(at) if due else None, microbatches)
 
-    def sketched(self, tensors: Mapping[str, Tensor]) -> dict[str, Sketch]:
-        """Each in brief; those that are as they were left are these very sketches."""
-        return {name: brief(one, known=self.left.get(name)) for name, one in tensors.items()}
+    def sketched(self) -> dict[str, Sketch]:
+        """Each parameter in brief; those that are as they were left are these very sketches."""
+        places = self.header.parameters
+        return {
+            name: brief(one, at=places[name].shard, known=self.left.get(name))
+            for name, one in self.own.parameters.items()
+        }
 
     def options(self) -> dict[str, dict[str, object]]:
         """What optimizers are told now, by parameter: learning rate, weight decay and others that are numbers."""
@@ -220,9 +235,19 @@ class RunRecorder:
         self._stopped = True
 
     def _held(self, name: str, one: Tensor) -> Held:
-        shard = self.own.shards.get(name)
-        part = "" if shard is None else str(shard)
-        return Held(self.own.places[name], tuple(one.shape), str(one.dtype).removeprefix("torch."), part)
+        shard = self.shards.get(name)
+        shape, bounds = (tuple(one.shape), ()) if shard is None else (self.own.shapes[name], shard.bounds)
+        if shard is not None and shard.addend[1] > 1:
+            raise RecordError(f"{name} is Partial, one of {shard.addend[1]} addends: expected Shard or Replicate")
+        return Held(self.own.places[name], shape, str(one.dtype).removeprefix("torch."), bounds)
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Where the parts lie that this rank has of parameters of which it has parts."""
+        try:
+            return self.own.shards
+        except ShardError as error:
+            raise RecordError(f"a parameter cannot be kept: {error}") from None
 
     def _goes_on(self, resume: bool) -> bool:
         """Begin the file, or go on in it; whether it is that."""
@@ -263,7 +288,8 @@ def record_run(
     Its ``step`` goes around each step of the loop. Of that is kept: digests of the microbatches, losses, the gradient
     norm, what the optimizer was told, and of each gradient and each updated weight a digest, a norm and eight
     projections: about 250 bytes a parameter, however large it is. ``pipeproof compare`` says at which step two runs
-    part, and by what. Each rank writes ``rank-N.jsonl`` into the folder ``to``.
+    part, and by what. Each rank writes ``rank-N.jsonl`` into the folder ``to``, and what several keep of parts of a
+    parameter adds up to what one keeps of all of it.
 
     modules: this rank's stages by number. A single module is the stage of this rank's number. optimizer: this rank's,
     or several: their learning rates and so on are kept. rename: from a stage's number and a name in it to the name in

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from pipeproof.observers.digest import _AT_ONCE, _ROW, _keys, digest
+from pipeproof.observers.digest import _AT_ONCE, ROW, digest, keys
 
-SIZES = (1, 2 * _ROW - 1, 2 * _ROW, 2 * _ROW + 1, 4 * _ROW + 3, 2 * _AT_ONCE + 2 * _ROW + 5)  # bytes
+SIZES = (1, 2 * ROW - 1, 2 * ROW, 2 * ROW + 1, 4 * ROW + 3, 2 * _AT_ONCE + 2 * ROW + 5)  # bytes
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -44,21 +44,21 @@ def test_what_happens_to_whole_tensors_changes_it(dtype: torch.dtype) -> None:
 
 
 def test_rows_that_change_places_change_it() -> None:
-    one = torch.arange(4, dtype=torch.int16)[:, None].expand(4, _ROW)
+    one = torch.arange(4, dtype=torch.int16)[:, None].expand(4, ROW)
     orders = ((0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (3, 1, 2, 0))
     assert len({digest(one[[*order]]) for order in orders}) == len(orders)
 
 
 def test_sums_are_exact_at_their_largest() -> None:
-    largest = torch.full((_ROW,), -(1 << 15), dtype=torch.float64)
-    sums = largest @ _keys(torch.device("cpu"))
+    largest = torch.full((ROW,), -(1 << 15), dtype=torch.float64)
+    sums = keys(torch.device("cpu")) @ largest
     assert sums.abs().max() < 2**53
-    for one, key in zip(sums, _keys(torch.device("cpu")).T, strict=True):
+    for one, key in zip(sums, keys(torch.device("cpu")), strict=True):
         assert one == math.fsum((largest * key).tolist())
 
 
 def test_another_order_of_sums_makes_no_other() -> None:
-    one = torch.randn(3 * _ROW, generator=torch.Generator().manual_seed(2))
+    one = torch.randn(3 * ROW, generator=torch.Generator().manual_seed(2))
     threads = torch.get_num_threads()
     try:
         found = set()
@@ -71,8 +71,8 @@ def test_another_order_of_sums_makes_no_other() -> None:
 
 
 def test_where_tensors_are_made_by_default_does_not_matter() -> None:
-    one = torch.randn(2 * _ROW)
+    one = torch.randn(2 * ROW)
     due = digest(one)
-    _keys.cache_clear()
+    keys.cache_clear()
     with torch.device("meta"):
         assert digest(one) == due

@@ -302,7 +302,7 @@ def test_a_brief_sketch_tells_how_far_apart_tensors_are_and_by_how_many_elements
     odd[size // 2] += 9.0
     assert brief(odd).distance(brief(one)) == pytest.approx(error_of(odd, one), rel=1e-3)
     assert (brief(odd).usual_distance(brief(one)) == 0.0) == (size > 1)
-    assert brief(2 * one).usual_distance(brief(one)) > 0.5
+    assert brief(2 * one).usual_distance(brief(one)) > 0.3
     assert brief(one, known=(known := brief(one))) is known
 
 

@@ -235,7 +235,7 @@ def test_other_layouts_are_matched_by_name_and_by_microbatch(
     assert list(KeptRun(folder / "stages").parameters) == list(KeptRun(folder / "good").parameters) == names
     world.run(lambda context: in_replicas(folder / "apart", range(2), apart=True), ranks=2)
     assert first(judged("apart", also=True))[:3] == ("fail", 0, "replicas")
-    with pytest.raises(RecordError, match=r"rank 1 of .*apart has another gradient of 2\.bias than the first"):
+    with pytest.raises(RecordError, match=r"rank 1 of .*apart has another gradient of 2\.bias than rank 0"):
         judged("good", good="apart")
     (folder / "stages" / "rank-1.jsonl").unlink()
     with pytest.raises(RecordError, match="is of 2 ranks and lacks rank 1"):
@@ -275,8 +275,8 @@ UNFIT = {
         "has no parameter 2.bias, which",
     ),
     "part": (
-        other_header(lambda header: header["parameters"]["2.bias"].update(part="[0:8]")),  # type: ignore[index]
-        r"has not the part 2.bias that .* has",
+        other_header(lambda header: header["parameters"]["2.bias"].update(bounds=[[0, 5]])),  # type: ignore[index]
+        r"2.bias is in parts \[0:5\] of \[8\]: not all of it",
     ),
     "line": (lambda file: file.write_text(file.read_text().replace('{"number":1,', '"1')), "byte .* is no step"),
     "gone": (
