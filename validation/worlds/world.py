@@ -191,15 +191,16 @@ class World:
         return found
 
     def least_room(self) -> int | None:
-        """With room for how many bytes, a power of 2, the last run, which failed on its transport, is one that ends.
+        """With room for how many bytes at least the last run, which failed on its transport, is one that ends.
 
         None where no room helps, and where nothing is known. Another seed may want another room.
         """
         if RULES[self.transport].by_name or not self._ends_with(_MOST_ROOM):
             return None
         powers = [2**power for power in range(self.room.bit_length(), _MOST_ROOM.bit_length())]
-        found: int = powers[bisect_left(powers[:-1], True, key=self._ends_with)]
-        return found
+        enough: int = powers[bisect_left(powers[:-1], True, key=self._ends_with)]
+        least = range(max(enough // 2, self.room) + 1, enough)
+        return least.start + bisect_left(least, True, key=self._ends_with)
 
     def may_end(self) -> bool:
         """Whether the last run, which hangs, may end on NCCL: it does where programs go on while their devices wait.

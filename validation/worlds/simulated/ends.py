@@ -1,11 +1,15 @@
 """The ends of messages: what the network knows of each from its call on."""
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.held import Held
+from pipeproof.worlds.simulated.room import Place
 from pipeproof.worlds.simulated.work import SimulatedWork
+
+Way = tuple[Hashable, ...]  # what tells channels apart, or queues
 
 
 @dataclass(eq=False)
@@ -14,6 +18,7 @@ class Batch:
 
     left: int
     works: list[SimulatedWork] = field(default_factory=list)
+    freed_s: dict[Way, float] = field(default_factory=dict)  # when they were the next of each of their queues
 
 
 @dataclass(eq=False)
@@ -31,6 +36,7 @@ class End:
     other: "End | None" = None
     offered: bool = False
     kept: bool = False  # a message whose send has ended, by the network
+    place: Place | None = None  # where it is kept, or might have been
     freed: int = -1  # the event that made it the next of its queue
     freed_s: float = 0.0
 

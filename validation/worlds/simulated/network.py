@@ -1,7 +1,7 @@
 """The simulated network: which ends of messages meet, and when they may, by the rules of a transport."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeproof.pipeline.transports import Queue, Rules
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
-from pipeproof.worlds.simulated.ends import Batch, End, Ends
+from pipeproof.worlds.simulated.ends import Batch, End, Ends, Way
 from pipeproof.worlds.simulated.held import Held
 from pipeproof.worlds.simulated.races import copies, described, fit, overlap, race
 from pipeproof.worlds.simulated.room import Room
@@ -17,8 +17,6 @@ from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import Stack, own_stack
-
-_Way = tuple[Hashable, ...]
 
 
 class Network:
@@ -37,10 +35,12 @@ class Network:
         self.fine = fine
         self._works: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
         self._batches: dict[int, Batch] = {}
-        self._ends: defaultdict[_Way, Ends] = defaultdict(Ends)
-        self._from_any: defaultdict[_Way, deque[End]] = defaultdict(deque)
-        self._queues: defaultdict[_Way, deque[list[End]]] = defaultdict(deque)
-        self._unkept: defaultdict[_Way, deque[End]] = defaultdict(deque)  # sends that have not left
+        self._ends: defaultdict[Way, Ends] = defaultdict(Ends)
+        self._from_any: defaultdict[Way, deque[End]] = defaultdict(deque)
+        self._ended_s: defaultdict[Way, float] = defaultdict(float)  # of each queue, the last that has
+        self._queues: defaultdict[Way, deque[list[End]]] = defaultdict(deque)
+        self._unkept: defaultdict[Way, deque[End]] = defaultdict(deque)  # sends that have not left
+        self._unreceived: defaultdict[Way, deque[End]] = defaultdict(deque)  # where there is room: nor are received
         self._unmet: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
 
     def batch(self, count: int) -> None:
@@ -178,6 +178,8 @@ class Network:
     def _take(self, end: End) -> None:
         """The network has this end from now on."""
         self._enqueue(end)
+        if end.sends and self._room:
+            self._unreceived[self._way(end)].append(end)
         self._match(end)
         if end.sends and not self.rules.by_name:
             self._unkept[self._way(end)].append(end)
@@ -191,8 +193,11 @@ class Network:
             queue[-1].append(end)
         else:
             queue.append([end])
+        if len(queue) == 1:
+            end.batch.freed_s.setdefault(way, self._ended_s[way])
+        end.freed_s = end.batch.freed_s.get(way, 0.0)
 
-    def _queue(self, end: End) -> _Way | None:
+    def _queue(self, end: End) -> Way | None:
         if self.rules.queue is Queue.NONE:
             return None
         return (end.communicator.number, end.rank, *(end.peer, end.sends)[: self.rules.queue - 1])
@@ -225,11 +230,11 @@ class Network:
                 first = ends.sends[0]
                 self.scheduler.offer(first.work.name, partial(self._arrive, inbox, ends, first))
 
-    def _to(self, inbox: _Way) -> list[Ends]:
+    def _to(self, inbox: Way) -> list[Ends]:
         """What senders have posted to an inbox, of each that has."""
         return [ends for (one, _, *way), ends in self._ends.items() if (one, *way) == inbox and ends.sends]
 
-    def _arrive(self, inbox: _Way, ends: Ends, send: End) -> None:
+    def _arrive(self, inbox: Way, ends: Ends, send: End) -> None:
         receive = self._from_any[inbox].popleft()
         self.scheduler.touch(("inbox", inbox), changes=True)
         if (history := self.scheduler.history) is not None:
@@ -239,7 +244,7 @@ class Network:
         self._carry(send, receive)
         self._offer_to_any(send)
 
-    def _way(self, end: End) -> _Way:
+    def _way(self, end: End) -> Way:
         sender, receiver = (end.rank, end.peer) if end.sends else (end.peer, end.rank)
         return (end.communicator.number, sender, receiver, *((end.tag,) if self.rules.by_name else ()))
 
@@ -252,8 +257,10 @@ class Network:
         other = end.other
         if other is None or end.offered or other.offered or not (self._next(end) and self._next(other)):
             return
-        end.offered = other.offered = True
         send, receive = (end, other) if end.sends else (other, end)
+        if self._room and self._unreceived[self._way(send)][0] is not send:
+            return
+        end.offered = other.offered = True
         named = receive if send.kept else send  # what is kept has moved once
         self.scheduler.offer(named.work.name, partial(self._carry, send, receive))
 
@@ -261,10 +268,10 @@ class Network:
         way = self._queue(end)
         return end.kept or way is None or end in self._queues[way][0]
 
-    def _keep(self, channel: _Way) -> None:
+    def _keep(self, channel: Way) -> None:
         """Let the first send of a channel that has not left end before its receive, if it is next and has room."""
         end = next(iter(self._unkept[channel]), None)
-        if end is None or end.offered or not self._next(end) or not self._room.takes(channel, end.size_bytes):
+        if end is None or end.offered or not self._next(end) or not self._room.has(channel, end.size_bytes):
             return
         end.offered = True
         self.scheduler.offer(end.work.name, partial(self._kept, end))
@@ -273,11 +280,17 @@ class Network:
         self.reads(send.work)
         self.scheduler.needed(send.freed)
         contents = copies(send.held.contents)
-        send.work.end(at_s=max(send.work.posted_s, send.freed_s))
+        self._end_by_room(send)
         send.held, send.kept, send.offered = Held(contents), True, False
         self._has_left(send)
         self._dequeue(send, send.work.done_s)
         self._offer(send)
+
+    def _end_by_room(self, send: End) -> None:
+        """A send that can be kept ends when it is, also where its receive is there before a run comes to that."""
+        send.place = self._room.take(self._way(send), send.size_bytes)
+        if self._room.holds(send.size_bytes):
+            send.work.end(at_s=max(send.work.posted_s, send.freed_s, send.place.free_s))
 
     def _has_left(self, send: End) -> None:
         """A send is kept, or has met its receive: the next one of its channel may be kept."""
@@ -295,25 +308,36 @@ class Network:
             send.work.error = receive.work.error = found
         came = () if fault else send.held.contents
         receive.work.source = send.rank
+        if not send.work.over:
+            self._end_by_room(send)
         at_s = self._arrival_s(send, receive)
         if not send.work.over:
             send.work.end(at_s=at_s)
         receive.work.end(came, at_s=at_s)
+        if send.place is not None:
+            send.place.left_s = at_s
         for end in (send, receive):
             if not end.kept:
-                self._dequeue(end, at_s)
+                self._dequeue(end, end.work.done_s)
+        if self._room:
+            self._received(self._way(send))
         if not send.kept:
             self._has_left(send)
             return
         channel = self._way(send)
-        self._room.leaves(channel, send.size_bytes)
         for waiting in [*self._unkept[channel]][:1]:
-            waiting.freed, waiting.freed_s = self.scheduler.now, at_s
+            waiting.freed = self.scheduler.now
         self._keep(channel)
+
+    def _received(self, channel: Way) -> None:
+        """The first message of a channel has been: the next one's turn comes."""
+        self._unreceived[channel].popleft()
+        if self._unreceived[channel]:
+            self._offer(self._unreceived[channel][0])
 
     def _arrival_s(self, send: End, receive: End) -> float:
         """When a message is there: some time after both ends have come to it, or after the send, which keeps it."""
-        if self.rules.buffered or send.kept:
+        if send.work.over:
             return max(send.work.done_s + self.latency_s, receive.work.posted_s, receive.freed_s)
         return max(send.work.posted_s, receive.work.posted_s, send.freed_s, receive.freed_s) + self.latency_s
 
@@ -322,10 +346,12 @@ class Network:
             return
         queue = self._queues[way]
         queue[0].remove(end)
+        self._ended_s[way] = max(self._ended_s[way], at_s)
         if not queue[0]:
             queue.popleft()
             for following in queue[0] if queue else ():
-                following.freed, following.freed_s = self.scheduler.now, at_s
+                following.freed = self.scheduler.now
+                following.freed_s = following.batch.freed_s.setdefault(way, self._ended_s[way])
                 self._offer(following)
                 if following.sends:
                     self._keep(self._way(following))

@@ -1,23 +1,50 @@
 """What a network keeps of messages that nobody has received yet."""
 
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Hashable
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Place:
+    """That of one message: from when on it was free, and until when it was taken, once that is known."""
+
+    size_bytes: int
+    free_s: float = 0.0
+    left_s: float | None = None
 
 
 class Room:
-    """So many bytes for each channel. A message that is larger than all of them is never kept; without any, none is."""
+    """So many bytes for each channel. A message that is larger than all of them is never kept; without any, none is.
+
+    It is given back in the order in which it was taken. So at what time a message has a place depends on the times of
+    those before it, and not on the order in which a run comes to them.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self._taken: Counter[Hashable] = Counter()
+        self._places: defaultdict[Hashable, deque[Place]] = defaultdict(deque)
+        self._free_s: defaultdict[Hashable, float] = defaultdict(float)
 
-    def takes(self, channel: Hashable, size_bytes: int) -> bool:
-        """Whether a message finds room; it then has it."""
-        if not self._size_bytes or self._taken[channel] + size_bytes > self._size_bytes:
-            return False
-        self._taken[channel] += size_bytes
-        return True
+    def __bool__(self) -> bool:
+        return self._size_bytes > 0
 
-    def leaves(self, channel: Hashable, size_bytes: int) -> None:
-        """A message that had room has been received."""
-        self._taken[channel] -= size_bytes
+    def holds(self, size_bytes: int) -> bool:
+        """Whether a message of this size can ever be kept."""
+        return 0 < self._size_bytes >= size_bytes
+
+    def has(self, channel: Hashable, size_bytes: int) -> bool:
+        """Whether there is a place for a message now."""
+        places = [*self._places[channel]]
+        while places and places[0].left_s is not None:
+            places.pop(0)
+        return self.holds(size_bytes) and sum(one.size_bytes for one in places) + size_bytes <= self._size_bytes
+
+    def take(self, channel: Hashable, size_bytes: int) -> Place:
+        """The place of the channel's next message; of one that is never kept, what it waits for all the same."""
+        places, place = self._places[channel], Place(size_bytes)
+        places.append(place)
+        while len(places) > 1 and sum(one.size_bytes for one in places) > self._size_bytes:
+            self._free_s[channel] = max(self._free_s[channel], places.popleft().left_s or 0.0)
+        place.free_s = self._free_s[channel]
+        return place

@@ -98,8 +98,8 @@ class SimulatedWork(Work):
             self._waiting = False
             if not self.ended():
                 return False
-            self._scheduler.needed(self.moved)
-            self._scheduler.clock.reach(self.done_s)
+        self._scheduler.needed(self.moved)
+        self._scheduler.clock.reach(self.done_s)
         return True
 
     @unwatched

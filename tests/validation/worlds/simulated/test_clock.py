@@ -70,6 +70,35 @@ def summing(context: RankContext) -> float:
     return time.monotonic()
 
 
+def asks_when(context: RankContext) -> list[float]:
+    """Two sends at once, three one after the other, and two in a batch, whose receives are late."""
+    sends, found = context.rank == 0, []
+    post: Any = dist.isend if sends else dist.irecv
+    time.sleep(1.0 - sends)
+    works = [post(torch.ones(1), 1 - context.rank)]
+    time.sleep(0.1)
+    works += [post(torch.ones(1), 1 - context.rank)]
+    for work in works:
+        work.wait()
+        found.append(time.time())
+    for _ in range(3):
+        time.sleep(0.5 * context.rank)
+        post(torch.ones(1), 1 - context.rank).wait()
+        found.append(time.time())
+    for work in dist.batch_isend_irecv([dist.P2POp(post, torch.ones(size), 1 - context.rank) for size in (3, 1, 2)]):
+        work.wait()
+    return [*found, time.time()]
+
+
+@pytest.mark.parametrize("room", [0, 4, 16])
+def test_when_messages_come_does_not_depend_on_who_is_next(room: int, simulated: World) -> None:
+    simulated.timing, simulated.room, found = Timing(latency_s=0.25), room, {}
+    for simulated.transport in (Transport.STRICT, Transport.PAIR):
+        for simulated.seed in range(6):
+            found.setdefault(simulated.transport, set()).add(str(simulated.run(asks_when, ranks=2)))
+    assert {*map(len, found.values())} == {1}
+
+
 def test_a_collective_is_over_once_the_last_has_come(simulated: World) -> None:
     simulated.timing = Timing(latency_s=0.25)
     assert simulated.run(summing, ranks=3) == [2.25] * 3

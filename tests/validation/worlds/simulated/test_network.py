@@ -1,5 +1,6 @@
 """Messages move as a transport allows: what a static model calls a deadlock is one here, and nothing else is."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,6 +137,7 @@ def test_what_is_kept_is_what_was_sent(simulated: World, transport: Transport) -
 def test_how_much_room_a_habit_needs(simulated: World) -> None:
     for simulated.transport, job, needed in (
         (Transport.PAIR, sends_first, 4),
+        (Transport.PAIR, partial(waits_for_its_send, size=5), 20),
         (Transport.PAIR, never_sends, None),
         (Transport.UNLIMITED, waits_for_its_send, None),
     ):
