@@ -13,6 +13,11 @@ from my_pipeline import OneFOneB, loss_fn
 from torch import Tensor, nn
 
 from pipeproof import Composed
+from pipeproof.cases.primitives.layers import Mixture
+from pipeproof.cases.primitives.stacked import loss_fn as decoder_loss
+from pipeproof.cases.primitives.stacked import microbatches as decoder_data
+from pipeproof.cases.primitives.stacked import reference_of, run, validated
+from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
@@ -154,6 +159,38 @@ def test_routers_of_other_kinds_need_no_more(whitebox: WhiteBox, kind: type[Expe
     assert verdict.law("routing").note.endswith("of 256 tokens in 4 routers changed their expert, all by rounding")
     wrong = judged(whitebox, partial(step, end=cleared), reference=partial(built_of, kind))
     assert [one.kind for one in wrong.cause] == ["zero"], wrong
+
+
+def nearly_tied(stack: Stack) -> nn.Module:
+    model = reference_of(stack)()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("router.weight"):
+                weight[1:] = weight[1] * (1 + 1e-7 * torch.randn(weight[1:].shape, generator=torch.Generator()))
+    return model
+
+
+def test_experts_on_several_ranks_that_drop_tokens(whitebox: WhiteBox) -> None:
+    stack = Stack({"ep": 2}, ("ep",))
+
+    def spread(model: nn.Module, given: list[Any]) -> HandedBack:
+        for module in model.modules():
+            if isinstance(module, Mixture):
+                module.router.__class__ = InHalves
+        return run(model, given, stack=stack)  # type: ignore[arg-type]
+
+    verdict = validated(stack, whitebox, step=spread, reference=partial(nearly_tied, stack))
+    assert verdict.verdict == "fail", "or nothing is shown below"
+    verdict = whitebox.validate(
+        spread,
+        reference=partial(nearly_tied, stack),
+        microbatches=decoder_data(stack.microbatches, stack.seed),
+        ranks=stack.sizes,
+        loss_fn=decoder_loss,
+        routers="mixture",
+    )
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("routing").note.endswith("of 384 tokens in 2 routers changed their expert, all by rounding")
 
 
 def test_a_step_that_fails_for_another_reason_gets_no_hint(whitebox: WhiteBox) -> None:
