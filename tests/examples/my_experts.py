@@ -36,7 +36,7 @@ def build_model() -> nn.Sequential:
     with torch.no_grad():  # so small a model has tokens with nearly equal scores only if that is arranged
         for layer in model:
             weight = layer.moe.gate.weight
-            weight[1:] = weight[0] * (1 + 1e-7 * torch.randn(3, 16))
+            weight[1:] = weight[0] * (1 + 1e-7 * torch.randn_like(weight[1:]))
     return model
 
 
