@@ -15,15 +15,17 @@ _PRODUCTS = {"high": torch.float16, "medium": torch.bfloat16}  # torch's setting
 class ComputedIn:
     """A context manager that notes in which types ``modules`` give something out, and autocast computes in them.
 
-    Forward hooks change no bit. In what torch compiles nothing is noted.
+    Forward hooks change no bit. In what torch compiles or scripts nothing is noted.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules, self._hooks = list(modules), list[RemovableHandle]()
+        every = (one for whole in modules for one in whole.modules())
+        self._modules = [one for one in every if not isinstance(one, torch.jit.ScriptModule)]  # which take no hooks
+        self._hooks = list[RemovableHandle]()
         self._found: set[torch.dtype] = set()
 
     def __enter__(self) -> Self:
-        self._hooks = [one.register_forward_hook(self._note) for whole in self._modules for one in whole.modules()]
+        self._hooks = [one.register_forward_hook(self._note) for one in self._modules]
         return self
 
     def __exit__(

@@ -144,6 +144,13 @@ class _Largest:
         return max(self.each.get(what, Apart(0.0, 0.0)).relative, self.typical.get(law, 0.0))
 
 
+def _jump(what: Quantity, step: KeptStep) -> float:
+    """How far another rounding in the type that modules compute in may move it, relative to what it is."""
+    one = step.gradients.get(str(what.name)) if what.law == "gradient" else None
+    most = step.computed.most
+    return most if one is None or not one.norm else max(most, step.computed.unit * step.size / one.norm)
+
+
 class Growth:
     """What rounding may do to ``good``, by what it did to ``third``.
 
@@ -189,7 +196,7 @@ class Growth:
         most = max(precision.most, _MOST)
         step = self._good.step(number)
         if what.law in _COMPUTED and step.computed.unit > precision.unit:
-            nudged = max(nudged, step.computed.most / precision.factor)
+            nudged = max(nudged, _jump(what, step) / precision.factor)
         size = self._size(what, step, precision)
         driven = 0.0 if size else self._driven(what, most / precision.factor)
         return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size or driven, driven=driven > 0)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -103,6 +104,7 @@ class RunStep:
         self._step = replace(self._step, **found)  # type: ignore[arg-type]  # fields by their names
 
     def _begin(self, _: RankStep) -> Mapping[str, object]:
+        self._run.check_parameters()
         self._computed.__enter__()
         self._hooks = [one.register_step_pre_hook(self._stepping) for one in self._run.optimizers]
         left, now, after = self._run.left, self._run.sketched(), self._run.after
@@ -128,6 +130,8 @@ class RunStep:
         found = own.gradients if named is None else gradients_of(named, own.parameters)
         if odd := [name for name, one in found.items() if isinstance(one, FlatShard)]:
             raise RecordError(f"the gradient of {odd[0]} is a FlatShard: expected the tensor that this rank has")
+        if odd := [name for name, one in found.items() if not isinstance(one, Tensor | None)]:
+            raise RecordError(f"the gradient of {odd[0]} is {shown(found[odd[0]])}: expected a tensor, or None")
         there = {name: one for name, one in found.items() if isinstance(one, Tensor)}
         lying = {name: self._lying(name, one) for name, one in there.items()}
         kept = {name: brief(dense(held_here(one)), at=lying[name]) for name, one in there.items()}
@@ -194,8 +198,21 @@ class RunRecorder:
             why = ", as the run goes on from a checkpoint" if number is None else ""
             raise RecordError(f"number is {shown(at)}: expected that of the step, from 0{why}")
         self._next = at + 1
+        if self.after is not None and at <= self.after:  # made anew, perhaps with other weights
+            self.left, self.after = {}, None
         due = at % self.header.every == 0 and not self._stopped
         return RunStep(self, RankStep(at) if due else None, microbatches)
+
+    def check_parameters(self) -> None:
+        """Raise ``RecordError`` where a module has another tensor as a parameter than when recording began."""
+        there = {id(one) for module in self.own.modules.values() for one in module.parameters()}
+        plain = (name for address, name in self.own.names.items() if address not in there and name not in self.shards)
+        if (name := next(plain, None)) is not None:
+            cure = "call record_run once parameters are those that will be trained"
+            raise RecordError(f"{name} is another tensor than when recording began: {cure}")
+        for name, one in self.own.parameters.items():
+            if tuple(one.shape) != (due := self.header.parameters[name].shard.lengths):
+                raise RecordError(f"{name} has shape {list(one.shape)}, and had {list(due)} when recording began")
 
     def sketched(self) -> dict[str, Sketch]:
         """Each parameter in brief; those that are as they were left are these very sketches."""
@@ -235,6 +252,8 @@ class RunRecorder:
         self._stopped = True
 
     def _held(self, name: str, one: Tensor) -> Held:
+        if is_lazy(one):
+            raise RecordError(f"{name} has no shape yet: run the model once before it is recorded")
         shard = self.shards.get(name)
         shape, bounds = (tuple(one.shape), ()) if shard is None else (self.own.shapes[name], shard.bounds)
         if shard is not None and shard.addend[1] > 1:

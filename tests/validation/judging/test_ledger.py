@@ -175,7 +175,7 @@ def test_how_far_weights_moved_is_judged_as_most_of_them_did(
 
 
 def test_sketches_where_nobody_measured_rounding_are_neither_right_nor_wrong() -> None:
-    book, one = ledger(), torch.arange(9.0)
+    book, one = ledger(), torch.arange(8.0)  # each element has a projection of its own
     unmeasured = Floor(0.0, 0.0, 0.0, replace(FP32, least=0.0), nudged=math.inf)
     book.sketches(place(), brief(one), brief(one.clone()), lambda: unmeasured)
     assert outcomes(book)[0] == "pass"

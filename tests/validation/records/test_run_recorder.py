@@ -1,5 +1,6 @@
 """Recording a run: what a line holds and costs, what is refused, and that the job goes on with the same bits."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,37 @@ def test_the_type_that_modules_compute_in_is_kept_and_no_hook_stays(tmp_path: Pa
     assert other_options(steps[1], replace(exact, options={"0.bias": {"lr": 1.001e-3}}))
 
 
+def test_a_step_that_is_made_anew_has_all_weights_it_begins_with(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with record_run(model, tmp_path / "run") as run:
+        for number in (0, 1, 1):
+            with run.step(number=number):
+                pass
+    kept = KeptRun(tmp_path / "run")
+    assert kept.numbers == [0, 1]
+    assert kept.step(1).before.keys() == {"weight", "bias"}
+
+
+def other_tensor(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def other_shape(model: nn.Linear) -> None:
+    model.weight.data = torch.zeros(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(other_tensor, "weight is another tensor than when"), (other_shape, r"weight has shape \[0\], and had \[2, 2\]")],
+)
+def test_parameters_that_are_replaced_are_told(change: Callable[[nn.Linear], None], words: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with record_run(model, tmp_path / "run") as run:
+        change(model)
+        with pytest.warns(UserWarning, match=f"step 0 was not recorded: {words}"), run.step():
+            pass
+
+
 def test_what_cannot_be_kept_is_a_warning_and_the_job_goes_on(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with record_run(model, tmp_path / "run") as run:
@@ -99,6 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "modules": ({"modules": 3}, "modules is 3: expected this rank's stage"),
     "every": ({"every": 0}, "every is 0: expected how many steps"),
     "optimizer": ({"optimizer": 3}, "optimizer is 3: expected this rank's torch.optim.Optimizer"),
+    "lazy": ({"modules": nn.LazyLinear(2)}, "weight has no shape yet: run the model once before"),
     "there": ({}, "is there already: name a new folder, or say resume=True"),
     "resume": ({"modules": nn.Linear(3, 3), "resume": True}, "is of a job with other ranks, parameters or every="),
 }
