@@ -32,13 +32,11 @@ class Ahead:
     sure: bool = True
 
     @property
-    def true(self) -> bool:
-        """Whether all has come that programs went on without, and was what they went on with."""
-        known = self.came.keys() == self.foreseen.keys() and not self.missing
-        return known and all(fit(one, self.foreseen[name]) for name, one in self.came.items()) and self._same()
-
-    def _same(self) -> bool:
-        return all(unchanged(one, self.foreseen[name]) for name, one in self.came.items())
+    def settled(self) -> bool:
+        """Whether what came is what was foreseen, bit for bit: the next run would be this one."""
+        return self.came.keys() == self.foreseen.keys() and all(
+            fit(one, self.foreseen[name]) and unchanged(one, self.foreseen[name]) for name, one in self.came.items()
+        )
 
     def leaves(self, rank: int, message: Message) -> Sequence[Tensor]:
         """A program goes on without this. What it goes on with; nothing where that is not known."""

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from pipeproof.pipeline.transports import RULES, Transport
@@ -14,7 +15,7 @@ from pipeproof.worlds.posted_messages import progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
 from pipeproof.worlds.simulated.adversaries import Adversary, Fair
-from pipeproof.worlds.simulated.ahead import Ahead, Contents
+from pipeproof.worlds.simulated.ahead import Ahead
 from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Clock, Timing, virtual_time
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.group import GROUPS, Bare, Net, messages
@@ -90,22 +91,27 @@ class Played:
 def play(context: Any, order: Order) -> Played:
     """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
     del context
+    until_s = perf_counter() + order.timeout_s
     played = _played(order)
-    return _played_ahead(order, played) if played.hangs and RULES[order.manner.transport].on_stream else played
+    if not played.hangs or not RULES[order.manner.transport].on_stream:
+        return played
+    return _played_ahead(order, played, until_s=until_s)
 
 
-def _played_ahead(order: Order, hung: Played) -> Played:
+def _played_ahead(order: Order, hung: Played, *, until_s: float) -> Played:
     """What becomes of a run that hangs where programs go on while devices wait; ``hung`` where that is not known."""
-    foreseen: Contents = {}
+    ahead, played = Ahead({}), hung
     for _ in range(_MOST_AHEAD):
-        ahead = Ahead(foreseen)
-        played = _played(order, ahead)
+        left_s = until_s - perf_counter()
+        if left_s <= 0:
+            return hung
+        ahead = Ahead(ahead.came)
+        played = _played(replace(order, timeout_s=left_s), ahead)
         if not played.sound:
             return replace(hung, sound=False)
-        if ahead.true or played.hangs:
+        if ahead.settled or played.hangs:
             break
-        foreseen = ahead.came
-    if ahead.true and ahead.sure and not played.hangs:
+    if ahead.settled and ahead.sure and not ahead.missing and not played.hangs:
         return replace(played, course=None if played.course is None else replace(played.course, ahead=True))
     return replace(hung, may_end=not any(report.failed for report in played.reports))
 
