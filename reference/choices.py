@@ -33,13 +33,16 @@ Chosen = Sequence[Tensor]  # what a router chose, call by call: (T, K)
 class Choice:
     """One choice: by which ``scores_TE``, and the indices ``chosen_TK``; ``own_TK`` are those that the scores say.
 
-    of_tokens: it is made along the last dimension, as that of experts is. Along another one, experts choose tokens.
+    of_tokens: it is made along the dimension whose elements lie side by side, as that of experts is. Along another one,
+    experts choose tokens.
+    of_values: it may have been made for the largest score alone, as ``max`` is before a softmax.
     """
 
     scores_TE: Tensor
     chosen_TK: Tensor
     own_TK: Tensor
     of_tokens: bool = True
+    of_values: bool = False
 
     def short_T(self, seen_TK: Tensor) -> Tensor:
         """By how much the least of ``seen_TK`` is below the largest that is not among them; 0 where it is not below."""
@@ -52,6 +55,18 @@ class Choice:
 def same_T(one_TK: Tensor, other_TK: Tensor) -> Tensor:
     """For which tokens the same are chosen, in whatever order."""
     return (one_TK.sort(dim=-1).values == other_TK.sort(dim=-1).values).all(dim=-1)
+
+
+def of_experts(choices: Sequence[Choice]) -> list[int]:
+    """The numbers of those of a router by which tokens get their experts, the last of them last; none: experts choose.
+
+    They are made by scores, and among the most. Others choose groups of experts, or places in an expert's capacity.
+    """
+    own = [number for number, one in enumerate(choices) if one.of_tokens and one.scores_TE.is_floating_point()]
+    own = [number for number in own if not choices[number].of_values] or own
+    largest = max((choices[number].scores_TE.shape[-1] for number in own), default=0)
+    own = [number for number in own if choices[number].scores_TE.shape[-1] == largest]
+    return [number for number in own if len(choices[number].own_TK) == len(choices[own[-1]].own_TK)]
 
 
 Choices = Mapping[str, Sequence[Choice]]  # by the name of the router, in the order in which it made them
@@ -107,7 +122,7 @@ class Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 class Call:
     """A call that chooses: among ``scores`` along ``dim``, these ``indices``, which have that dimension.
 
-    single: the result has it not. values: it has the chosen scores, too.
+    single: the result has it not. values: it has the chosen scores, too. name: the operation's.
     """
 
     scores: Tensor
@@ -115,6 +130,7 @@ class Call:
     indices: Tensor
     single: bool
     values: bool
+    name: str
 
     @classmethod
     def of(cls, func: Any, made: Any, given: Sequence[Any], named: Mapping[str, Any]) -> "Call | None":
@@ -129,13 +145,15 @@ class Call:
             return None
         indices = made[1] if values else made
         single = indices.dim() < scores.dim()
-        return cls(scores, dim % scores.dim(), indices.unsqueeze(dim) if single else indices, single, values)
+        return cls(scores, dim % scores.dim(), indices.unsqueeze(dim) if single else indices, single, values, name)
 
     @property
     def choice(self) -> Choice:
         """It, as its scores say."""
-        own_TK = self.rows(self.indices)
-        return Choice(self.rows(self.scores), own_TK, own_TK, self.dim == self.scores.dim() - 1)
+        own_TK, strides = self.rows(self.indices), zip(self.scores.stride(), self.scores.shape, strict=True)
+        # Scores may have been transposed.
+        innermost = all(self.scores.stride(self.dim) <= stride for stride, size in strides if size > 1 and stride)
+        return Choice(self.rows(self.scores), own_TK, own_TK, innermost, self.name == "max")
 
     def rows(self, tensor: Tensor) -> Tensor:
         """``tensor`` with what is chosen along its last dimension, and all others together before it. Detached."""

@@ -72,3 +72,13 @@ def test_what_does_not_fit_is_left_out_and_said(routes: dict[str, list[torch.Ten
     assert routing.untold.startswith(told)
     assert routing.untold.endswith(" on rank 0")
     assert [*routing.ranks] == [1], "of others all is compared"
+
+
+def test_a_router_may_choose_for_some_microbatches_alone() -> None:
+    due = made()
+    due[0] = SimpleNamespace(choices={"b.gate": due[0].choices["b.gate"]})
+    routing = Routing.of(found({"router": OWN[1:]}, {"router": OWN}), due)
+    assert (routing.untold, [*routing.ranks[0]]) == ("", [Routed(0, "a.gate", 1)])
+    assert not routing.differs(due)
+    more = Routing.of(found({"router": OWN}, {"router": OWN}), due)
+    assert more.untold.startswith("router chose 2 times in 2 microbatches, and the reference's a.gate 0, 1 times")
