@@ -51,6 +51,11 @@ class Choice:
         left_T = scores_TE.scatter(-1, seen_TK, -torch.inf).amax(-1)
         return torch.where(left_T > least_T, left_T - least_T, 0.0)
 
+    def for_tokens(self, tokens: int) -> "Choice":
+        """The same, made for so many tokens, or among them, where their number tells which; 0: nobody knows it."""
+        fits = [bool(tokens) and size % tokens == 0 for size in self.scores_TE.shape]
+        return self if fits[0] == fits[1] else replace(self, of_tokens=fits[0])
+
 
 def same_T(one_TK: Tensor, other_TK: Tensor) -> Tensor:
     """For which tokens the same are chosen, in whatever order."""
@@ -191,22 +196,33 @@ def choosing(model: nn.Module, routers: Routers | None) -> Iterator[dict[str, li
     if routers is None:
         yield found
         return
-    named = routers.among(model)
+    named, tokens = routers.among(model), dict[nn.Module, int]()
+
+    def enters(router: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        given = next((one for one in (*args, *named.values()) if isinstance(one, Tensor) and one.dim() > 1), None)
+        tokens[router] = 0 if given is None else given.shape[:-1].numel()
 
     def look(running: Sequence[nn.Module], own: Choice) -> Tensor:
         if in_backward():
             again = (one for every in found.values() for one in every if torch.equal(one.scores_TE, own.scores_TE))
             return next(again, own).chosen_TK
-        name = next((named[one] for one in running if one in named), None)
-        if name is None:
+        router = next((one for one in running if one in named), None)
+        if router is None:
             return own.own_TK
+        name = named[router]
         made, told = found.setdefault(name, []), routers.told.get(name, ())
         wanted = told[len(made)].to(own.own_TK) if len(made) < len(told) else own.own_TK
-        made.append(replace(own, scores_TE=own.scores_TE.clone(), chosen_TK=wanted))
+        kept = replace(own, scores_TE=own.scores_TE.clone(), chosen_TK=wanted)
+        made.append(kept.for_tokens(tokens.get(router, 0)))
         return wanted
 
-    with Choosing(look):
-        yield found
+    hooks = [router.register_forward_pre_hook(enters, with_kwargs=True) for router in named]
+    try:
+        with Choosing(look):
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def in_backward() -> bool:

@@ -35,7 +35,7 @@ class Router(nn.Module):
         return values * (1.0 + indices)
 
 
-def in_model(router: Router) -> nn.Module:
+def in_model(router: nn.Module) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"router": router})])})
 
 
@@ -107,3 +107,24 @@ def test_scores_that_are_transposed_are_those_of_experts_for_tokens() -> None:
         SCORES.T.topk(1)
         SCORES.topk(1)
     assert [one.of_tokens for one in seen] == [False, True]
+
+
+def test_how_many_tokens_come_in_tells_what_is_chosen_for_what() -> None:
+    class Transposed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.T.contiguous().topk(2, -1).values
+
+    router = Transposed()
+    with choosing(in_model(router), Routers(("router",))) as found:
+        router(torch.rand(6, 4))
+    assert not found["layers.0.router"][0].of_tokens, "four experts choose among six tokens"
+    assert not router._forward_pre_hooks, "nothing is left behind"
+    scores = Choice(torch.zeros(8, 6), torch.zeros(8, 2).long(), torch.zeros(8, 2).long())
+    assert [scores.for_tokens(tokens).of_tokens for tokens in (8, 4, 6, 3, 5, 0)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
+from math import inf
 
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.stages_in_order import Stage
-from pipeproof.foreign.token_order import in_order, joined
+from pipeproof.foreign.token_order import LESS, in_order, joined, short
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route, Routes
 from pipeproof.pipeline.sizes import some
@@ -164,25 +165,28 @@ def _unlike(route: Route, choice: Choice) -> str:
 
 
 def _order(calls: _Calls, share: Sequence[int], made: Sequence[Contribution]) -> Sequence[int]:
-    """The microbatch of each of ``calls``: as they come, unless they are more like the reference in another order."""
-    if not calls or all(_alike(call, made[m]) == 1.0 for call, m in zip(calls, share, strict=True)):
+    """The microbatch of each of ``calls``: as they come, unless all routers say that they came in another order."""
+    if not calls or all(_alike(call, made[m]) for call, m in zip(calls, share, strict=True)):
         return [*share][: len(calls)]
-    likest = [
-        max(share, key=lambda m: (_alike(call, made[m]), m == own)) for call, own in zip(calls, share, strict=True)
-    ]
-    return likest if sorted(likest) == sorted(share) else share
+    off = [{m: _off(call, made[m]) for m in share} for call in calls]
+    likest = [min((one[m], m != own, m) for m in share)[2] for one, own in zip(off, share, strict=True)]
+    moved = [(one[m], one[own]) for one, m, own in zip(off, likest, share, strict=True) if m != own]
+    clear = sorted(likest) == sorted(share) and all(other < LESS * own for other, own in moved)
+    return likest if clear else share
 
 
-def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
-    """The part of tokens for which the same is chosen."""
-    return min(_parts(call, made), default=1.0)
+def _off(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
+    """How far off the scores of a microbatch must be, of the router of which they must be furthest."""
+    pairs = [(routes, made.choices.get(name, ())) for name, routes in call.items()]
+    if any(len(own) != len(due) or any(map(_unlike, own, due)) for own, due in pairs):
+        return inf
+    return max((short(route, one) for own, due in pairs for route, one in zip(own, due, strict=True)), default=0.0)
 
 
-def _parts(call: Mapping[str, Sequence[Route]], made: Contribution) -> Iterator[float]:
-    for name, routes in call.items():
-        choices = made.choices.get(name, ())
-        if len(routes) != len(choices):
-            yield 0.0  # of a microbatch for which it chose as often as this one it is not
-        for route, choice in zip(routes, choices, strict=False):
-            fits = not _unlike(route, choice)
-            yield float(same_T(route.chosen_TK, choice.own_TK.cpu()).double().mean()) if fits else 0.0
+def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> bool:
+    """Whether the same is chosen for every token."""
+    return all(
+        bool(same_T(route.chosen_TK, choice.own_TK.cpu()).all())
+        for name, routes in call.items()
+        for route, choice in zip(routes, made.choices[name], strict=True)
+    )

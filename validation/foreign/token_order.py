@@ -3,6 +3,7 @@
 It is told by where the tokens go, as the reference sends them: nobody has to say it.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from pipeproof.observers.routes import Route, Routes
 from pipeproof.reference.choices import Choice, of_experts, same_T
 
-_LESS = 0.1  # of what scores must be off in another order: where all are nearly equal no order shows
+LESS = 0.1  # of what scores must be off in another order: where all are nearly equal no order shows
+_UNITS = 4
 _MOST = 0.75  # of all tokens: in an order that is not theirs so many do not go where they should
 
 
@@ -35,12 +37,12 @@ def in_order(routes: Sequence[Route], due: Sequence[Choice], *, parts: int = 1) 
         return routes
     if parts > 1 and not all(choice.of_tokens for choice in due):
         return None  # an expert that chooses tokens does so among those of a part
-    best, short = routes, _short(routes, due, experts[-1])
+    best, off = routes, short(routes[experts[-1]], due[experts[-1]])
     tokens = len(due[experts[-1]].own_TK)
     for order_T in _orders(tokens, parts):
         other = [_moved(route, choice, order_T) for route, choice in zip(routes, due, strict=True)]
         share = _alike(other, due, experts[-1])
-        if share > max(alike, _MOST) and _short(other, due, experts[-1]) < _LESS * short:
+        if share > max(alike, _MOST) and short(other[experts[-1]], due[experts[-1]]) < LESS * off:
             best, alike = other, share
     return None if parts > 1 and alike <= _MOST else best
 
@@ -50,10 +52,16 @@ def _alike(routes: Sequence[Route], due: Sequence[Choice], which: int) -> float:
     return float(same_T(routes[which].chosen_TK, due[which].own_TK.cpu()).double().mean())
 
 
-def _short(routes: Sequence[Route], due: Sequence[Choice], which: int) -> float:
-    """How far off scores must be for tokens to go there, on average: in an order that is not theirs, very far."""
-    choice = due[which]
-    return choice.short_T(routes[which].chosen_TK.to(choice.scores_TE.device)).mean().item()
+def short(route: Route, choice: Choice) -> float:
+    """How far off scores must be for tokens to go there, on average, relative to the largest score.
+
+    In an order that is not theirs that is very far; what a few units of its last place do is none.
+    """
+    finite = choice.scores_TE[choice.scores_TE.isfinite()].double()
+    largest = max(finite.abs().max().item() if len(finite) else 0.0, sys.float_info.min)
+    off = choice.short_T(route.chosen_TK.to(choice.scores_TE.device)).mean().item()
+    unit = torch.finfo(route.dtype).eps if route.dtype.is_floating_point else 0.0
+    return off / largest if off > _UNITS * unit * largest else 0.0
 
 
 def _orders(tokens: int, parts: int) -> Iterator[Tensor]:

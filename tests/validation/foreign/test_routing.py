@@ -16,7 +16,7 @@ OWN = [torch.tensor([[m], [m], [2]]) for m in range(2)]  # of each microbatch, w
 
 def made() -> list[Any]:
     """A reference with a router in each of two stages."""
-    choices = [[Choice(torch.zeros(3, 3), own, own)] for own in OWN]
+    choices = [[Choice(torch.zeros(3, 3).scatter(1, own, 1.0), own, own)] for own in OWN]
     return [SimpleNamespace(choices={"a.gate": one, "b.gate": one}) for one in choices]
 
 
@@ -55,6 +55,12 @@ def test_microbatches_in_another_order_are_known_by_where_their_tokens_go() -> N
     assert [*shared.ranks[0]] == [Routed(0, "a.gate", 1)]
     alike = Routing.of(found({"router": [OWN[0], OWN[0]]}, {"router": OWN}), made())
     assert alike.differs(made()), "two are not one: they stay as they come"
+
+
+def test_where_one_router_of_a_stage_alone_is_in_another_order_tokens_are_in_wrong_places() -> None:
+    both = found({"first": OWN, "second": OWN[::-1]})
+    both.owner = {"a.gate.weight": 0, "b.gate.weight": 0}
+    assert Routing.of(both, made()).differs(made())
 
 
 @pytest.mark.parametrize(
