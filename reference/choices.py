@@ -33,13 +33,16 @@ Chosen = Sequence[Tensor]  # what a router chose, call by call: (T, K)
 class Choice:
     """One choice: by which ``scores_TE``, and the indices ``chosen_TK``; ``own_TK`` are those that the scores say.
 
-    of_tokens: it is made along the last dimension, as that of experts is. Along another one, experts choose tokens.
+    of_tokens: it is made along the dimension whose elements lie side by side, as that of experts is. Along another one,
+    experts choose tokens.
+    of_values: it may have been made for the largest score alone, as ``max`` is before a softmax.
     """
 
     scores_TE: Tensor
     chosen_TK: Tensor
     own_TK: Tensor
     of_tokens: bool = True
+    of_values: bool = False
 
     def short_T(self, seen_TK: Tensor) -> Tensor:
         """By how much the least of ``seen_TK`` is below the largest that is not among them; 0 where it is not below."""
@@ -48,10 +51,27 @@ class Choice:
         left_T = scores_TE.scatter(-1, seen_TK, -torch.inf).amax(-1)
         return torch.where(left_T > least_T, left_T - least_T, 0.0)
 
+    def for_tokens(self, tokens: int) -> "Choice":
+        """The same, made for so many tokens, or among them, where their number tells which; 0: nobody knows it."""
+        fits = [bool(tokens) and size % tokens == 0 for size in self.scores_TE.shape]
+        return self if fits[0] == fits[1] else replace(self, of_tokens=fits[0])
+
 
 def same_T(one_TK: Tensor, other_TK: Tensor) -> Tensor:
     """For which tokens the same are chosen, in whatever order."""
     return (one_TK.sort(dim=-1).values == other_TK.sort(dim=-1).values).all(dim=-1)
+
+
+def of_experts(choices: Sequence[Choice]) -> list[int]:
+    """The numbers of those of a router by which tokens get their experts, the last of them last; none: experts choose.
+
+    They are made by scores, and among the most. Others choose groups of experts, or places in an expert's capacity.
+    """
+    own = [number for number, one in enumerate(choices) if one.of_tokens and one.scores_TE.is_floating_point()]
+    own = [number for number in own if not choices[number].of_values] or own
+    largest = max((choices[number].scores_TE.shape[-1] for number in own), default=0)
+    own = [number for number in own if choices[number].scores_TE.shape[-1] == largest]
+    return [number for number in own if len(choices[number].own_TK) == len(choices[own[-1]].own_TK)]
 
 
 Choices = Mapping[str, Sequence[Choice]]  # by the name of the router, in the order in which it made them
@@ -107,7 +127,7 @@ class Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 class Call:
     """A call that chooses: among ``scores`` along ``dim``, these ``indices``, which have that dimension.
 
-    single: the result has it not. values: it has the chosen scores, too.
+    single: the result has it not. values: it has the chosen scores, too. name: the operation's.
     """
 
     scores: Tensor
@@ -115,6 +135,7 @@ class Call:
     indices: Tensor
     single: bool
     values: bool
+    name: str
 
     @classmethod
     def of(cls, func: Any, made: Any, given: Sequence[Any], named: Mapping[str, Any]) -> "Call | None":
@@ -129,13 +150,15 @@ class Call:
             return None
         indices = made[1] if values else made
         single = indices.dim() < scores.dim()
-        return cls(scores, dim % scores.dim(), indices.unsqueeze(dim) if single else indices, single, values)
+        return cls(scores, dim % scores.dim(), indices.unsqueeze(dim) if single else indices, single, values, name)
 
     @property
     def choice(self) -> Choice:
         """It, as its scores say."""
-        own_TK = self.rows(self.indices)
-        return Choice(self.rows(self.scores), own_TK, own_TK, self.dim == self.scores.dim() - 1)
+        own_TK, strides = self.rows(self.indices), zip(self.scores.stride(), self.scores.shape, strict=True)
+        # Scores may have been transposed.
+        innermost = all(self.scores.stride(self.dim) <= stride for stride, size in strides if size > 1 and stride)
+        return Choice(self.rows(self.scores), own_TK, own_TK, innermost, self.name == "max")
 
     def rows(self, tensor: Tensor) -> Tensor:
         """``tensor`` with what is chosen along its last dimension, and all others together before it. Detached."""
@@ -173,22 +196,33 @@ def choosing(model: nn.Module, routers: Routers | None) -> Iterator[dict[str, li
     if routers is None:
         yield found
         return
-    named = routers.among(model)
+    named, tokens = routers.among(model), dict[nn.Module, int]()
+
+    def enters(router: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        given = next((one for one in (*args, *named.values()) if isinstance(one, Tensor) and one.dim() > 1), None)
+        tokens[router] = 0 if given is None else given.shape[:-1].numel()
 
     def look(running: Sequence[nn.Module], own: Choice) -> Tensor:
         if in_backward():
             again = (one for every in found.values() for one in every if torch.equal(one.scores_TE, own.scores_TE))
             return next(again, own).chosen_TK
-        name = next((named[one] for one in running if one in named), None)
-        if name is None:
+        router = next((one for one in running if one in named), None)
+        if router is None:
             return own.own_TK
+        name = named[router]
         made, told = found.setdefault(name, []), routers.told.get(name, ())
         wanted = told[len(made)].to(own.own_TK) if len(made) < len(told) else own.own_TK
-        made.append(replace(own, scores_TE=own.scores_TE.clone(), chosen_TK=wanted))
+        kept = replace(own, scores_TE=own.scores_TE.clone(), chosen_TK=wanted)
+        made.append(kept.for_tokens(tokens.get(router, 0)))
         return wanted
 
-    with Choosing(look):
-        yield found
+    hooks = [router.register_forward_pre_hook(enters, with_kwargs=True) for router in named]
+    try:
+        with Choosing(look):
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def in_backward() -> bool:

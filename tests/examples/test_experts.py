@@ -261,14 +261,24 @@ def test_tokens_that_go_to_wrong_experts_are_named(
     assert told in str(verdict), verdict
 
 
-def test_what_another_fault_makes_of_routes_is_no_cause(whitebox: WhiteBox) -> None:
-    def shifted(stage: nn.Sequential) -> None:
-        if dist.get_rank() == 0:
-            stage[0].forward = lambda x: type(stage[0]).forward(stage[0], x) + 0.05
+def shifted(at: int, change: Change, stage: nn.Sequential) -> None:
+    change(stage)
+    if dist.get_rank() == at:
+        stage[0].forward = lambda x: type(stage[0]).forward(stage[0], x) + 0.05
 
-    verdict = judged(whitebox, partial(step, change=shifted), reference=build_apart)
+
+def test_what_another_fault_makes_of_routes_is_no_cause(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(step, change=partial(shifted, 0, nothing)), reference=build_apart)
     assert verdict.law("routing").outcome == "fail"
     assert [(one.kind, one.rank, one.stage) for one in verdict.cause] == [("computation", 0, 0)], verdict
+
+
+def test_a_stage_whose_tokens_changed_by_rounding_is_not_to_blame_for_a_later_one(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(step, change=partial(shifted, 1, in_halves)), reference=build_apart)
+    assert verdict.law("routing").outcome == "fail"
+    assert {one.stage for one in verdict.mismatches if one.law == "routing"} == {1}
+    assert not verdict.cause, "bits of its input differ, so that nobody says"
+    assert any("rank 1, stage 1: output of the module is like nothing" in one for one in verdict.undecided), verdict
 
 
 def test_ranks_with_the_same_tokens_choose_alike(whitebox: WhiteBox) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeproof.reference.choices import Choice, Routers, choosing
+from pipeproof.reference.choices import Choice, Choosing, Routers, choosing, of_experts
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]  # the chosen scores, and the indices, one for each token
 SCORES = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
@@ -35,7 +35,7 @@ class Router(nn.Module):
         return values * (1.0 + indices)
 
 
-def in_model(router: Router) -> nn.Module:
+def in_model(router: nn.Module) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"router": router})])})
 
 
@@ -48,7 +48,7 @@ def test_a_choice_is_seen_in_each_of_its_forms(form: str) -> None:
     (choice,) = found["layers.0.router"]
     assert torch.equal(choice.scores_TE, SCORES)
     assert choice.own_TK.tolist() == choice.chosen_TK.tolist() == [[1], [0]]
-    assert choice.of_tokens == (form != "a method")
+    assert choice.of_tokens
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -83,3 +83,48 @@ def test_by_how_much_scores_would_be_off() -> None:
     assert short == {(0, 1): 0.0, (1, 0): 0.0, (0, 2): 0.25, (2, 1): 0.5, (0, 3): torch.inf}
     tied = Choice(torch.ones(1, 3), torch.tensor([[0]]), torch.tensor([[0]]))
     assert tied.short_T(torch.tensor([[2]])).item() == 0.0, "among equal scores any is right"
+
+
+def test_which_choices_are_those_of_experts() -> None:
+    def made(count: int, *, whole: bool = False, **more: bool) -> Choice:
+        scores = torch.zeros(3, count, dtype=torch.int64 if whole else torch.float32)
+        return Choice(scores, scores[:, :1].long(), scores[:, :1].long(), **more)
+
+    place, largest, tokens = made(4, whole=True), made(4, of_values=True), made(3, of_tokens=False)
+    assert of_experts([largest, made(2), made(4), made(4), place, tokens]) == [2, 3]
+    assert of_experts([largest, place]) == [0], "where nothing else is there max chooses"
+    assert of_experts([tokens]) == []
+
+
+def test_scores_that_are_transposed_are_those_of_experts_for_tokens() -> None:
+    seen: list[Choice] = []
+
+    def look(_: object, choice: Choice) -> Tensor:
+        seen.append(choice)
+        return choice.own_TK
+
+    with Choosing(look):
+        SCORES.T.topk(1)
+        SCORES.topk(1)
+    assert [one.of_tokens for one in seen] == [False, True]
+
+
+def test_how_many_tokens_come_in_tells_what_is_chosen_for_what() -> None:
+    class Transposed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.T.contiguous().topk(2, -1).values
+
+    router = Transposed()
+    with choosing(in_model(router), Routers(("router",))) as found:
+        router(torch.rand(6, 4))
+    assert not found["layers.0.router"][0].of_tokens, "four experts choose among six tokens"
+    assert not router._forward_pre_hooks, "nothing is left behind"
+    scores = Choice(torch.zeros(8, 6), torch.zeros(8, 2).long(), torch.zeros(8, 2).long())
+    assert [scores.for_tokens(tokens).of_tokens for tokens in (8, 4, 6, 3, 5, 0)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]

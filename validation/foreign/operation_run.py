@@ -11,6 +11,7 @@ from pipeproof.foreign.call_matching import Which
 from pipeproof.foreign.reference_run import ReferenceRun
 from pipeproof.foreign.routing import UNROUTED, Routing
 from pipeproof.foreign.task import Continued, Task
+from pipeproof.judging.mismatch import Mismatch
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.step import Contribution, Reference
@@ -68,6 +69,11 @@ class OperationRun:
         model, found = task.built(next(self.run.model.parameters()).device.type), self.found
         run = ReferenceRun(task, model, found.replicas, owner=found.owner, surveyed=found.watched)
         return replace(self, task=task, run=run)
+
+    def following_before(self, wrong: Sequence[Mismatch], operation: int) -> "OperationRun":
+        """As ``following``, but no further than up to the first router that chose ``wrong`` in a microbatch."""
+        routers = {(one.router, one.microbatch) for one in wrong if one.operation == operation}
+        return replace(self, routing=self.routing.before(routers, self.made)).following
 
     def continued(self) -> Continued | None:
         """The reference as the next operation begins: with the weights and the buffers that the ranks have.

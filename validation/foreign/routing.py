@@ -1,11 +1,13 @@
 """Which experts the ranks chose, by the routers and the microbatches of the reference."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
+from math import inf
 
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.stages_in_order import Stage
-from pipeproof.foreign.token_order import in_order, joined
+from pipeproof.foreign.token_order import LESS, in_order, joined, short
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route, Routes
 from pipeproof.pipeline.sizes import some
@@ -29,18 +31,33 @@ class Routing:
         """It, of the ranks that were ``found``; ``made``: what the reference has of each microbatch."""
         ranks: dict[int, dict[Routed, Sequence[Route]]] = {}
         untold: list[str] = []
+        every = {name: choices for one in reversed(made) for name, choices in one.choices.items()}
         for stage in found.stages:
-            routers = [name for name in made[0].choices if _stage_of(name, found.owner) == stage.index]
-            for rank, routes, parts in _bundles(stage, found, made[0].choices, routers):
+            routers = [name for name in every if _stage_of(name, found.owner) == stage.index]
+            for rank, routes, parts in _bundles(stage, found, every, routers):
                 share = found.made[rank].share or range(len(made))
                 calls, why = _calls(routes, routers, [made[m] for m in share], parts)
                 untold += [f"{why} on rank {rank}"] if why else []
                 for m, call in zip(_order(calls, share, made), calls, strict=True):
                     own = {Routed(stage.index, name, m): chosen for name, chosen in call.items()}
-                    ranks.setdefault(rank, {}).update(own)
+                    if own:
+                        ranks.setdefault(rank, {}).update(own)
         if not any(one.choices for one in made):
             untold = ["the reference's modules of these names call no topk, argmax or max in their forward"]
         return Routing(ranks, untold[0] if untold else "")
+
+    def before(self, wrong: Collection[tuple[str | None, int | None]], made: Sequence[Contribution]) -> "Routing":
+        """The same, without what was chosen in a microbatch by a router that is ``wrong`` there, and by later ones."""
+        right = {
+            (name, m)
+            for m, one in enumerate(made)
+            for name in takewhile(lambda name, m=m: (name, m) not in wrong, one.choices)  # type: ignore[misc]
+        }
+        ranks = {
+            rank: {at: every for at, every in routes.items() if (at.router, at.microbatch) in right}
+            for rank, routes in self.ranks.items()
+        }
+        return replace(self, ranks=ranks)
 
     def told(self, microbatches: int) -> tuple[dict[str, Chosen], ...]:
         """By microbatch, what each router chose on the first rank that has it."""
@@ -103,19 +120,38 @@ def _calls(seen: Routes, routers: Sequence[str], made: Sequence[Contribution], p
     if len(seen) != len(routers):
         return [], f"{some(len(seen), 'router')} chose where the reference has {', '.join(routers)}"
     calls: list[dict[str, Sequence[Route]]] = [{} for _ in made]
+    untold: list[str] = []
     for name, (local, routes) in zip(routers, seen.items(), strict=True):
-        each = len(made[0].choices[name])
-        if len(routes) != each * len(made):
-            times = f"{some(len(routes), 'time')} in {some(len(made), 'microbatch')}"
-            return [], f"{local or name} chose {times}, and the reference's {name} {some(each, 'time')} in each"
-        for number, (call, one) in enumerate(zip(calls, made, strict=True)):
-            own, due = routes[number * each :][:each], one.choices[name]
-            unlike = next(filter(None, map(_unlike, own, due)), "")
-            arranged = None if unlike else in_order(own, due, parts=parts)
-            if arranged is None:
-                return [], f"{local or name} chose {unlike or _UNORDERED}"
-            call[name] = arranged
+        own, why = _own_calls(name, routes, made, parts)
+        untold += [f"{local or name or 'the model'} chose {why}"] if why else []
+        for call, every in zip(calls, own, strict=False):
+            call |= {name: every} if every else {}  # else it did not run for this microbatch
+    return calls, untold[0] if untold else ""
+
+
+def _own_calls(
+    name: str, routes: Sequence[Route], made: Sequence[Contribution], parts: int
+) -> tuple[Sequence[Sequence[Route]], str]:
+    """What the router of this ``name`` chose, call by call; none where that is not like the reference's, and why."""
+    calls: list[Sequence[Route]] = []
+    counts = [len(one.choices.get(name, ())) for one in made]
+    if len(routes) != sum(counts):
+        times = f"{some(len(routes), 'time')} in {some(len(made), 'microbatch')}"
+        return [], f"{times}, and the reference's {name or 'model'} {_times(counts)}"
+    rest = iter(routes)
+    for one, count in zip(made, counts, strict=True):
+        own, due = [*islice(rest, count)], one.choices.get(name, ())
+        unlike = next(filter(None, map(_unlike, own, due)), "")
+        arranged = None if unlike else in_order(own, due, parts=parts)
+        if arranged is None:
+            return [], unlike or _UNORDERED
+        calls.append(arranged)
     return calls, ""
+
+
+def _times(counts: Sequence[int]) -> str:
+    """How often a router chose in microbatches, in words."""
+    return f"{some(counts[0], 'time')} in each" if len({*counts}) == 1 else f"{', '.join(map(str, counts))} times"
 
 
 def _unlike(route: Route, choice: Choice) -> str:
@@ -129,22 +165,28 @@ def _unlike(route: Route, choice: Choice) -> str:
 
 
 def _order(calls: _Calls, share: Sequence[int], made: Sequence[Contribution]) -> Sequence[int]:
-    """The microbatch of each of ``calls``: as they come, unless they are more like the reference in another order."""
-    if not calls or all(_alike(call, made[m]) == 1.0 for call, m in zip(calls, share, strict=True)):
+    """The microbatch of each of ``calls``: as they come, unless all routers say that they came in another order."""
+    if not calls or all(_alike(call, made[m]) for call, m in zip(calls, share, strict=True)):
         return [*share][: len(calls)]
-    likest = [
-        max(share, key=lambda m: (_alike(call, made[m]), m == own)) for call, own in zip(calls, share, strict=True)
-    ]
-    return likest if sorted(likest) == sorted(share) else share
+    off = [{m: _off(call, made[m]) for m in share} for call in calls]
+    likest = [min((one[m], m != own, m) for m in share)[2] for one, own in zip(off, share, strict=True)]
+    moved = [(one[m], one[own]) for one, m, own in zip(off, likest, share, strict=True) if m != own]
+    clear = sorted(likest) == sorted(share) and all(other < LESS * own for other, own in moved)
+    return likest if clear else share
 
 
-def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
-    """The part of tokens for which the same is chosen."""
-    return min(_parts(call, made), default=1.0)
+def _off(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
+    """How far off the scores of a microbatch must be, of the router of which they must be furthest."""
+    pairs = [(routes, made.choices.get(name, ())) for name, routes in call.items()]
+    if any(len(own) != len(due) or any(map(_unlike, own, due)) for own, due in pairs):
+        return inf
+    return max((short(route, one) for own, due in pairs for route, one in zip(own, due, strict=True)), default=0.0)
 
 
-def _parts(call: Mapping[str, Sequence[Route]], made: Contribution) -> Iterator[float]:
-    for name, routes in call.items():
-        for route, choice in zip(routes, made.choices[name], strict=True):
-            fits = not _unlike(route, choice)
-            yield float(same_T(route.chosen_TK, choice.own_TK.cpu()).double().mean()) if fits else 0.0
+def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> bool:
+    """Whether the same is chosen for every token."""
+    return all(
+        bool(same_T(route.chosen_TK, choice.own_TK.cpu()).all())
+        for name, routes in call.items()
+        for route, choice in zip(routes, made.choices[name], strict=True)
+    )

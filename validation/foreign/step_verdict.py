@@ -64,18 +64,20 @@ def _first_wrong(verdict: Verdict) -> int:
 def _with_routes(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
     """The verdict where the reference chooses the experts that the ranks chose, as far as rounding explains these.
 
-    Where it does not, the reference goes by its own scores, so that a fault before a router shows as what it is. Unless
-    all else is right: then the ranks computed with experts that they should not have chosen.
+    Where it does not, the reference goes by its own scores from there on, so that a fault before a router shows as what
+    it is. Unless all else is right: then the ranks computed with experts that they should not have chosen.
     """
     following = [one.following for one in runs]
     verdict = _judged(title, task, following, second, halted)
     if verdict.verdict == "pass" or all(one is other for one, other in zip(following, runs, strict=True)):
         return verdict
+    own = _judged(title, task, [replace(one, routing=Routing(untold=_UNUSED)) for one in runs], second, halted)
     misrouted = [one for one in verdict.mismatches if one.law in ROUTED]
-    plain = [replace(one, routing=Routing(untold=_UNUSED)) for one in runs]
-    own = _judged(title, task, plain, second, halted)
     if own.verdict == "pass" or not misrouted or len(misrouted) == len(verdict.mismatches):
         return own if own.verdict == "pass" else verdict
+    right = [one.following_before(misrouted, number) for number, one in enumerate(runs, 1)]
+    if any(one.task is not other.task for one, other in zip(right, runs, strict=True)):
+        own = _judged(title, task, right, second, halted)
     laws = tuple(verdict.law(one.name) if one.name in ROUTED else one for one in own.laws)
     mismatches = (*own.mismatches, *misrouted) if own.cause else (*misrouted, *own.mismatches)
     return replace(own, laws=laws, mismatches=mismatches, verdict=overall(laws))

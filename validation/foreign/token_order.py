@@ -3,14 +3,17 @@
 It is told by where the tokens go, as the reference sends them: nobody has to say it.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from pipeproof.observers.routes import Route, Routes
-from pipeproof.reference.choices import Choice, same_T
+from pipeproof.reference.choices import Choice, of_experts, same_T
 
+LESS = 0.1  # of what scores must be off in another order: where all are nearly equal no order shows
+_UNITS = 4
 _MOST = 0.75  # of all tokens: in an order that is not theirs so many do not go where they should
 
 
@@ -29,17 +32,17 @@ def in_order(routes: Sequence[Route], due: Sequence[Choice], *, parts: int = 1) 
 
     Where the order does not show, whole ones are as they are, and parts are None.
     """
-    of_tokens = [number for number, choice in enumerate(due) if choice.of_tokens]
-    if not of_tokens or (alike := _alike(routes, due, of_tokens[-1])) == 1.0:
+    experts = of_experts(due)
+    if not experts or (alike := _alike(routes, due, experts[-1])) == 1.0:
         return routes
-    if parts > 1 and len(of_tokens) < len(due):
+    if parts > 1 and not all(choice.of_tokens for choice in due):
         return None  # an expert that chooses tokens does so among those of a part
-    best = routes
-    tokens = len(due[of_tokens[-1]].own_TK)
+    best, off = routes, short(routes[experts[-1]], due[experts[-1]])
+    tokens = len(due[experts[-1]].own_TK)
     for order_T in _orders(tokens, parts):
         other = [_moved(route, choice, order_T) for route, choice in zip(routes, due, strict=True)]
-        share = _alike(other, due, of_tokens[-1])
-        if share > max(alike, _MOST):
+        share = _alike(other, due, experts[-1])
+        if share > max(alike, _MOST) and short(other[experts[-1]], due[experts[-1]]) < LESS * off:
             best, alike = other, share
     return None if parts > 1 and alike <= _MOST else best
 
@@ -47,6 +50,18 @@ def in_order(routes: Sequence[Route], due: Sequence[Choice], *, parts: int = 1) 
 def _alike(routes: Sequence[Route], due: Sequence[Choice], which: int) -> float:
     """The part of tokens that go where they go in the reference."""
     return float(same_T(routes[which].chosen_TK, due[which].own_TK.cpu()).double().mean())
+
+
+def short(route: Route, choice: Choice) -> float:
+    """How far off scores must be for tokens to go there, on average, relative to the largest score.
+
+    In an order that is not theirs that is very far; what a few units of its last place do is none.
+    """
+    finite = choice.scores_TE[choice.scores_TE.isfinite()].double()
+    largest = max(finite.abs().max().item() if len(finite) else 0.0, sys.float_info.min)
+    off = choice.short_T(route.chosen_TK.to(choice.scores_TE.device)).mean().item()
+    unit = torch.finfo(route.dtype).eps if route.dtype.is_floating_point else 0.0
+    return off / largest if off > _UNITS * unit * largest else 0.0
 
 
 def _orders(tokens: int, parts: int) -> Iterator[Tensor]:

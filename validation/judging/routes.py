@@ -4,7 +4,7 @@ A token that goes to another expert has changed it by rounding if the scores nee
 rounding may put them, on this very run; else it went wrong.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +17,10 @@ from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.observed import Observed, Routed
 from pipeproof.observers.routes import Route
 from pipeproof.pipeline.sizes import some
-from pipeproof.reference.choices import Choice, same_T
+from pipeproof.reference.choices import Choice, of_experts, same_T
 
 LAW = "routing"
+_OUTCOMES = ("", "pass", "unknown", "fail")  # the worst last; empty: nothing changed
 
 
 @dataclass
@@ -30,8 +31,8 @@ class RouteJudge:
     number: int
     scenarios: frozenset[str]
     answer: Answer
-    _tokens: int = field(default=0, init=False)
-    _changed: Counter[str] = field(default_factory=Counter, init=False)  # tokens, by the outcome
+    # Tokens by their outcome; under False, what experts choose.
+    _counts: dict[bool, Counter[str]] = field(default_factory=lambda: defaultdict(Counter), init=False)
 
     def judge(self, observed: Observed) -> None:
         """Every rank's routes. Those that have a stage and a microbatch in common are to choose alike."""
@@ -50,56 +51,73 @@ class RouteJudge:
             self.ledger.remark(LAW, later + self._told(len({at.router for at in first})))
 
     def _routed(self, at: Routed, routes: Sequence[Route], rank: int) -> None:
-        """What a router chose for a microbatch, choice by choice: the last for tokens is that of experts."""
+        """What a router chose for a microbatch, choice by choice: a token counts once, by the worst of its own."""
         due = self.answer.expected.contributions[at.microbatch].choices[at.router]
-        experts = max((number for number, choice in enumerate(due) if choice.of_tokens), default=len(due) - 1)
-        for number, (route, choice) in enumerate(zip(routes, due, strict=True)):
-            last = number == experts
-            self._tokens += len(route.chosen_TK) if last else 0
-            self._chosen(self._place(at, rank), route, choice, _Number(at, number, last))
+        experts, place = of_experts(due), self._place(at, rank)
+        outcomes = [
+            self._chosen(place, route, choice, _Number(at, number, number in experts))
+            for number, (route, choice) in enumerate(zip(routes, due, strict=True))
+        ]
+        counted = [outcomes[number] for number in experts or range(len(due))]
+        for row in zip(*counted, strict=True) if experts else ((one,) for every in counted for one in every):
+            self._counts[bool(experts)][max(row, key=_OUTCOMES.index)] += 1
 
-    def _chosen(self, place: Heading, route: Route, choice: Choice, which: "_Number") -> None:
+    def _chosen(self, place: Heading, route: Route, choice: Choice, which: "_Number") -> list[str]:
+        """The outcome for each token, which is empty where it went where it should."""
         seen_TK, own_TK = route.chosen_TK, choice.own_TK.cpu()
         other_T = ~same_T(seen_TK, own_TK)
         if not other_T.any():
             self.ledger.hold(place, True, "", "", exact=seen_TK.equal(own_TK))
-            return
+            return [""] * len(seen_TK)
         assert self.answer.floors is not None, "who says what routers chose is judged by floors"
         floor = self.answer.floors.scores(which.at.microbatch, which.at.router, which.choice)
         off_T = torch.where(other_T, _off(choice, seen_TK, floor), 0.0)
-        outcomes = [floor.outcome(off) for off in off_T.tolist()]
-        if which.last:
-            self._changed.update(what for what, other in zip(outcomes, other_T.tolist(), strict=True) if other)
+        both = zip(off_T.tolist(), other_T.tolist(), strict=True)
+        outcomes = [floor.outcome(off) if other else "" for off, other in both]
         worst = int(off_T.argmax())
-        told = f"{_experts(seen_TK[worst])} for token {worst}{_more(outcomes)}{_narrower(route, choice)}"
-        self.ledger.estimate(place, off_T[worst].item(), floor, told, _experts(own_TK[worst]))
+        of, row = ("expert", "token {}") if which.experts else ("number", "row {} of the scores")
+        of = of if choice.of_tokens else "token"
+        told = f"{_some(of, seen_TK[worst])} for {row.format(worst)}{_more(outcomes)}{_narrower(route, choice)}"
+        self.ledger.estimate(place, off_T[worst].item(), floor, told, _some(of, own_TK[worst]))
+        return outcomes
 
     def _place(self, at: Routed, rank: int, beside: int | None = None) -> Heading:
         where = {"rank": rank, "stage": at.stage, "microbatch": at.microbatch, "router": at.router, "beside": beside}
         return Heading.at(LAW, self.number, self.scenarios, **where)
 
     def _told(self, routers: int) -> str:
-        """How many tokens changed their experts, and why."""
-        whole = f"{self._tokens:,} tokens" + (f" in {some(routers, 'router')}" if routers > 1 else "")
-        changed = self._changed.total()
-        if not changed:
-            return f"none of {whole} changed its expert"
-        whose = "its" if changed == 1 else "their"
-        if changed == self._changed["pass"]:
-            return f"{changed:,} of {whole} changed {whose} expert, {'all ' if changed > 1 else ''}by rounding"
-        parts = (("pass", "by rounding"), ("unknown", "by what may be rounding"), ("fail", "by more than rounding"))
-        return f"{changed:,} of {whole} changed {whose} expert: " + ", ".join(
-            f"{self._changed[outcome]:,} {why}" for outcome, why in parts if self._changed[outcome]
+        """How many tokens changed their experts, and why; where experts choose tokens, how many choices."""
+        return "; ".join(
+            _changed(counts, routers, ("token", "changed its expert", "changed their expert"))
+            if of_tokens
+            else _changed(counts, routers, ("expert choice", "changed", "changed"))
+            for of_tokens, counts in self._counts.items()
         )
+
+
+def _changed(counts: Counter[str], routers: int, words: tuple[str, str, str]) -> str:
+    """How many of all changed, by their outcomes; ``words``: what they are, and that one changed, or several."""
+    what, one, several = words
+    whole = some(counts.total(), what) + (f" in {some(routers, 'router')}" if routers > 1 else "")
+    changed = counts.total() - counts[""]
+    if not changed:
+        return f"none of {whole} {one}"
+    did = one if changed == 1 else several
+    if changed == counts["pass"]:
+        return f"{changed:,} of {whole} {did}, {'all ' if changed > 1 else ''}by rounding"
+    parts = (("pass", "by rounding"), ("unknown", "by what may be rounding"), ("fail", "by more than rounding"))
+    return f"{changed:,} of {whole} {did}: " + ", ".join(
+        f"{counts[outcome]:,} {why}" for outcome, why in parts if counts[outcome]
+    )
 
 
 @dataclass(frozen=True)
 class _Number:
-    """Which choice of a router it is; ``last``: that of experts, not of groups of them, nor of tokens."""
+    """Which choice of a router it is; ``experts``: whether of these, not of groups of them, nor of tokens."""
 
     at: Routed
     choice: int
-    last: bool
+    experts: bool
 
 
 def _off(choice: Choice, seen_TK: Tensor, floor: Floor) -> Tensor:
@@ -111,14 +129,14 @@ def _off(choice: Choice, seen_TK: Tensor, floor: Floor) -> Tensor:
     return torch.where(short_T > 0, short_T / (2 * size), 0.0) if size else short_T * torch.inf
 
 
-def _experts(chosen_K: Tensor) -> str:
+def _some(what: str, chosen_K: Tensor) -> str:
     every = sorted(chosen_K.tolist())
-    return f"expert{'s' * (len(every) > 1)} {', '.join(map(str, every))}"
+    return f"{what}{'s' * (len(every) > 1)} {', '.join(map(str, every))}"
 
 
 def _more(outcomes: Sequence[str]) -> str:
-    wrong = sum(one != "pass" for one in outcomes) - 1
-    return f", and others for {some(wrong, 'more token')}" if wrong > 0 else ""
+    wrong = sum(one not in ("", "pass") for one in outcomes) - 1
+    return f", and others for {wrong:,} more" if wrong > 0 else ""
 
 
 def _narrower(route: Route, choice: Choice) -> str:

@@ -16,7 +16,7 @@ OWN = [torch.tensor([[m], [m], [2]]) for m in range(2)]  # of each microbatch, w
 
 def made() -> list[Any]:
     """A reference with a router in each of two stages."""
-    choices = [[Choice(torch.zeros(3, 3), own, own)] for own in OWN]
+    choices = [[Choice(torch.zeros(3, 3).scatter(1, own, 1.0), own, own)] for own in OWN]
     return [SimpleNamespace(choices={"a.gate": one, "b.gate": one}) for one in choices]
 
 
@@ -57,6 +57,12 @@ def test_microbatches_in_another_order_are_known_by_where_their_tokens_go() -> N
     assert alike.differs(made()), "two are not one: they stay as they come"
 
 
+def test_where_one_router_of_a_stage_alone_is_in_another_order_tokens_are_in_wrong_places() -> None:
+    both = found({"first": OWN, "second": OWN[::-1]})
+    both.owner = {"a.gate.weight": 0, "b.gate.weight": 0}
+    assert Routing.of(both, made()).differs(made())
+
+
 @pytest.mark.parametrize(
     ("routes", "told"),
     [
@@ -72,3 +78,13 @@ def test_what_does_not_fit_is_left_out_and_said(routes: dict[str, list[torch.Ten
     assert routing.untold.startswith(told)
     assert routing.untold.endswith(" on rank 0")
     assert [*routing.ranks] == [1], "of others all is compared"
+
+
+def test_a_router_may_choose_for_some_microbatches_alone() -> None:
+    due = made()
+    due[0] = SimpleNamespace(choices={"b.gate": due[0].choices["b.gate"]})
+    routing = Routing.of(found({"router": OWN[1:]}, {"router": OWN}), due)
+    assert (routing.untold, [*routing.ranks[0]]) == ("", [Routed(0, "a.gate", 1)])
+    assert not routing.differs(due)
+    more = Routing.of(found({"router": OWN}, {"router": OWN}), due)
+    assert more.untold.startswith("router chose 2 times in 2 microbatches, and the reference's a.gate 0, 1 times")

@@ -21,13 +21,19 @@ TWO = "2 of 4 tokens changed their expert"
 FLOOR = Floor(0.0, 1e-4, 1.0)  # so large a rounding explains what is not excused
 
 
-def judged(*seen: list[list[int]], floor: Floor = FLOOR) -> tuple[Ledger, LawResult]:
+def judged(*seen: list[list[int]], floor: Floor = FLOOR, due: Choice | None = None) -> tuple[Ledger, LawResult]:
     """What is entered where each rank chose such experts for its four tokens."""
+    return entered([due or Choice(SCORES, OWN, OWN)], *([one] for one in seen), floor=floor)
+
+
+def entered(choices: list[Choice], *seen: list[list[list[int]]], floor: Floor = FLOOR) -> tuple[Ledger, LawResult]:
+    """What is entered where a router has such ``choices``, and ranks made them so."""
     ledger = Ledger([LAW])
-    choice = Choice(SCORES, OWN, OWN)
-    due = SimpleNamespace(expected=SimpleNamespace(contributions=[SimpleNamespace(choices={"gate": [choice]})]))
+    due = SimpleNamespace(expected=SimpleNamespace(contributions=[SimpleNamespace(choices={"gate": choices})]))
     due.floors = SimpleNamespace(scores=lambda microbatch, router, number: floor)
-    ranks = [(SimpleNamespace(routes={AT: [Route(torch.tensor(one), torch.float32)]}),) for one in seen]
+    ranks = [
+        (SimpleNamespace(routes={AT: [Route(torch.tensor(one), torch.float32) for one in every]}),) for every in seen
+    ]
     answer: Any = due
     observed: Any = SimpleNamespace(ranks=ranks)
     RouteJudge(ledger, 0, frozenset(), answer).judge(observed)
@@ -63,7 +69,21 @@ def test_the_token_that_is_furthest_off_is_named() -> None:
     )
     assert (found.error, found.limit) == (0.25, FP32.most)
     (found,) = judged([[1], [1], [1], [0]])[0].mismatches
-    assert found.seen == "expert 1 for token 0, and others for 1 more token"
+    assert found.seen == "expert 1 for token 0, and others for 1 more"
+
+
+def test_tokens_are_counted_by_what_gives_them_their_experts() -> None:
+    places = Choice(torch.tensor([[3, 0], [2, 0], [1, 0], [0, 4]]), OWN, OWN)  # in an expert's capacity
+    for_values = Choice(SCORES, OWN, OWN, of_values=True)
+    seen = [OWN.tolist(), [[0], [1], [0], [0]], [[0], [0], [0], [1]], OWN.tolist()]
+    own = Choice(SCORES, OWN, OWN)
+    assert entered([for_values, own, own, places], seen)[1].note == f"{TWO}, all by rounding", "once each, by either"
+
+
+def test_experts_that_choose_tokens_are_no_tokens() -> None:
+    ledger, law = judged([[1], [1], [0], [0]], due=Choice(SCORES, OWN, OWN, of_tokens=False))
+    assert law.note == "2 of 4 expert choices changed: 1 by rounding, 1 by more than rounding"
+    assert [(one.seen, one.expected) for one in ledger.mismatches] == [("token 1 for row 0 of the scores", "token 0")]
 
 
 def test_where_scores_are_rounding_alone_their_size_is_what_counts() -> None:
