@@ -1,9 +1,11 @@
 """A step's contributions once more, with numbers that are rounded otherwise: what rounding alone may do."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
@@ -18,6 +20,28 @@ def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]
 def one_place_off(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
     """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller."""
     return _once_more(reference, copied(reference.model), expected, batches, off=True)
+
+
+class _Casts(TorchFunctionMode):
+    """While it is open, notes the types that autocast casts to."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_autocast_enabled(self._device):
+            self.types.add(torch.get_autocast_dtype(self._device))
+        return func(*args, **(kwargs or {}))
+
+
+def cast_to(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> torch.dtype | None:
+    """The narrowest type that autocast casts to while the model runs; None where it casts nowhere."""
+    device = next((one.device.type for one in reference.model.parameters()), "cpu")
+    with _Casts(device) as casts:
+        _once_more(reference, copied(reference.model), expected, batches[:1])
+    return max(casts.types, key=lambda one: torch.finfo(one).eps, default=None)
 
 
 def _once_more(

@@ -5,8 +5,9 @@ from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.stages import layers_of, owners
 from pipeproof.diagnosis.diagnose import diagnose as diagnose_run
 from pipeproof.diagnosis.played import Setup
+from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.judge import LAWS, judged
-from pipeproof.judging.oracle import LiveOracle, Requirements, copies_apart
+from pipeproof.judging.oracle import LiveOracle, Requirements
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.model import DTYPES

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.oracle import copies_apart
+from pipeproof.judging.copies import copies_apart
 from pipeproof.observers.recording import Site
 from pipeproof.reference.model import Model
 

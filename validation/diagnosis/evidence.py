@@ -19,7 +19,7 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.stale_call import StaleCall
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.what_ifs import Tried
-from pipeproof.judging.oracle import copies_apart
+from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed

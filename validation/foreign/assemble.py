@@ -19,8 +19,8 @@ from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims
 from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.foreign.survey import Both
+from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
-from pipeproof.judging.oracle import copies_apart
 from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation

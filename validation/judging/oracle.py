@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeproof.judging.makeup import Makeup
 from pipeproof.judging.tolerance import (
@@ -29,7 +29,7 @@ from pipeproof.judging.verdict import raised
 from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.otherwise import in_double, one_place_off
+from pipeproof.reference.otherwise import cast_to, in_double, one_place_off
 from pipeproof.reference.step import (
     Contribution,
     Expected,
@@ -80,6 +80,7 @@ class Floors:
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
         self._otherwise = one_place_off if self._precision is FP64 else in_double
         self.obstacle = ""
+        self._excused = 1.0  # how much of what nudged numbers are off may be rounding
         self._wide: dict[torch.dtype, Sums] = {}
 
     @cached_property
@@ -92,14 +93,30 @@ class Floors:
 
     @cached_property
     def _nudged(self) -> Contributions | None:
-        """The same with other weights, one rounding off, in the same type."""
+        """The same with other weights, one rounding off, in the same type; or in fp64, where autocast alone differs."""
+        if (narrow := self._narrow) is not None and (
+            found := self._computed(in_double, most=narrow.most)[0]
+        ) is not None:
+            self._excused = narrow.factor / self._precision.factor
+            self.obstacle += ", for autocast leaves fp64 as it is"
+            return found
         same = bool(self._apart) and not self.obstacle
         return None if self._otherwise is one_place_off else self._computed(one_place_off, same=same)[0]
 
-    def _computed(self, otherwise: Otherwise, *, same: bool = False) -> tuple[Contributions | None, str]:
+    @property
+    def _narrow(self) -> Precision | None:
+        """How what autocast casts to inside the reference rounds, if it does and fp64 told nothing."""
+        if (self._apart and not self.obstacle) or self._precision is FP64:
+            return None
+        cast = cast_to(self._reference, self._last, self._pending[-1].batches)
+        return None if cast is None else precision_of(cast)
+
+    def _computed(
+        self, otherwise: Otherwise, *, same: bool = False, most: float = 0.0
+    ) -> tuple[Contributions | None, str]:
         """All contributions computed ``otherwise``, or None and why they tell nothing: it is the user's code.
 
-        ``same``: it is known to give the same losses, but for rounding.
+        ``same``: it is known to give the same losses, but for rounding; ``most``: how far that may be off at least.
         """
         try:
             found = [otherwise(self._reference, one.expected, one.batches) for one in self._pending]
@@ -109,7 +126,7 @@ class Floors:
         nothing = HARDLY * max(abs(one.loss) for some in own for one in some)
         # A model that draws otherwise in another precision, as dropout does, says nothing about rounding there.
         alike = same or all(
-            scalar_error(one.loss, other.loss) <= self._precision.most or abs(other.loss) <= nothing
+            scalar_error(one.loss, other.loss) <= max(most, self._precision.most) or abs(other.loss) <= nothing
             for pair in zip(own, found, strict=True)
             for one, other in zip(*pair, strict=True)
         )
@@ -145,7 +162,7 @@ class Floors:
             return Floor(0.0, 0.0, 0.0, self._precision)
         floor = floor_of(expected, [other], apart, self._parts(site), again=lambda: self._again(site))
         nudged = self._again(site) if self.obstacle else None
-        return floor if nudged is None else replace(floor, nudged=error(expected, nudged))
+        return floor if nudged is None else replace(floor, nudged=self._excused * error(expected, nudged))
 
     def gradient_by_microbatch(self, site: Site) -> Floor:
         """The same, which also tells whether each microbatch is there where rounding is as large as half of one."""
@@ -215,7 +232,7 @@ class Floors:
         if not self.obstacle:
             return rounding_of(_number(own), _number(apart), again=again, precision=self._precision)
         other = again()
-        return unmeasured(self._precision, nudged=0.0 if other is None else error(_number(own), other))
+        return unmeasured(self._precision, nudged=0.0 if other is None else self._excused * error(_number(own), other))
 
     def output(self, microbatch: int, name: str) -> Floor:
         """The floor of what a microbatch puts out under a name."""
@@ -246,7 +263,7 @@ class Floors:
         if not self.obstacle:
             return rounding_of(own, apart, again=again, precision=precision)
         other = again()
-        return unmeasured(precision, nudged=0.0 if other is None else error(own, other))
+        return unmeasured(precision, nudged=0.0 if other is None else self._excused * error(own, other))
 
     def total(self) -> Floor:
         """The floor of what all losses are together: none was measured, but where they are rounding alone."""
@@ -262,7 +279,7 @@ class Floors:
         permutation, rounding, *nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
         floor = Floor(permutation, rounding, 0.0, self._precision)
         if nudged:
-            floor = unmeasured(self._precision, permutation=permutation, nudged=nudged[0])
+            floor = unmeasured(self._precision, permutation=permutation, nudged=self._excused * nudged[0])
         wide = precision_among(one for one in self._last.gradients.values() if one is not None)
         coarse = wide.unit < self._precision.unit
         return replace(floor, sums=Floor(permutation, 0.0, 0.0, wide)) if coarse else floor
@@ -370,17 +387,3 @@ class Requirements:
     by_numbers: bool = False
     mode_matters: Callable[[], bool] = lambda: True
     bindings: str = ""
-
-
-def copies_apart(
-    model: nn.Module, owner: Mapping[str, int], more: Collection[tuple[int, str]] = ()
-) -> list[Mapping[int, str]]:
-    """For each parameter with several names that lie in several stages: the name of its copy by stage.
-
-    ``owner`` has the stage of every name, and ``more`` are further copies, by stage and name.
-    """
-    by_tensor: dict[int, dict[int, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        for stage in (owner[name], *sorted(stage for stage, other in more if other == name)):
-            by_tensor.setdefault(id(parameter), {}).setdefault(stage, name)
-    return [copies for copies in by_tensor.values() if len(copies) > 1]

@@ -20,8 +20,8 @@ from pipeproof.foreign.task import (
     name_of,
     repeated,
 )
+from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
-from pipeproof.judging.oracle import copies_apart
 from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError

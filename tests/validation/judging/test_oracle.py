@@ -215,3 +215,33 @@ def test_floors_never_raise_what_the_reference_raises(monkeypatch: pytest.Monkey
     floors = floors_of_own(nn.Linear)
     assert [floors.gradient(site).nudged for site in floors._last.gradients] == [0.0] * 4
     assert "there the reference raised OSError: out of everything" in floors.obstacle
+
+
+class Casting(nn.Module):
+    """A part of it computes in bf16, by autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.last(torch.tanh(self.first(x))).float()
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "unknown"), (1.1, "fail")])
+def test_what_autocast_rounds_inside_a_reference_is_no_proof_of_a_fault(factor: float, outcome: str) -> None:
+    torch.manual_seed(0)
+    model, draw = Casting(), torch.Generator().manual_seed(0)
+    batches = [Batch.of(torch.randn(8, 8, generator=draw), torch.zeros(8, 8)) for _ in range(4)]
+    recipe = Recipe(loss=Loss(nn.functional.mse_loss, 4.0))
+    reference = Reference(model, owner={name: 0 for name, _ in model.named_parameters()}, recipe=recipe)
+    expected = reference.perform("train", batches, orders={0: range(4)})
+    floors = Floors(reference, [Pending(expected, batches, {0: range(4)})])
+    for site in expected.gradients:
+        due, wide = expected.gradients[site], floors._nudged_total[site]
+        assert due is not None
+        assert wide is not None
+        other = (wide * factor).to(due.dtype)  # as another kernel, which rounds less, gives it
+        assert floors.gradient(site).compared(other, due)[1] == outcome
+    assert floors.obstacle.endswith("gives other losses, for autocast leaves fp64 as it is")
