@@ -30,10 +30,11 @@ class _Casts(TorchFunctionMode):
         self.types: set[torch.dtype] = set()
         self._device = device
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
         if torch.is_autocast_enabled(self._device):
             self.types.add(torch.get_autocast_dtype(self._device))
-        return func(*args, **(kwargs or {}))
+        args, kwargs = (*given, None, None)[:2]
+        return func(*(args or ()), **(kwargs or {}))
 
 
 def cast_to(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> torch.dtype | None:
