@@ -108,7 +108,10 @@ class Floors:
         """How what autocast casts to inside the reference rounds, if it does and fp64 told nothing."""
         if (self._apart and not self.obstacle) or self._precision is FP64:
             return None
-        cast = cast_to(self._reference, self._last, self._pending[-1].batches)
+        try:
+            cast = cast_to(self._reference, self._last, self._pending[-1].batches)
+        except Exception:  # no one type: it is the user's code, which may not run once more
+            return None
         return None if cast is None else precision_of(cast)
 
     def _computed(
