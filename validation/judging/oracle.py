@@ -175,8 +175,8 @@ class Floors:
     def lead(self, site: Site) -> float:
         """How far rounding may lead along one site's gradient, where microbatches give just what they should.
 
-        Sums in other orders and types then lead by 1.1 units and by 2.3 times what is measured here, at most (14 models
-        in bf16, 2 to 32 microbatches, 4 seeds). Other kernels, which give other tensors, lead farther.
+        Of 10,198 gradients in bf16 (13 models, 2 to 32 microbatches) with sums in other orders and types, none led by
+        more than 1.5 units and 2.7 times what is measured here. Other kernels, which give other tensors, lead farther.
         """
         expected, totals = self._last.gradients[site], (self._reversed_total, self._apart_total)
         others = [total[site] for total in totals]

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.comparison import Due
-from pipeproof.judging.tolerance import LEAD, Floor, lead, same_bits, unmeasured
+from pipeproof.judging.tolerance import FP32, LEAD, Floor, lead, same_bits, unmeasured
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import Gradient, Site, dense
@@ -89,9 +89,13 @@ class AllowedOf(Unmeasured):
         return self.over(name, floor if self.own.inside is None else floor.through(self.own.inside))
 
     def _over_all(self, name: str, own: Floor) -> Floor:
-        """The floor over replicas. Where there are none, and all that flows is as it was, sums alone may differ."""
+        """The floor over replicas. Where there are none, and all that flows is as it was, sums alone may differ.
+
+        How far they lead then is known of narrow types.
+        """
         floor, seen, due = self._over(name, own), self.seen.get(name), self.due.get(name)
-        if floor is not own or self.own.other or not isinstance(seen, Tensor) or due is None:
+        apart = floor is not own or self.own.other or floor.precision.unit <= FP32.unit
+        if apart or not isinstance(seen, Tensor) or due is None:
             return floor
         if seen.shape != due.shape or lead(seen.detach(), due) <= LEAD * floor.precision.unit:
             return floor
