@@ -195,7 +195,7 @@ def tell_notes(config: Config, work: Work) -> None:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
-    hang = "a case that takes longer counts as a hang"
+    hang = "a case that takes longer counts as a hang; on simulated ranks, one in which nothing moves for so long"
     parser.add_argument("--timeout", type=parsed_seconds, default=120, metavar="SECONDS", help=hang)
 
 

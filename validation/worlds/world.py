@@ -51,7 +51,8 @@ class World:
         transport: str = "gloo",
     ) -> None:
         """``device``: of a type such as ``cpu`` or ``cuda``, which the ranks of a host share in turn, or ``cuda:0``, on
-        which they all are. ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
+        which they all are. ``timeout_s`` bounds each run, in seconds; one of simulated ranks may take five times as
+        long while it moves on. Others raise ValueError.
 
         ``silent``: what ranks print is not shown, but for the last lines of one that dies. ``most_groups``: processes
         in which jobs have left more process groups than this are replaced after a run, and what jobs changed there is

@@ -9,6 +9,7 @@ from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.simulated.exploration import Course
+from pipeproof.worlds.simulated.patience import WHOLE
 from pipeproof.worlds.simulated.play import Manner, Order, Played, play
 
 _SLACK_S = 10.0  # beyond the bound of a run, for the process to say what did not end
@@ -35,7 +36,8 @@ class Simulated:
         """One answer for each rank, in rank order."""
         self.course, self.in_time, self.may_end = None, False, False
         what = pack((sys.path, pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
-        (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
+        most_s = WHOLE * timeout_s + _SLACK_S
+        (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
             return [replace(answer, rank=rank) for rank in range(ranks)]
         played = unpack(answer.payload)

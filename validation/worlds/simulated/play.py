@@ -26,6 +26,7 @@ from pipeproof.worlds.simulated.meanings import NotSimulated
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.own_modules import OwnModules, attributes
 from pipeproof.worlds.simulated.own_state import OwnState
+from pipeproof.worlds.simulated.patience import WHOLE, held_up
 from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import STRANGERS, Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
@@ -59,7 +60,8 @@ class Manner:
 class Order:
     """What to run: a packed job, on so many ranks, in some manner.
 
-    ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a loop, a lock.
+    ``timeout_s`` bounds, in seconds of the clock, what does not move on: a loop, a lock. What does may take ``WHOLE``
+    times as long, and no longer.
     """
 
     job: bytes
@@ -91,8 +93,8 @@ class Played:
 def play(context: Any, order: Order) -> Played:
     """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
     del context
-    until_s = perf_counter() + order.timeout_s
-    played = _played(order)
+    until_s = perf_counter() + WHOLE * order.timeout_s
+    played = _played(order, WHOLE * order.timeout_s)
     if not played.hangs or not RULES[order.manner.transport].on_stream:
         return played
     return _played_ahead(order, played, until_s=until_s)
@@ -106,7 +108,7 @@ def _played_ahead(order: Order, hung: Played, *, until_s: float) -> Played:
         if left_s <= 0:
             return hung
         ahead = Ahead(ahead.came)
-        played = _played(replace(order, timeout_s=left_s), ahead)
+        played = _played(order, left_s, ahead)
         if not played.sound:
             return replace(hung, sound=False)
         if ahead.settled or played.hangs:
@@ -116,7 +118,7 @@ def _played_ahead(order: Order, hung: Played, *, until_s: float) -> Played:
     return replace(hung, may_end=not any(report.failed for report in played.reports))
 
 
-def _played(order: Order, ahead: Ahead | None = None) -> Played:
+def _played(order: Order, whole_s: float, ahead: Ahead | None = None) -> Played:
     before = attributes() if order.manner.own_modules else {}
     with virtual_time():
         with suppress(Exception):  # each rank meets it again, and says so
@@ -126,7 +128,7 @@ def _played(order: Order, ahead: Ahead | None = None) -> Played:
         modules.have_replaced(before)
         own = OwnState.now(modules)
         try:
-            return _Run(order, modules, ahead).played()
+            return _Run(order, modules, ahead).played(whole_s)
         finally:
             own.take()
             Net.current = None
@@ -161,7 +163,7 @@ class _Run:
         )
         Net.current = Net(self._network)
 
-    def played(self) -> Played:
+    def played(self, whole_s: float) -> Played:
         order, store = self._order, SharedStore(self._scheduler)
         with (
             standing_in(GROUPS, Bare, messages(), batch=self._network.batch),
@@ -173,10 +175,9 @@ class _Run:
                 seat.state, seat.thread = OwnState.fresh(seat.rank, self._modules), thread
                 thread.start()
             self._scheduler.begin()
-            in_time = self._scheduler.done.wait(order.timeout_s)
-            if not in_time:
+            if held := held_up(self._scheduler, timeout_s=order.timeout_s, whole_s=whole_s):
                 self._note_late()
-                return Played(self._late(threads), sound=False, in_time=False)
+                return Played(self._late(threads, held), sound=False, in_time=False)
             for thread in threads:
                 thread.join(_END_BOUND_S)
         sound = not any(thread.is_alive() for thread in threads)
@@ -220,10 +221,10 @@ class _Run:
     def _threads(self) -> list[Rank]:
         return [seat.thread for seat in self._seats if isinstance(seat.thread, Rank)]
 
-    def _late(self, threads: list[Rank]) -> tuple[RankReport, ...]:
+    def _late(self, threads: list[Rank], held: str) -> tuple[RankReport, ...]:
         """The rank that has the turn keeps it; the others are as they are."""
         running, reports = self._scheduler.running, []
-        why = self._why(f"did not come back to the network within {self._order.timeout_s:g} s")
+        why = self._why(held)
         for rank, thread in enumerate(threads):
             place = self._told.get(rank, _Place())
             stopped = (Ending.STUCK, why) if rank == running else (Ending.STOPPED, "")

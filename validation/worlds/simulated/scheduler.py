@@ -78,6 +78,7 @@ class Scheduler:
         self.ahead = ahead
         self._adversary = adversary
         self.over = False
+        self.turns = self.steps = 0  # how often a rank came back, and how often that, or a message, moved the run on
         self.strangers = False  # whether a thread that is no rank's has called
         self.done = threading.Event()
         self._ready = [seat.rank for seat in seats]
@@ -115,6 +116,7 @@ class Scheduler:
 
     def touch(self, thing: Hashable, *, changes: bool) -> None:
         """What happens now touches this, as others may: who goes round and round until it changes goes on."""
+        self.steps += changes
         if self.history is None:
             return
         self.history.touch(thing, changes=changes)
@@ -164,6 +166,7 @@ class Scheduler:
     def call(self) -> Message:
         """The name of what the rank that has the turn asks of the network now."""
         self._refuse_strangers()
+        self.steps += 1
         self._calls[self.running] += 1
         self._asked.pop(self.running, None)
         return self.running, self._calls[self.running] - 1
@@ -214,6 +217,7 @@ class Scheduler:
 
     def finish(self) -> None:
         """The rank that has the turn has ended: it never gets one again."""
+        self.steps += 1
         seat = self.seats[self.running]
         seat.ended = True
         seat.clock.stop()
@@ -238,6 +242,7 @@ class Scheduler:
     def _hand_over(self, rank: int) -> None:
         if self.over:
             raise Over
+        self.turns += 1
         seat = self.seats[rank]
         seat.clock.stop()
         following = self._following()
@@ -297,5 +302,6 @@ class Scheduler:
             self.history.begin(everybody[chosen], everybody)
         if chosen < len(self._ready):
             return self._ready[chosen]
+        self.steps += 1  # also where it touches nothing
         self._moves.pop(everybody[chosen])()
         return None

@@ -133,14 +133,44 @@ def dies(context: RankContext) -> None:
     dist.barrier()
 
 
+def asks(context: RankContext) -> None:
+    if context.rank == 1:
+        work: Any = dist.irecv(torch.zeros(1), 0)
+        while not work.is_completed():
+            pass
+    dist.barrier()
+
+
+def goes_on(context: RankContext) -> None:
+    while True:
+        dist.barrier()
+
+
 @pytest.mark.parametrize(
-    ("job", "said"),
-    [(locks, r"rank 1 .*did not come back to the network within 1 s"), (dies, r"exited with status 7")],
+    ("job", "bound_s", "said"),
+    [
+        (locks, 1.0, r"rank 1 .*did not come back to the network within 1 s"),
+        (asks, 1.0, r"rank 1 .*asks the network again and again, and nothing has moved for 1 s"),
+        (goes_on, 0.4, r"still goes on after 2 s, and so does the run"),
+        (dies, 1.0, r"exited with status 7"),
+    ],
 )
-def test_who_blocks_or_dies_is_told_and_the_next_run_is_sound(job: Any, said: str, simulated: World) -> None:
+def test_who_blocks_or_dies_is_told_and_the_next_run_is_sound(
+    job: Any, bound_s: float, said: str, simulated: World
+) -> None:
     with pytest.raises(RankFailed, match=said):
-        simulated.run(job, ranks=2, timeout_s=1.0)
+        simulated.run(job, ranks=2, timeout_s=bound_s)
     assert simulated.run(own_numbers, ranks=2) == simulated.run(own_numbers, ranks=2)
+
+
+def is_slow(context: RankContext) -> None:
+    for _ in range(8):
+        threading.Event().wait(0.1)
+        dist.barrier()
+
+
+def test_who_is_slow_but_goes_on_is_no_hang(simulated: World) -> None:
+    assert simulated.run(is_slow, ranks=1, timeout_s=0.6) == [None]
 
 
 def test_bad_options_are_told() -> None:

@@ -1,0 +1,30 @@
+"""How long a run may take: as long as it moves on, and not for ever."""
+
+from pipeproof.worlds.simulated.scheduler import Scheduler
+
+WHOLE = 5  # times the bound of one that stands still: a slow machine is no hang, and what never ends is cut
+_LOOK_S = 0.25
+_LOOKS = 10  # at the least, within a bound
+
+
+def held_up(scheduler: Scheduler, *, timeout_s: float, whole_s: float) -> str:
+    """Wait until a run has ended. Empty then; else what is said of the rank that has the turn, as it goes on.
+
+    Time counts in looks at the run, so that none passes while the machine sleeps. A question to the network moves
+    nothing on.
+    """
+    look_s = min(_LOOK_S, timeout_s / _LOOKS)
+    looks = came_back = moved = turns = steps = 0
+    while not scheduler.done.wait(look_s):
+        looks += 1
+        if scheduler.turns != turns:
+            turns, came_back = scheduler.turns, looks
+        if scheduler.steps != steps:
+            steps, came_back, moved = scheduler.steps, looks, looks
+        if (looks - came_back) * look_s >= timeout_s:
+            return f"did not come back to the network within {timeout_s:g} s"
+        if (looks - moved) * look_s >= timeout_s:
+            return f"asks the network again and again, and nothing has moved for {timeout_s:g} s"
+        if looks * look_s >= whole_s:
+            return f"still goes on after {whole_s:.3g} s, and so does the run"
+    return ""
