@@ -14,6 +14,7 @@ from pipeproof import Composed, check_step
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.sweeps import SWEEP
 
 pytestmark = pytest.mark.long
 
@@ -88,6 +89,7 @@ def step(stage: nn.Module, pairs: list[tuple[Tensor, Tensor]], rank: int, last: 
     return losses
 
 
+@SWEEP  # it takes half a minute, and what it bounds seldom changes
 def test_a_model_of_eight_times_what_a_rank_may_hold_is_checked(eight: World) -> None:
     for whole, verdict in eight.run(bounded, ranks=RANKS):
         assert "can't allocate memory" in whole, "the bound is there, and the whole model is beyond it"

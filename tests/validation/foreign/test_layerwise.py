@@ -23,6 +23,7 @@ from pipeproof.foreign.matching import NamesError
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
+from tests.support.sweeps import SWEEP
 
 Step = Callable[[Window, list[Any]], Any]
 Change = Callable[[nn.Module], object]
@@ -37,8 +38,8 @@ def decoder(*blocks: type[nn.Module]) -> list[Callable[[], nn.Module]]:
     return [partial(seeded, kind, number) for number, kind in enumerate((Embedding, *blocks, Head))]
 
 
-DECODER = decoder(*[Block] * 4)
-NEIGHBOURS = [f"layers {k} and {k + 1} of 6" for k in range(5)]
+DECODER = decoder(*[Block] * 3)
+NEIGHBOURS = [f"layers {k} and {k + 1} of 5" for k in range(4)]
 
 
 def linear(number: int, out: int = WIDTH) -> nn.Module:
@@ -103,7 +104,10 @@ def failed(whitebox: WhiteBox, step: Step) -> dict[str, Verdict]:
     return {name: one for name, one in found.items() if one.verdict == "fail"}
 
 
-@pytest.mark.parametrize(("step", "ranks"), [(by_hand, {"tp": 2}), (by_torch, {"tp": 2}), (by_shards, {"fsdp": 2})])
+RIGHT = [(by_torch, {"tp": 2}), (by_shards, {"fsdp": 2}), pytest.param(by_hand, {"tp": 2}, marks=SWEEP)]
+
+
+@pytest.mark.parametrize(("step", "ranks"), RIGHT)
 def test_what_is_right_passes_and_all_is_compared(whitebox: WhiteBox, step: Step, ranks: dict[str, int]) -> None:
     found = list(verdicts(whitebox, step, ranks))
     assert list(map(of, found)) == NEIGHBOURS
@@ -122,8 +126,8 @@ def twice_the_bias(block: nn.Module) -> None:
 
 def test_a_fault_in_one_layer_fails_where_it_is_and_is_named(whitebox: WhiteBox) -> None:
     wrong = failed(whitebox, partial(by_hand, layer="2", change=twice_the_bias))
-    assert list(wrong) == ["layers 1 and 2 of 6", "layers 2 and 3 of 6"]
-    cause = wrong["layers 2 and 3 of 6"].cause
+    assert list(wrong) == ["layers 1 and 2 of 5", "layers 2 and 3 of 5"]
+    cause = wrong["layers 2 and 3 of 5"].cause
     assert [(one.kind, one.stage) for one in cause] == [("computation", 0)], "layer 2 is the window's first"
 
 
@@ -134,7 +138,7 @@ def counts_on_each(block: nn.Module) -> None:
 
 def test_a_gradient_of_one_layer_fails_where_it_is_and_is_named(whitebox: WhiteBox) -> None:
     wrong = failed(whitebox, partial(by_hand, layer="2", change=counts_on_each))
-    assert list(wrong) == ["layers 1 and 2 of 6", "layers 2 and 3 of 6"]
+    assert list(wrong) == ["layers 1 and 2 of 5", "layers 2 and 3 of 5"]
     for verdict in wrong.values():
         assert "2.feedforward.down.bias: 2 times" in str(verdict).partition("  replay")[0], str(verdict)
 
@@ -147,9 +151,9 @@ def not_summed(block: nn.Module) -> None:
 
 def test_a_missing_reduction_in_one_layer_fails_where_it_is(whitebox: WhiteBox) -> None:
     wrong = failed(whitebox, partial(by_hand, layer="2", change=not_summed))
-    assert list(wrong) == ["layers 1 and 2 of 6", "layers 2 and 3 of 6"]
-    assert layers_of(wrong["layers 2 and 3 of 6"], "gradient") == {"2"}
-    assert layers_of(wrong["layers 1 and 2 of 6"], "gradient") == {"1", "2"}
+    assert list(wrong) == ["layers 1 and 2 of 5", "layers 2 and 3 of 5"]
+    assert layers_of(wrong["layers 2 and 3 of 5"], "gradient") == {"2"}
+    assert layers_of(wrong["layers 1 and 2 of 5"], "gradient") == {"1", "2"}
 
 
 def sends_half_back(block: nn.Module) -> None:
@@ -166,7 +170,7 @@ def sends_half_back(block: nn.Module) -> None:
 
 def test_what_a_layer_sends_back_is_seen_by_the_layer_before(whitebox: WhiteBox) -> None:
     wrong = failed(whitebox, partial(by_hand, layer="2", change=sends_half_back))
-    assert list(wrong) == ["layers 1 and 2 of 6"], "where it is the first, it sends nothing back"
+    assert list(wrong) == ["layers 1 and 2 of 5"], "where it is the first, it sends nothing back"
     (verdict,) = wrong.values()
     assert layers_of(verdict, "gradient") == {"1"}
     assert "input gradient of every microbatch is 0.5 times the expected (1B0)" in str(verdict)
