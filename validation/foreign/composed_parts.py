@@ -313,7 +313,8 @@ class Whole:
         )
         others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
         found = sought(verdict, lambda: explained(evidence)) if others else verdict
-        shown = with_lost([*of_calls(self.chain), *map(self._as_seen, found.cause)], self.chain)
+        seen = [] if self.chain.sources.unsure else map(self._as_seen, found.cause)
+        shown = with_lost([*of_calls(self.chain), *seen], self.chain)
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
         causes = with_own(shown, told, evidence)
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
