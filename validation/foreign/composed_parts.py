@@ -55,6 +55,7 @@ def not_known(stages: Iterable[int]) -> str:
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
+_EQUAL = "some inputs may be any of several equal outputs, so that nobody knows to which of them what flowed is due"
 _OF_PARTS = "put together on one rank it gives something else: is a reduction over its ranks missing?"
 _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
@@ -318,6 +319,8 @@ class Whole:
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
         causes = with_own(shown, told, evidence)
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
+        if self.chain.sources.unsure:
+            undecided[_EQUAL] = None
         ruled_out = tuple(one for one in found.ruled_out if not ("dropped" in one.kinds and "microbatches" in others))
         return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided), ruled_out=ruled_out)
 

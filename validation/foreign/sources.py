@@ -29,7 +29,7 @@ class Sources:
 
     @property
     def unsure(self) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
-        """The inputs that may be any of several equal outputs, with these, where at most what flowed back tells which."""
+        """The inputs that may be any of these equal outputs, where at most what flowed back tells which."""
         return self._wired.unsure
 
     @property
