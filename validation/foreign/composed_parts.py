@@ -31,6 +31,7 @@ from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.observers.recording import FORWARD_POINTS, HANDED_ON, MADE
+from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
@@ -79,7 +80,7 @@ class OwnPart:
     its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
     are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
     added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
-    other ranks may have parts of them: ``in_parts``, as where stages are cut inside.
+    other ranks may have parts of them: ``in_parts``, as where stages are cut inside. ``alone``: its own sums.
     ``hooked``: why hooks may have made others of gradients, by name. ``scale``: how its losses are scaled.
     """
 
@@ -98,6 +99,7 @@ class OwnPart:
     summed: Precision = FP32
     weights: Weights = field(default_factory=dict)
     wrong: Wrong = field(default_factory=dict)
+    alone: Mapping[str, Sketch] = field(default_factory=dict)
     in_parts: bool = False
     hooked: Mapping[str, str] = field(default_factory=dict)
     scale: LossScale | None = None
