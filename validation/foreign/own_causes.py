@@ -52,8 +52,7 @@ def own_causes(
     if local.verdict == "unknown" and (times := _one_multiple(mismatches)) is not None:
         alone = wrong[0].parameter if len(wrong) == 1 else None
         detail = f"about {times:.3g} times"
-        found = Cause("scale", rank=rank, stage=own.stage, parameter=alone, factor=times, detail=detail)
-        return replace(local, cause=(found,))
+        return replace(local, cause=(Cause("scale", rank, own.stage, parameter=alone, factor=times, detail=detail),))
     due = _OwnDue(own, seen, names, begun, placement)
     batches = [numbers[k] for k in own.numbers]
     evidence = Evidence(local, (rank,) * (own.stage + 1), len(batches), 1, gradients=due.gradients, norms=(), due=due)
