@@ -147,9 +147,11 @@ class Chain:
                 size = sum(self._in_parts(*one, m) or part[m].norm for one, part in zip(those, parts, strict=True))
                 for one in others:
                     whole = whole.plus(one)
-                if others:
+                rounding = precision_of(whole.dtype).least * size
+                if others:  # where they cancel, what is left is as large as rounding of what came
+                    whole = replace(whole, norm=max(whole.norm, rounding))
                     handed.add(_sum_of(those), m, whole)
-                limits[stage, number, m] = precision_of(whole.dtype).least * size / (whole.norm or math.inf)
+                limits[stage, number, m] = rounding / (whole.norm or math.inf)
         return limits
 
     def _in_parts(self, stage: int, number: int, m: int) -> float:
@@ -255,7 +257,8 @@ class Chain:
         if stage == self.last:
             count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
             return again[1], again[0], {n: _output(stage, n) for n in range(count)}
-        came = {n: those for (of, n), those in self.consumers.items() if of == stage}
+        known = self.consumers.keys() - self.sources.untold
+        came = {n: self.consumers[of, n] for of, n in known if of == stage}
         return sent[1], sent[0], {n: _sum_of(those) for n, those in came.items()}
 
 

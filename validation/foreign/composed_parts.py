@@ -31,6 +31,7 @@ from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.observers.recording import FORWARD_POINTS, HANDED_ON, MADE
+from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
@@ -55,6 +56,7 @@ def not_known(stages: Iterable[int]) -> str:
     return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
 
 
+_EQUAL = "some inputs may be any of several equal outputs, so that nobody knows to which of them what flowed is due"
 _OF_PARTS = "put together on one rank it gives something else: is a reduction over its ranks missing?"
 _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
@@ -78,7 +80,7 @@ class OwnPart:
     its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
     are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
     added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
-    other ranks may have parts of them: ``in_parts``, as where stages are cut inside.
+    other ranks may have parts of them: ``in_parts``, as where stages are cut inside. ``alone``: its own sums.
     ``hooked``: why hooks may have made others of gradients, by name. ``scale``: how its losses are scaled.
     """
 
@@ -97,6 +99,7 @@ class OwnPart:
     summed: Precision = FP32
     weights: Weights = field(default_factory=dict)
     wrong: Wrong = field(default_factory=dict)
+    alone: Mapping[str, Sketch] = field(default_factory=dict)
     in_parts: bool = False
     hooked: Mapping[str, str] = field(default_factory=dict)
     scale: LossScale | None = None
@@ -313,10 +316,13 @@ class Whole:
         )
         others = {mismatch.law for mismatch in verdict.mismatches} - {"gradient", "presence"}
         found = sought(verdict, lambda: explained(evidence)) if others else verdict
-        shown = with_lost([*of_calls(self.chain), *map(self._as_seen, found.cause)], self.chain)
+        seen = [] if self.chain.sources.unsure else map(self._as_seen, found.cause)
+        shown = with_lost([*of_calls(self.chain), *seen], self.chain)
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
         causes = with_own(shown, told, evidence)
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
+        if self.chain.sources.unsure:
+            undecided[_EQUAL] = None
         ruled_out = tuple(one for one in found.ruled_out if not ("dropped" in one.kinds and "microbatches" in others))
         return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided), ruled_out=ruled_out)
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Whole
-from pipeproof.foreign.part_sums import not_summed
+from pipeproof.foreign.part_sums import not_summed, of_other_ranks
 from pipeproof.foreign.replica_weights import enter_weights
+from pipeproof.judging.cause import Cause
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.verdict import Verdict
@@ -47,9 +48,15 @@ def verdict_of(
     verdict = concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
     first = next((one for one in wholes if one.is_wrong(verdict)), wholes[0])
     verdict = first.explained(verdict)
-    summed = [] if verdict.cause else list(not_summed([part.wrong for part in ranks], replicas))
+    summed = [] if verdict.cause else _of_sums(ranks, replicas)
     causes = tuple(dict.fromkeys((*apart, *summed, *verdict.cause)))
     return replace(verdict, cause=causes, undecided=() if summed else verdict.undecided)
+
+
+def _of_sums(ranks: Sequence[OwnPart], replicas: Sequence[int]) -> list[Cause]:
+    """What is wrong with sums over ranks."""
+    wrong = [part.wrong for part in ranks]
+    return [*not_summed(wrong, replicas)] or [*of_other_ranks(wrong, [part.alone for part in ranks])]
 
 
 def _along_the_flow(wholes: Sequence[Whole], replicas: Sequence[int]) -> list[Whole]:

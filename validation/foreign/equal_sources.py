@@ -1,8 +1,9 @@
 """Which of several equal outputs an input was: its content does not tell that, and what flowed back to each may."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
 
@@ -16,13 +17,15 @@ _MOST = 256  # ways that are tried
 
 @dataclass(frozen=True)
 class Wired:
-    """Where inputs come from; ``unsure`` are those of which only what flowed back tells it, with what they may be.
+    """Where inputs come from; ``unsure`` are those of which at most what flowed back tells it, with what they may be.
 
-    If gradients went to the wrong stages, that is so as well.
+    If gradients went to the wrong stages, that is so as well. ``untold``: outputs of which nobody knows to what they
+    went, so that it is not known what should have flowed back to them.
     """
 
     sources: dict[Input, tuple[int | None, int]]
-    unsure: Mapping[Input, Sequence[Output]]
+    unsure: Mapping[Input, Sequence[Output]] = field(default_factory=dict)
+    untold: Collection[Output] = frozenset()
 
 
 def by_what_flowed(
@@ -30,23 +33,36 @@ def by_what_flowed(
     found: Mapping[Input, tuple[int | None, int]],
     among: Mapping[Input, Sequence[Output]],
 ) -> Wired:
-    """The way of ``found``, or where by that one a sum of what flowed back does not hold, one by which all do.
+    """The likely way: no stage gets an output twice, and each goes somewhere. Of several, one by which every sum of
+    what flowed back holds; that is sure only where it holds by all of them.
 
-    ``among``: the equal outputs that an input may be, what was found first. Where no way fits, or too many are to be
-    tried, it is what was found.
+    ``among``: the equal outputs that an input may be, what was ``found`` first.
     """
     concerned = {output for those in among.values() for output in those}
+    known = [source for at, source in found.items() if at not in among]
+    if math.prod(map(len, among.values())) > _MOST:
+        several = [one for one, count in Counter(found.values()).items() if count > 1 and one in concerned]
+        return Wired(dict(found), among, concerned) if several else Wired(dict(found))
 
     def holds(chosen: Sequence[Output]) -> bool:
         wired = {**found, **dict(zip(among, chosen, strict=True))}
         every = ((one, [at for at, source in wired.items() if source == one]) for one in concerned)
         return all(_holds(stages, *one) for one in every)
 
-    ways = list(product(*among.values())) if math.prod(map(len, among.values())) <= _MOST else []
-    if not ways or holds(ways[0]) or not (holding := [way for way in ways[1:] if holds(way)]):
-        return Wired(dict(found), {})
-    told = [at for k, at in enumerate(among) if len({way[k] for way in holding}) == 1 and holding[0][k] != ways[0][k]]
-    return Wired({**found, **dict(zip(among, holding[0], strict=True))}, {at: among[at] for at in told})
+    def is_likely(chosen: Sequence[Output]) -> bool:
+        given = {(consumer, output) for (consumer, _), output in zip(among, chosen, strict=True)}
+        return len(given) == len(chosen) and concerned <= {*chosen, *known}
+
+    ways = list(product(*among.values()))
+    likely = list(filter(is_likely, ways)) or ways
+    holding = list(filter(holds, likely))
+    wired = {**found, **dict(zip(among, (holding or likely)[0], strict=True))}
+    if holding == likely:
+        return Wired(wired)
+    if not holding and (holding := list(filter(holds, ways))):
+        wired |= dict(zip(among, holding[0], strict=True))
+    told = {at for k, at in enumerate(among) if len({way[k] for way in (*likely, *holding)}) > 1}
+    return Wired(wired, {at: those for at, those in among.items() if at in told})
 
 
 def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Input]) -> bool:
@@ -64,7 +80,8 @@ def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Inp
 
 
 def _are_one(came: Sequence[Sketch], sent: Sequence[Sketch]) -> bool:
-    """Whether both add up to the same, and are anything."""
+    """Whether both add up to the same, but for rounding of the parts, and are anything: parts may cancel."""
     if not came or not sent or len({(one.shape, one.dtype) for one in (*came, *sent)}) > 1:
         return False
-    return reduce(Sketch.plus, came).is_like(reduce(Sketch.plus, sent))
+    size = sum(one.norm for one in came)
+    return reduce(Sketch.plus, came).gap(reduce(Sketch.plus, sent)) <= came[0].limit * size

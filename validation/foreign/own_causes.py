@@ -1,8 +1,10 @@
 """What is wrong with a stage's gradients, as the rank finds out that has the stage: what they are made of."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -10,14 +12,19 @@ from torch import Tensor
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.foreign.crossings import near
 from pipeproof.foreign.own_links import OwnStage
+from pipeproof.judging.cause import Cause
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.mismatch import Mismatch, Size
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.copied import copied
 from pipeproof.reference.step import Expected, Site
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.drawing import drawing_apart
+
+_ALONG = 0.9999  # the cosine from which on a gradient leads nowhere else
 
 
 def own_causes(
@@ -42,6 +49,10 @@ def own_causes(
     wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in names]
     mismatches = tuple(replace(one, parameter=names[str(one.parameter)]) for one in wrong)
     local = replace(local, mismatches=mismatches)
+    if local.verdict == "unknown" and (times := _one_multiple(mismatches)) is not None:
+        alone = wrong[0].parameter if len(wrong) == 1 else None
+        detail = f"about {times:.3g} times"
+        return replace(local, cause=(Cause("scale", rank, own.stage, parameter=alone, factor=times, detail=detail),))
     due = _OwnDue(own, seen, names, begun, placement)
     batches = [numbers[k] for k in own.numbers]
     evidence = Evidence(local, (rank,) * (own.stage + 1), len(batches), 1, gradients=due.gradients, norms=(), due=due)
@@ -57,6 +68,18 @@ def own_causes(
         for cause in found.cause
     ]
     return replace(found, cause=tuple(causes))
+
+
+def _one_multiple(wrong: Sequence[Mismatch]) -> float | None:
+    """How many times what is due all is that may be wrong; None if not one multiple.
+
+    So little is not told apart by microbatches: what rounding does to each is as large.
+    """
+    sizes = [one.found for one in wrong if one.law == "gradient" and isinstance(one.found, Size)]
+    if not sizes or len(sizes) < len(wrong) or any((one.cosine or 0.0) < _ALONG for one in sizes):
+        return None
+    times = median(one.factor or math.nan for one in sizes)
+    return times if all(near(one.factor, times) for one in sizes) else None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
 from pipeproof.observers.watching import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
-from pipeproof.reference.again import Again, Called, flowed
+from pipeproof.reference.again import Again, Called, flowed, repeats
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.drawn_from import KeptElsewhere
@@ -266,7 +266,7 @@ class OwnStage:
         noted = self._noted = {(MADE, n): one for n, one in enumerate(made)}
         hooked = self._model.__dict__["stage"]._backward_pre_hooks  # they are given it next, and may write to it
         for n, one in enumerate(made):
-            if one.requires_grad:
+            if one.requires_grad and n not in repeats(made):  # of one tensor, what flows to it is told once
                 note = partial(noted.__setitem__, (RECEIVED, n))
                 one.register_hook((lambda flow, note=note: note(flow.clone())) if hooked else note)  # type: ignore[no-untyped-call]  # in torch
         if self._draws_others:

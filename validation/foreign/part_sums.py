@@ -1,12 +1,14 @@
 """Sums that ranks form together, those of one replica or all replicas: of what each has alone, nobody has the sum."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 from torch import Tensor
 
-from pipeproof.judging.cause import Cause
+from pipeproof.foreign.crossings import near
+from pipeproof.judging.cause import Cause, few
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.reference.step import Site
 
@@ -15,6 +17,8 @@ _IN_REPLICAS = (
     "{} of its gradients are not the same on ranks {}, and together they are what is due: they were reduced before all "
     "was added to them, or not at all"
 )
+_FEW = 4  # numbers: any one number is a multiple of any other
+_IN_OTHERS = "gradients are sums over other ranks than those that have the stage: {}"
 Wrong = Mapping[Site, tuple[Sketch, Sketch]]  # of gradients that are not what they must be: as seen, and as due
 
 
@@ -43,6 +47,55 @@ def not_summed(ranks: Sequence[Wrong], replicas: Sequence[int]) -> Iterator[Caus
         alone = names[0] if len(names) == 1 else None
         detail = told.format(len(names), ", ".join(map(str, own)))
         yield Cause("not-reduced", rank=own[0], stage=stage, parameter=alone, detail=detail)
+
+
+def of_other_ranks(ranks: Sequence[Wrong], alone: Sequence[Mapping[str, Sketch]]) -> Iterator[Cause]:
+    """Gradients that were added up over other ranks than those that have the same: each is a multiple of the sum of
+    those that these ranks have ``alone`` in its place, and all of a rank are the same multiple.
+
+    Tried are all ranks, those that are so many apart, and so many side by side.
+    """
+    count = len(ranks)
+    sizes = [size for size in range(2, count + 1) if count % size == 0]
+    beside = [tuple(range(k, k + size)) for size in sizes for k in range(0, count, size)]
+    apart = [tuple(range(k, count, count // size)) for size in sizes for k in range(count // size)]
+    found, stages = dict[tuple[int, ...], list[int]](), set[int]()
+    for rank, wrong in enumerate(ranks):
+        due = {one for one, those in enumerate(alone) if those.keys() == alone[rank].keys()}
+        groups = [one for one in dict.fromkeys((*beside, *apart)) if rank in one and {*one} != due]
+        over = next((one for one in groups if _are_sums(wrong, [alone[other] for other in one], alone[rank])), None)
+        if over is not None:
+            found.setdefault(over, []).append(rank)
+            stages |= {stage for stage, _ in wrong}
+    if found:
+        told = [f"over ranks {_few(over)} on rank{'s' * (len(on) > 1)} {_few(on)}" for over, on in found.items()]
+        every = tuple(sorted(rank for on in found.values() for rank in on))
+        detail = _IN_OTHERS.format("; ".join(told))
+        yield Cause("misplaced", ranks=every, stages=tuple(sorted(stages)), detail=detail)
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return few([f"{rank}" for rank in ranks])
+
+
+def _are_sums(wrong: Wrong, group: Sequence[Mapping[str, Sketch]], own: Mapping[str, Sketch]) -> bool:
+    """Whether what is seen is what a ``group`` of ranks have in the same places, added up, all by one factor."""
+    places, factors = {name: k for k, name in enumerate(own)}, list[float | None]()
+    told = len(wrong) > 1 and any(math.prod(seen.shape) >= _FEW for seen, _ in wrong.values())  # and not by chance
+    if not told or len({len(those) for those in group}) > 1 or any(name not in places for _, name in wrong):
+        return False
+    for (_, name), (seen, _) in wrong.items():
+        parts = [list(those.values())[places[name]] for those in group]
+        alike = len({(one.shape, one.dtype) for one in parts}) == 1
+        factors.append(_times(seen, reduce(Sketch.plus, parts)) if alike else None)
+    return all(near(one, factors[0]) for one in factors)
+
+
+def _times(seen: Sketch, whole: Sketch) -> float | None:
+    """How many times a sum it is; None if it is no multiple. Of a sum nobody knows the very norm."""
+    size = sum(one**2 for one in whole.projections) or math.inf
+    found = sum(a * b for a, b in zip(seen.projections, whole.projections, strict=True)) / size
+    return found if seen.is_like(whole.times(found)) else None
 
 
 def _are_parts(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:

@@ -1,7 +1,7 @@
 """Where the inputs of stages come from: an output of another stage, or data; content tells, and else their form."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -29,8 +29,13 @@ class Sources:
 
     @property
     def unsure(self) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
-        """The inputs that may be any of several equal outputs, with these, where only what flowed back tells which."""
+        """The inputs that may be any of these equal outputs, where at most what flowed back tells which."""
         return self._wired.unsure
+
+    @property
+    def untold(self) -> Collection[tuple[int, int]]:
+        """The outputs of which nobody knows what should have flowed back to them."""
+        return self._wired.untold
 
     @cached_property
     def _wired(self) -> Wired:

@@ -9,7 +9,7 @@ from pipeproof.foreign.sources import TARGETS, Source, is_target
 from pipeproof.judging.ledger import Ledger
 
 _LAW = "boundaries"
-_UNSURE = ", and what flowed back alone tells which of them it was: check a later step, in which they differ"
+_UNSURE = ", and at most what flowed back tells which: check a later step, in which they differ"
 
 
 def enter_wiring(chain: Chain, ledger: Ledger) -> None:
@@ -35,9 +35,12 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
     for one in data:
         if one not in instead:
             ledger.remark(_LAW, f"{_name(one)} went to no stage")
+    unsure: dict[tuple[Source, ...], list[str]] = {}
     for (stage, number), those in chain.sources.unsure.items():
-        equal = " and ".join(place_of(one) for one in those)
-        ledger.doubt(_LAW, f"input {number} of stage {stage} is equal to {equal}{_UNSURE}")
+        unsure.setdefault(tuple(sorted(those)), []).append(f"input {number} of stage {stage}")
+    for equal, inputs in unsure.items():
+        may_be = f"{' and '.join(inputs)} may be any of {', '.join(map(place_of, equal))}, which are equal"
+        ledger.doubt(_LAW, f"{may_be}{_UNSURE}")
     for told in _exchanged(chain):
         ledger.remark(_LAW, told)
 

@@ -54,7 +54,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "a hook left out, a group too small, or no_sync left on?",
         "replicas-apart": "Do all replicas begin training with the weights of one, and did each step since have the "
         "same gradients and settings on all of them?",
-        "misplaced": "Compare the order of parameters, or of shards, on both sides of the copy.",
+        "misplaced": "Compare the order of parameters, or of shards, on both sides of the copy; of a reduction, the "
+        "ranks of its group.",
         "norm": "Which parameters does the norm count? Each one once, tied ones too, over all stages.",
         "clip": "Clip all ranks' gradients by one factor: that of the norm over all stages.",
         "update": "Does the optimizer hold these parameters, with the settings that it should have, and does it step "

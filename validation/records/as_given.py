@@ -113,7 +113,7 @@ def optimizers_of(given: Any) -> tuple[Optimizer, ...]:
 def number(what: str, told: Any) -> float:
     """The number that is reported as ``what``."""
     try:
-        return float(told)
+        return float(told.detach() if isinstance(told, Tensor) else told)
     except (TypeError, ValueError, RuntimeError):
         raise RecordError(f"{what} is {_seen(told)}: expected one number") from None
 

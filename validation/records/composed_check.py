@@ -41,6 +41,7 @@ from pipeproof.records.chain_start import ChainStart, names_in, placement_of, pr
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.comm_hooks import CommHook, comm_hook_of
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
+from pipeproof.records.early_step import EarlyStep
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
 from pipeproof.records.own_gradients import OwnGradients
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
@@ -106,7 +107,7 @@ class ComposedCheck(CheckedStep):
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, None))
-        self._begun = Begun(against.keep)
+        self._begun, self._early = Begun(against.keep), EarlyStep()
         self._scale = 1.0  # what losses were scaled by as the step began
         self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
         self._part_of_chain: OwnPart | None = None
@@ -185,6 +186,7 @@ class ComposedCheck(CheckedStep):
         if isinstance(self._by.loss_fn, LossOfAll):
             self._take_loss(self._by.loss_fn)
         self.begin(self._own.gradients)
+        self._early.open(one for module in self._own.modules.values() for one in module.parameters())
         self._scale = self._by.scale
         self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, self._by.masters))
         last = max(stage for one in every for stage in one.stages)
@@ -262,6 +264,7 @@ class ComposedCheck(CheckedStep):
         with self.noting():
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
+            self._early.check()
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
                 raise RecordError(unseen)
@@ -388,6 +391,7 @@ class ComposedCheck(CheckedStep):
         return verdict_of(owned, wholes, replicas=replicas, title=title, rerun=rerun, seconds=seconds)
 
     def _close(self) -> None:
+        self._early.close()
         for watcher in self._watchers.values():
             watcher.close()
 

@@ -142,7 +142,8 @@ class OwnGradients:
         mine = [full for full in names if full in due]
         whole = [name for name in mine if self.lines.together > 1 or not self.shards.lies(name)]
         if self.lines.count > 1:
-            part = replace(part, wrong={**part.wrong, **sketched(stage.stage, whole, seen, due)})
+            wrong = {**part.wrong, **sketched(stage.stage, whole, seen, due)}
+            part = replace(part, wrong=wrong, alone=self.replicas.alone)
         if self.lines.replicas > 1:
             pairs = {n: (self.shards.part(n, due[n]), self.shards.part(n, seen[n])) for n in mine}
             begun = self.way.undivided({n: self.begun.get(n) for n in mine})

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.judging.verdict import Verdict
-from tests.support.pipeline_here import Job, Layer, checked, layers
+from tests.support.pipeline_here import Job, Layer, Sent, checked, layers
 
 
 class Zeroed(nn.Module):
@@ -23,7 +23,7 @@ def twice_the_first(x: Tensor, other: Tensor) -> Tensor:
     return 2 * torch.tanh(x) + other
 
 
-def verdict_of(first: int, *, equal: bool = False, **job: float) -> Verdict:
+def verdict_of(first: int, *, equal: bool = False, job: type[Job] = Job, **more: float) -> Verdict:
     """Of a step whose third stage is called on what the second made and what it was given, ``first`` that of a stage.
 
     ``equal``: both get the same gradient.
@@ -31,7 +31,7 @@ def verdict_of(first: int, *, equal: bool = False, **job: float) -> Verdict:
     last = Layer(torch.add if equal else twice_the_first)
     last.layer = nn.Identity()  # type: ignore[assignment]
     stages = [*layers(torch.tanh), Zeroed(), last]
-    return checked(Job(stages, route={2: [(first, 0), (1 - first, 0)]}, **job))  # type: ignore[arg-type]
+    return checked(job(stages, route={2: [(first, 0), (1 - first, 0)]}, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("apart", [{}, {0: 1}], ids=["together", "apart"])
@@ -47,7 +47,7 @@ def test_where_only_what_flows_back_tells_equal_tensors_apart_that_is_said(first
     verdict = verdict_of(first, apart=apart)  # type: ignore[arg-type]
     assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"], str(verdict)
     assert verdict.verdict == "unknown"
-    assert "of stage 2 is equal to output 0 of stage" in verdict.law("boundaries").note
+    assert "of stage 2 may be any of output 0 of stage 0, output 0 of stage 1, which" in verdict.law("boundaries").note
     assert "check a later step, in which they differ" in verdict.law("boundaries").note
 
 
@@ -58,5 +58,38 @@ def test_equal_outputs_of_one_stage_come_in_their_order() -> None:
     assert checked(Job(stages, route={1: [(0, 1), (0, 0)]})).verdict == "fail", "as if what flowed were exchanged"
 
 
-def test_where_no_way_fits_what_flowed_back_is_wrong() -> None:
-    assert verdict_of(1, keep=0.5).verdict == "fail"
+class Astray(Job):
+    """The gradient of what goes past a stage is sent to that stage."""
+
+    def _received(self, k: int, made: list[list[Tensor]], sent: Sent) -> list[Tensor]:
+        given = super()._received(k, made, sent)
+        for of, number in [one for one in sent if one[0] < k - 1]:
+            astray = [one for one in sent[of, number] if one[0] == k]
+            sent[of, number] = [one for one in sent[of, number] if one[0] != k]
+            sent[k - 1, number] += astray
+        return given
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_gradient_that_goes_to_another_of_equal_outputs_does_not_pass(equal: bool) -> None:
+    verdict = verdict_of(1, equal=equal, job=Astray)
+    assert verdict.verdict == "unknown", str(verdict)
+    assert not verdict.cause
+
+
+def test_where_there_are_too_many_ways_to_be_tried_nobody_knows() -> None:
+    stages = [*layers(torch.tanh), *(Zeroed() for _ in range(5)), Layer(twice_the_first)]
+    verdict = checked(Job(stages, route={6: [(5, 0), (0, 0)]}))
+    assert verdict.verdict == "unknown", str(verdict)
+    assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"]
+
+
+def test_equal_outputs_that_each_go_to_one_stage_are_told_apart() -> None:
+    stages = [*layers(torch.tanh), *(Zeroed() for _ in range(6))]
+    assert checked(Job(stages)).verdict == "pass"
+
+
+def test_where_no_way_fits_and_several_are_likely_no_place_is_named() -> None:
+    verdict = verdict_of(1, keep=0.5)
+    assert verdict.verdict == "fail"
+    assert not verdict.cause, str(verdict)

@@ -143,7 +143,7 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "noise of the form of messages": lambda: Job(layers(noisy, noisy, noisy), more=noise_at),
     "a sparse matrix": lambda: Job(layers(spread, spread), more=lambda stage, m: {"by": torch.eye(4).to_sparse()}),
     "the target comes in": lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=target_at),
-    "one tensor is two outputs": lambda: Job(layers(both, torch.mul, torch.tanh)),
+    "one tensor is two outputs": lambda: Job(layers(both, torch.mul, both), loss_fn=lambda y, t: MSE(y[0], t)),
     "one output is for two stages": lambda: Job(layers(*[torch.tanh] * 3, torch.add), route=ACROSS),
     "each of two stages has a backward of its own": lambda: Job(
         layers(*[torch.tanh] * 3, torch.add), route={3: [(2, 0), (1, 0)]}, apart={1: 1}

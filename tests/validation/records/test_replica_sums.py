@@ -60,6 +60,7 @@ def pipelines(context: RankContext, fault: str, averaged: bool, same: bool = Fal
     """Two stages by hand, in as many replicas as there are ranks for; they average gradients, or add them up."""
     number, replica, replicas = context.rank % STAGES, context.rank // STAGES, context.ranks // STAGES
     peers = [dist.new_group([STAGES * k + p for k in range(replicas)]) for p in range(STAGES)][number]
+    peers = dist.group.WORLD if fault == "others" else peers
     stage, microbatches, other = stage_of(number), data(0 if same else replica), context.rank ^ 1
     kept = {one: torch.ones_like(one) for one in stage.parameters()} if fault == "kept" and number == 0 else {}
     for parameter, old in kept.items():
@@ -128,6 +129,8 @@ def test_replicas_that_average_and_that_add_up_are_right(
         ("one rank", True, "scale", {2}),
         ("early", True, "not-reduced", {0, 2}),
         ("kept", True, "stale-gradient", {0, 2}),
+        ("others", True, "misplaced", {0, 1, 2, 3}),
+        ("others", False, "misplaced", {0, 1, 2, 3}),
     ],
 )
 def test_what_is_wrong_between_replicas_is_named(
