@@ -97,8 +97,10 @@ def noise(m: int, x: Tensor) -> Tensor:
 def test_what_a_stage_was_given_says_what_happened(
     whitebox: WhiteBox, change: Callable[[int, Tensor], Tensor], kind: str, microbatches: tuple[int, ...]
 ) -> None:
-    cause = only(judged(whitebox, received(change)))
+    verdict = judged(whitebox, received(change))
+    cause, others = only(verdict), [one.detail for some in verdict.alternatives for one in some]
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == (kind, 1, 1, microbatches)
+    assert ("or zeros are what was sent" in others) == (kind == "uninitialised")
 
 
 def test_what_left_right_and_came_in_wrong_was_altered_between(whitebox: WhiteBox) -> None:
