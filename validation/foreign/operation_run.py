@@ -53,7 +53,10 @@ class OperationRun:
 
     def passages(self, which: Which) -> list[dict[int, Passed]]:
         """What passed the boundaries of stages; ``which``: the calls that count."""
-        return self.found.passages(self.like.places, self.like.note_handed_on, which=which)
+        places = self.like.places
+        if places is not None and not self.found.passed_at(places):
+            self.like.note_types()
+        return self.found.passages(places, self.like.note_handed_on, which=which)
 
     @property
     def routed(self) -> "OperationRun":
