@@ -172,19 +172,20 @@ class ReferenceRun:
 
     def note_types(self) -> None:
         """Note in the places that what passes was computed in a narrower type, if it was: that takes another run."""
-        if self._survey is None:
-            return
+        if self._survey is not None and self._narrowest is not None:
+            for places in self._survey.places:
+                places.computed_in(self._narrowest)
+
+    @cached_property
+    def _narrowest(self) -> torch.dtype | None:
         model, owner = self._built(), dict.fromkeys(self._parameters, 0)
         reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss))
         try:
             with one_thread():
                 types = types_in(lambda: reference.contribute(self.batches[:1]))
         except Exception:  # no one type: it is the user's code, which may not run so
-            return
-        narrowest = max(types & _NARROW, key=lambda one: torch.finfo(one).eps, default=None)
-        if narrowest is not None:
-            for places in self._survey.places:
-                places.computed_in(narrowest)
+            return None
+        return max(types & _NARROW, key=lambda one: torch.finfo(one).eps, default=None)
 
     def note_handed_on(self, cuts: Cuts) -> None:
         """Note in the places of gradients what each of these stages hands on: that takes another run.
