@@ -257,7 +257,8 @@ class Assembled:
         if places is None:
             return [{} for _ in self._lines]
         calls = [self._calls(line) for line in self._lines]
-        return passed(calls, self.replicas.microbatches, places, note_handed_on, which=which)
+        scaled = 1.0 if self.loss_scale is None else self.loss_scale.losses
+        return passed(calls, self.replicas.microbatches, places, note_handed_on, which=which, scaled=scaled)
 
     def passed_at(self, places: Both) -> bool:
         """Whether all that passed the boundaries of watched stages is in ``places``, to the bit."""
