@@ -1,60 +1,108 @@
 """A step's contributions once more, with numbers that are rounded otherwise: what rounding alone may do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Expected, Reference
 
+Off = Callable[[torch.dtype], float]
+
+_WIDE: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {
+        torch.bfloat16: torch.float64,
+        torch.float16: torch.float64,
+        torch.float32: torch.float64,
+        torch.complex64: torch.complex128,
+    }
+)
+
+
+class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """While it is open, what is cast by hand is cast to fp64: in a narrower type it would round as it always does."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, {})[:2]  # by name there may be none
+        dtype = (kwargs or {}).get("dtype")
+        wide = None if dtype is None else _WIDE.get(dtype)
+        of_tensor = any(isinstance(one, Tensor) for one in args)  # what is drawn in another type is drawn otherwise
+        if wide is not None and of_tensor and torch.Tag.nondeterministic_seeded not in func.tags:
+            kwargs = {**kwargs, "dtype": wide}
+        return func(*args, **(kwargs or {}))
+
 
 def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
     """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
-    return _once_more(reference, widened(copied(reference.model)), expected, [b.cast(torch.float64) for b in batches])
+    model, wide = widened(copied(reference.model)), [one.cast(torch.float64) for one in batches]
+    with _InDouble():  # type: ignore[no-untyped-call]  # in torch
+        return _once_more(reference, model, expected, wide)
 
 
-def one_place_off(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller."""
-    return _once_more(reference, copied(reference.model), expected, batches, off=True)
+def one_place_off(
+    reference: Reference, expected: Expected, batches: Sequence[Batch], *, unit: float | None = None
+) -> tuple[Contribution, ...]:
+    """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller.
+
+    ``unit``: so large, relative to the weight; None: as large as in the weight's own type.
+    """
+    off = _last_place if unit is None else lambda _: unit
+    return _once_more(reference, copied(reference.model), expected, batches, off=off)
 
 
-class _Casts(TorchFunctionMode):
-    """While it is open, notes the types that autocast casts to."""
+class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """While it is open, notes the types of the floating-point numbers that are computed."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.types: set[torch.dtype] = set()
-        self._device = device
+    supports_higher_order_operators = True
 
-    def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
-        if torch.is_autocast_enabled(self._device):
-            self.types.add(torch.get_autocast_dtype(self._device))
-        args, kwargs = (*given, None, None)[:2]
-        return func(*(args or ()), **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # in torch
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, {})[:2]  # by name there may be none
+        made = func(*args, **(kwargs or {}))
+        self.found |= {one.dtype for one in tree_leaves(made) if isinstance(one, Tensor) and one.is_floating_point()}
+        return made
 
 
-def cast_to(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> torch.dtype | None:
-    """The narrowest type that autocast casts to while the model runs; None where it casts nowhere."""
-    device = next((one.device.type for one in reference.model.parameters()), "cpu")
-    with _Casts(device) as casts:
-        _once_more(reference, copied(reference.model), expected, batches[:1])
-    return max(casts.types, key=lambda one: torch.finfo(one).eps, default=None)
+def computed_in(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> frozenset[torch.dtype]:
+    """The types of the floating-point numbers that the model computes for the first of ``batches``."""
+    return types_in(lambda: _once_more(reference, copied(reference.model), expected, batches[:1]))
+
+
+def types_in(compute: Callable[[], object]) -> frozenset[torch.dtype]:
+    """The types of the floating-point numbers that ``compute`` makes, cast by autocast or by hand."""
+    with _Types() as types:
+        compute()
+    return frozenset(types.found)
+
+
+def _last_place(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def _once_more(
-    reference: Reference, model: nn.Module, expected: Expected, batches: Sequence[Batch], *, off: bool = False
+    reference: Reference, model: nn.Module, expected: Expected, batches: Sequence[Batch], *, off: Off | None = None
 ) -> tuple[Contribution, ...]:
-    """The contributions of ``batches`` in ``model``, a copy, with the weights that ``expected`` began with."""
+    """The contributions of ``batches`` in ``model``, a copy, with the weights that ``expected`` began with.
+
+    ``off``: how far off they are, relative to their size, by their type; None: not at all.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
             signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
             if parameter.is_floating_point() or parameter.is_complex():  # others have no rounding
-                unit = torch.finfo(parameter.dtype).eps if off else 0.0
+                unit = 0.0 if off is None else off(parameter.dtype)
                 wide = expected.before[name].to(torch.complex128 if parameter.is_complex() else torch.float64)
                 parameter.copy_(wide * (1 + unit * (2 * signs - 1)))
     return reference.of(model).contribute([_as_routed(batch, expected, m) for m, batch in enumerate(batches)])

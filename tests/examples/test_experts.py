@@ -108,9 +108,14 @@ def test_tokens_that_change_their_expert_by_rounding_are_counted(whitebox: White
     assert verdict.verdict == "pass", verdict
     assert note.endswith(" of 256 tokens in 4 routers changed their expert, all by rounding")
     assert int(note.partition(" ")[0]) > 0
-    undeclared = judged(whitebox, routers=None)
-    assert undeclared.verdict == "fail", "or nothing is shown above"
-    assert "moe have scores as near as rounding may put them: routers='" in undeclared.undecided[-1]
+
+
+@pytest.mark.parametrize("routers", [None, "0.moe"])
+def test_routers_that_are_not_named_are_pointed_at(whitebox: WhiteBox, routers: str | None) -> None:
+    verdict = judged(whitebox, routers=routers)
+    assert verdict.verdict == "fail", "or nothing is shown above"
+    assert "moe have scores as near as rounding may put them: routers='" in verdict.undecided[-1]
+    assert "0.moe" not in verdict.undecided[-1] or routers is None
 
 
 class Groups(Experts):

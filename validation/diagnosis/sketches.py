@@ -17,7 +17,7 @@ def of_sketches(seen: Sketch, due: Sketch, at: Label | None = None) -> Likeness 
     if is_rounded_sketch(seen, due):
         return Likeness("rounded", at, narrow=seen.narrow)
     factor = seen.factor(due)
-    if factor is not None and abs(factor - 1.0) > _TOLD * seen.limit:
+    if factor is not None and abs(factor - 1.0) > _TOLD * max(seen.limit, due.limit):
         return Likeness("multiple", at, factor=factor)
     return Likeness("reordered", at, line="element") if seen.is_reordered(due) else None
 

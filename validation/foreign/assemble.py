@@ -257,7 +257,17 @@ class Assembled:
         if places is None:
             return [{} for _ in self._lines]
         calls = [self._calls(line) for line in self._lines]
-        return passed(calls, self.replicas.microbatches, places, note_handed_on, which=which)
+        scaled = 1.0 if self.loss_scale is None else self.loss_scale.losses
+        return passed(calls, self.replicas.microbatches, places, note_handed_on, which=which, scaled=scaled)
+
+    def passed_at(self, places: Both) -> bool:
+        """Whether all that passed the boundaries of watched stages is in ``places``, to the bit."""
+        forward, backward = places
+        calls = [call for line in self._lines for every in self._calls(line).values() for call in every]
+        ways = [(forward, one) for call in calls for one in (*call.inputs, *call.outputs)]
+        flowed = [[*call.output_gradients.values(), *call.input_gradients.values()] for call in calls]
+        ways += [(backward, one) for every in flowed for one in every]
+        return all(not one.norm or where.holding(one) for where, one in ways)
 
     def observed(self, known: Sequence[Mapping[int, Passed]]) -> Observed:
         """What was produced; ``known``: what passed the boundaries of stages, by line."""

@@ -34,13 +34,14 @@ def passed(
     note_handed_on: Callable[[Cuts], None] = _no_note,
     *,
     which: Which = every_call,
+    scaled: float = 1.0,
 ) -> list[dict[int, Passed]]:
     """What the calls of every stage were, of each line of ranks; ``places`` are those of tensors and of gradients.
 
     ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``which`` of
-    a stage's calls count, where others warmed it up.
+    a stage's calls count, where others warmed it up. ``scaled``: what losses are said to be multiplied by.
     """
-    of = partial(_Watched.of, microbatches=microbatches, places=places, which=which)
+    of = partial(_Watched.of, microbatches=microbatches, places=places, which=which, scaled=scaled)
     watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
     late = watched[0].late  # ranks with the same stages divide alike
     return [one.passed(late if near(one.late, late) else None) for one in watched]
@@ -55,6 +56,7 @@ class _Watched:
 
     stages: Stages
     orders: Mapping[int, Order]
+    scaled: float = 1.0
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class _Watched:
         places: Both,
         note: Callable[[Cuts], None],
         which: Which,
+        scaled: float,
     ) -> Self:
         own = {
             stage: without_trial(at_once(which(calls, microbatches), microbatches, places), microbatches, places)
@@ -73,11 +76,11 @@ class _Watched:
         seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
         columns_of = structured(seen, places, note)
         stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
-        return cls(stages, orders(stages, microbatches))
+        return cls(stages, orders(stages, microbatches), scaled)
 
     @cached_property
     def late(self) -> float | None:
-        return _late(self.stages, self.orders)
+        return _late(self.stages, self.orders, self.scaled)
 
     def passed(self, late: float | None) -> dict[int, Passed]:
         """What is known; ``late`` as in what crossings are judged by."""
@@ -91,10 +94,11 @@ class _Watched:
         }
 
 
-def _late(stages: Stages, orders: Mapping[int, Order]) -> float | None:
+def _late(stages: Stages, orders: Mapping[int, Order], scaled: float) -> float | None:
     """How many times the reference's the gradients of all stages are, where a runtime may divide them later: mostly.
 
-    None where the content of any tells its place, or where they are no multiples.
+    None where the content of any tells its place, or where they are no multiples. But where losses are said to be
+    ``scaled``, and any gradient is, so much is due: of one whose content tells its place that was forgotten.
     """
     flowing = [
         (stage, column)
@@ -102,14 +106,14 @@ def _late(stages: Stages, orders: Mapping[int, Order]) -> float | None:
         for column in seen
         if column.where in (RECEIVED, HANDED_ON)
     ]
-    if any(column.judged for _, column in flowing):
-        return None
     factors = [
         factor
         for stage, column in flowing
         for seen, number in zip(column.seen, orders[stage].numbers, strict=True)
         if seen is not None and number in column.known and (factor := seen.factor(column.known[number])) is not None
     ]
+    if any(column.judged for _, column in flowing):
+        return scaled if scaled != 1.0 and any(near(factor, scaled) for factor in factors) else None
     common = statistics.median_low(factors) if factors else None
     return common if sum(near(factor, common) for factor in factors) * 2 > len(factors) else None
 
@@ -256,7 +260,8 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
     little = error <= limit and (limit > 0 or context.limits is None)
     same = exact or (little and (_is_coarse(limit, seen) or not is_rounded_sketch(seen, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
-        same = same or near(seen.factor(expected), context.late)
+        same = (same and (near(context.late, 1.0) or not expected.norm)) or near(seen.factor(expected), context.late)
+        exact = exact and same
     really = (
         None if same else _really(column, seen, expected, k, context, passed_on=_passes_on(call, column.where, seen))
     )

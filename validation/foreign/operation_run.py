@@ -51,9 +51,15 @@ class OperationRun:
         """The reference in the stages that were found."""
         return self.like.reference(self.found.owner, self.found.copies, accumulation=self.accumulation)
 
-    def passages(self, which: Which) -> list[dict[int, Passed]]:
-        """What passed the boundaries of stages; ``which``: the calls that count."""
-        return self.found.passages(self.like.places, self.like.note_handed_on, which=which)
+    def passages(self, which: Which, *, undivided: bool = False) -> list[dict[int, Passed]]:
+        """What passed the boundaries of stages; ``which``: the calls that count.
+
+        undivided: beside the run that divides each loss before its backward, wherever the ranks divide.
+        """
+        run = self.run if undivided else self.like
+        if run.places is not None and not self.found.passed_at(run.places):
+            run.note_types()
+        return self.found.passages(run.places, run.note_handed_on, which=which)
 
     @property
     def routed(self) -> "OperationRun":

@@ -17,7 +17,10 @@ from pipeproof.judging.verdict import Crash, raised
 from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
+from pipeproof.reference.otherwise import types_in
 from pipeproof.reference.step import Contribution, LossError, Recipe, Reference, Site
+
+_NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 class SecondModel:
@@ -166,6 +169,23 @@ class ReferenceRun:
     def places(self) -> Both | None:
         """Where what passed, if the run was surveyed."""
         return None if self._survey is None else self._survey.places
+
+    def note_types(self) -> None:
+        """Note in the places that what passes was computed in a narrower type, if it was: that takes another run."""
+        if self._survey is not None and self._narrowest is not None:
+            for places in self._survey.places:
+                places.computed_in(self._narrowest)
+
+    @cached_property
+    def _narrowest(self) -> torch.dtype | None:
+        model, owner = self._built(), dict.fromkeys(self._parameters, 0)
+        reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss))
+        try:
+            with one_thread():
+                types = types_in(lambda: reference.contribute(self.batches[:1]))
+        except Exception:  # no one type: it is the user's code, which may not run so
+            return None
+        return max(types & _NARROW, key=lambda one: torch.finfo(one).eps, default=None)
 
     def note_handed_on(self, cuts: Cuts) -> None:
         """Note in the places of gradients what each of these stages hands on: that takes another run.

@@ -39,9 +39,11 @@ def judged_runs(
         return undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
     if unknown := _unknown_output(task, runs):
         return undecided(title, unknown)
-    if not task.routers:
-        return _with_hint(_judged(title, task, runs, second, halted), runs, second)
-    return _with_routes(title, task, [one.routed for one in runs], second, halted)
+    if task.routers:
+        verdict = _with_routes(title, task, [one.routed for one in runs], second, halted)
+    else:
+        verdict = _judged(title, task, runs, second, halted)
+    return _with_hint(verdict, runs, second)
 
 
 def _with_hint(verdict: Verdict, runs: Sequence[OperationRun], second: SecondModel) -> Verdict:
@@ -115,7 +117,7 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
 
 def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside) -> Verdict:
     """``verdict`` with its cause, sought in the operation that disagrees first."""
-    known = one.found.passages(one.run.places, one.run.note_handed_on, which=counted)
+    known = one.passages(counted, undivided=True)
     if one.run.crash is not None:
         return verdict.without_cause(one.run.crash)
     observed = one.found.observed(known)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ class Places:
     def __init__(self) -> None:
         self.by_place: dict[str, dict[int, Sketch]] = {}
         self._by_content: dict[bytes, list[tuple[str, int]]] = {}
+        self._computed: torch.dtype | None = None
 
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """``tensor`` passed there."""
@@ -37,8 +39,14 @@ class Places:
 
     def add(self, place: str, microbatch: int, seen: Sketch) -> None:
         """What is ``seen`` passed there."""
-        self.by_place.setdefault(place, {})[microbatch] = seen
+        self.by_place.setdefault(place, {})[microbatch] = replace(seen, computed=self._computed)
         self._by_content.setdefault(seen.digest, []).append((place, microbatch))
+
+    def computed_in(self, dtype: torch.dtype) -> None:
+        """What passes, and what will be noted, is known to be computed in ``dtype``, narrower than its own."""
+        self._computed = dtype
+        for seen in self.by_place.values():
+            seen |= {microbatch: replace(one, computed=dtype) for microbatch, one in seen.items()}
 
     def holding(self, seen: Sketch) -> Sequence[tuple[str, int]]:
         """Every (place, microbatch) whose tensor ``seen`` is bit for bit, where it is more than zeros."""
@@ -72,7 +80,8 @@ class Places:
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
         short = any(math.prod(one.shape) < _FEW and one.digest not in self._by_content for one in there)
-        coarse = all(_is_coarse(one.dtype) and one.digest not in self._by_content for one in telling)
+        coarse = all(_is_coarse(self._computed or one.dtype) for one in telling)
+        coarse = coarse and not any(one.digest in self._by_content for one in telling)
         if (short and 2 * most < len(there)) or (coarse and most < len(telling)):
             return ()
         return tuple(place for place, count in counts.items() if count == most)

@@ -1,4 +1,7 @@
-"""What ``routers=`` might tell of a step that fails without it: where rounding may have sent tokens elsewhere."""
+"""What ``routers=`` might tell of a step that fails without it: where rounding may have sent tokens elsewhere.
+
+Or of one that fails with it, where a router is not among those that it names.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,15 +18,19 @@ from pipeproof.reference.data import Batch
 def unrouted(model: nn.Module, batches: Sequence[Batch]) -> str:
     """The module of ``model`` that has most tokens with hardly any distance between what is chosen and what is not.
 
-    In words; empty where none has any. That is what rounding may always do to scores, so a step may choose otherwise.
+    But for those that are named. In words; empty where none has any. That is what rounding may always do to scores, so
+    a step may choose otherwise.
     """
     names = {module: name for name, module in model.named_modules()}
     near, tokens = Counter[str](), Counter[str]()
+    routers = next((batch.routers for batch in batches), None)
+    named = {} if routers is None else routers.among(model)
     allowed = 2 * precision_among(model.parameters()).least  # one score may be less, and the other more
 
     def look(running: Sequence[nn.Module], own: Choice) -> Tensor:
         name = next((names[one] for one in reversed(running) if one in names), "")
-        if name and own.of_tokens and own.own_TK.shape[-1] < own.scores_TE.shape[-1]:
+        known = any(one in named for one in running)
+        if name and not known and own.of_tokens and own.own_TK.shape[-1] < own.scores_TE.shape[-1]:
             tokens[name] += len(own.own_TK)
             near[name] += int((_distance_T(own) <= allowed).sum())
         return own.own_TK

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -29,7 +29,7 @@ from pipeproof.judging.verdict import raised
 from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.otherwise import cast_to, in_double, one_place_off
+from pipeproof.reference.otherwise import computed_in, in_double, one_place_off
 from pipeproof.reference.step import (
     Contribution,
     Expected,
@@ -80,7 +80,7 @@ class Floors:
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
         self._otherwise = one_place_off if self._precision is FP64 else in_double
         self.obstacle = ""
-        self._excused = 1.0  # how much of what nudged numbers are off may be rounding
+        self._computed_in: Precision | None = None  # what nudged numbers are rounded as, if more coarsely
         self._wide: dict[torch.dtype, Sums] = {}
 
     @cached_property
@@ -93,26 +93,34 @@ class Floors:
 
     @cached_property
     def _nudged(self) -> Contributions | None:
-        """The same with other weights, one rounding off, in the same type; or in fp64, where autocast alone differs."""
-        if (narrow := self._narrow) is not None and (
-            found := self._computed(in_double, most=narrow.most)[0]
-        ) is not None:
-            self._excused = narrow.factor / self._precision.factor
-            self.obstacle += ", for autocast leaves fp64 as it is"
-            return found
+        """The same with other weights, one rounding off, in the same type; or as what is computed in a narrower one."""
+        if (narrow := self._narrow) is not None:
+            found, _ = self._computed(in_double, most=narrow.most)
+            self.obstacle += "" if found is None else f", for it computes in {narrow.name}"
+            if found is None:
+                found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)
+            if found is not None:
+                self._computed_in = narrow
+                return found
         same = bool(self._apart) and not self.obstacle
         return None if self._otherwise is one_place_off else self._computed(one_place_off, same=same)[0]
 
     @property
     def _narrow(self) -> Precision | None:
-        """How what autocast casts to inside the reference rounds, if it does and fp64 told nothing."""
+        """How the narrowest type that the reference computes in rounds, if fp64 told nothing of that."""
         if (self._apart and not self.obstacle) or self._precision is FP64:
             return None
         try:
-            cast = cast_to(self._reference, self._last, self._pending[-1].batches)
+            types = computed_in(self._reference, self._last, self._pending[-1].batches)
         except Exception:  # no one type: it is the user's code, which may not run once more
             return None
-        return None if cast is None else precision_of(cast)
+        narrowest = coarsest([precision_of(one) for one in types])
+        return narrowest if narrowest.unit > self._precision.unit else None
+
+    def _excused(self, gap: float) -> float:
+        """How much of the gap to nudged numbers may be rounding, as a floor that is multiplied by our own factor."""
+        own, narrow = self._precision, self._computed_in
+        return gap if narrow is None else max(narrow.factor * gap, narrow.least) / own.factor
 
     def _computed(
         self, otherwise: Otherwise, *, same: bool = False, most: float = 0.0
@@ -165,7 +173,7 @@ class Floors:
             return Floor(0.0, 0.0, 0.0, self._precision)
         floor = floor_of(expected, [other], apart, self._parts(site), again=lambda: self._again(site))
         nudged = self._again(site) if self.obstacle else None
-        return floor if nudged is None else replace(floor, nudged=self._excused * error(expected, nudged))
+        return floor if nudged is None else replace(floor, nudged=self._excused(error(expected, nudged)))
 
     def gradient_by_microbatch(self, site: Site) -> Floor:
         """The same, which also tells whether each microbatch is there where rounding is as large as half of one."""
@@ -235,7 +243,7 @@ class Floors:
         if not self.obstacle:
             return rounding_of(_number(own), _number(apart), again=again, precision=self._precision)
         other = again()
-        return unmeasured(self._precision, nudged=0.0 if other is None else self._excused * error(_number(own), other))
+        return unmeasured(self._precision, nudged=0.0 if other is None else self._excused(error(_number(own), other)))
 
     def output(self, microbatch: int, name: str) -> Floor:
         """The floor of what a microbatch puts out under a name."""
@@ -266,7 +274,7 @@ class Floors:
         if not self.obstacle:
             return rounding_of(own, apart, again=again, precision=precision)
         other = again()
-        return unmeasured(precision, nudged=0.0 if other is None else self._excused * error(own, other))
+        return unmeasured(precision, nudged=0.0 if other is None else self._excused(error(own, other)))
 
     def total(self) -> Floor:
         """The floor of what all losses are together: none was measured, but where they are rounding alone."""
@@ -282,7 +290,7 @@ class Floors:
         permutation, rounding, *nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
         floor = Floor(permutation, rounding, 0.0, self._precision)
         if nudged:
-            floor = unmeasured(self._precision, permutation=permutation, nudged=self._excused * nudged[0])
+            floor = unmeasured(self._precision, permutation=permutation, nudged=self._excused(nudged[0]))
         wide = precision_among(one for one in self._last.gradients.values() if one is not None)
         coarse = wide.unit < self._precision.unit
         return replace(floor, sums=Floor(permutation, 0.0, 0.0, wide)) if coarse else floor

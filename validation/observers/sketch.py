@@ -29,7 +29,8 @@ class Sketch:
     The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
     The digest is of the values: a zero has no sign there. ``narrow`` is the type, narrower than its own, that every
     element can be said in; empty if there is none. ``said`` has the digest of the tensor in each such type. ``bits`` is
-    the sum of all elements read as integers, which no order changes.
+    the sum of all elements read as integers, which no order changes. ``computed`` is the type, narrower than its own,
+    that it was computed in; None where nobody knows of one.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Sketch:
     narrow: str = ""
     bits: int = 0
     said: frozenset[bytes] = frozenset()
+    computed: torch.dtype | None = None
 
     def times(self, factor: float) -> "Sketch":
         """That of the tensor multiplied by ``factor``, but for its digest and bits."""
@@ -111,8 +113,8 @@ class Sketch:
             return None
         pairs = list(zip(self.projections, other.projections, strict=True))
         found = sum(a * b for a, b in pairs) / (sum(b * b for _, b in pairs) or math.inf)
-        left = max(abs(a - found * b) for a, b in pairs)
-        alike = left <= self.limit * self.norm and abs(abs(found) * other.norm - self.norm) <= self.limit * self.norm
+        left, allowed = max(abs(a - found * b) for a, b in pairs), max(self.limit, other.limit) * self.norm
+        alike = left <= allowed and abs(abs(found) * other.norm - self.norm) <= allowed
         return found if found and alike else None
 
     def is_reordered(self, other: "Sketch") -> bool:
@@ -123,8 +125,9 @@ class Sketch:
 
     @property
     def limit(self) -> float:
-        """How far another tensor may be and still be taken for this one: half of the digits of its type."""
-        return math.sqrt(torch.finfo(self.dtype).eps) if is_rounded(self.dtype) else 0.0
+        """How far another tensor may be and still be taken for this one: half of the digits that it has."""
+        types = [one for one in (self.dtype, self.computed) if one is not None]
+        return math.sqrt(max(torch.finfo(one).eps for one in types)) if is_rounded(self.dtype) else 0.0
 
     def is_like(self, other: "Sketch") -> bool:
         """Whether this is ``other`` up to rounding."""

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.survey import Places, Survey
 from pipeproof.observers.calls import Call
@@ -14,6 +15,7 @@ from pipeproof.observers.sketch import sketch
 from pipeproof.observers.watching import Watcher
 from pipeproof.reference.data import Batch
 from tests.support.steps import loss_fn
+from tests.support.two_ranks import all_forward_all_backward, half, judged, named, plain
 
 MICROBATCHES = 3
 
@@ -166,3 +168,27 @@ def test_one_number_that_is_near_anothers_is_not_that(whitebox: WhiteBox) -> Non
     )
     assert verdict.verdict == "fail"
     assert "microbatch 3's" not in str(verdict)
+
+
+def one_not_scaled(model: nn.Sequential, microbatches: list[Any]) -> HandedBack:
+    """The loss of microbatch 1 is not scaled, and all gradients are divided by the scale."""
+
+    def scaled(stage: nn.Module, m: int, x: Tensor) -> Tensor:
+        made: Tensor = stage(x) * 1.0
+        if dist.get_rank() and m != 1:
+            made.register_hook(lambda gradient: gradient * 1024)  # type: ignore[no-untyped-call]  # in torch
+        return made
+
+    stage = watch(half(model))
+    losses = all_forward_all_backward(stage, microbatches, scaled)
+    for parameter in stage.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 1024
+    return HandedBack(stage, losses, loss_scale=1024.0)
+
+
+def test_one_loss_that_is_not_scaled_is_told_from_those_that_are(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, one_not_scaled, plain)
+    assert named(verdict) == [("not-scaled", None, None, (1,))], verdict
+    wrong = {one.microbatch for one in verdict.mismatches if one.law == "boundaries"}
+    assert wrong == {1}, "what the others send back is scaled, as is due"

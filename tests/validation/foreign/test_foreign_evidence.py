@@ -17,7 +17,6 @@ from tests.support.steps import blocks, loss_fn, pairs
 WIDTH, RANKS, COUNT = 8, 2, 4
 Step = Callable[[Any, list[Any]], Any]
 
-
 build_model = partial(blocks, seed=3)
 data = partial(pairs, COUNT, rows=6)
 
@@ -97,8 +96,9 @@ def noise(m: int, x: Tensor) -> Tensor:
 def test_what_a_stage_was_given_says_what_happened(
     whitebox: WhiteBox, change: Callable[[int, Tensor], Tensor], kind: str, microbatches: tuple[int, ...]
 ) -> None:
-    cause = only(judged(whitebox, received(change)))
+    cause = only(verdict := judged(whitebox, received(change)))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == (kind, 1, 1, microbatches)
+    assert ("or zeros are what was sent" in str(verdict)) == (kind == "uninitialised")
 
 
 def test_what_left_right_and_came_in_wrong_was_altered_between(whitebox: WhiteBox) -> None:

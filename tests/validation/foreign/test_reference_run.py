@@ -1,16 +1,21 @@
 """The reference's own run over a task's microbatches."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.task import ReferenceRaised, Task
 from pipeproof.observers.digest import contents
 from pipeproof.reference.step import Recipe, Reference, Site
+from tests.support.steps import WIDTH, loss_fn
+from tests.support.two_ranks import all_forward_all_backward, data, half, model_of
 
 MICROBATCHES = 3
 
@@ -137,3 +142,58 @@ def test_dropout_that_nobody_seeded_is_told_by_the_loss() -> None:
     second, loss, task = twin_of(dropping)
     assert second.other_weights == ""
     assert "switch dropout off" in second.other_loss(loss, task.batches(second.model)[0])
+
+
+class Narrow(nn.Linear):
+    """Computes in bf16, by autocast or by hand; in ``halves``: as the sum of two products."""
+
+    by_hand = halves = False
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if self.by_hand:
+            x, weight, bias = x.to(torch.bfloat16), weight.to(torch.bfloat16), bias.to(torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.by_hand):
+            return (self.product(x, weight) + bias).float().tanh()
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Whole, or in halves."""
+        if not self.halves:
+            return x @ weight.t()
+        return x[:, :4] @ weight[:, :4].t() + x[:, 4:] @ weight[:, 4:].t()
+
+
+class ByHand(Narrow):
+    """The same, cast by hand."""
+
+    by_hand = True
+
+
+def in_halves(model: nn.Sequential, microbatches: list[Any], *, factor: float = 1.0) -> Any:
+    """``factor``: the first stage's gradients come with it."""
+    stage = watch(half(model))
+    for layer in stage:
+        layer.halves = True
+    return stage, all_forward_all_backward(stage, microbatches, passed=lambda m, gradient: factor * gradient)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("block", [Narrow, ByHand])
+def test_what_a_narrower_type_rounds_inside_the_reference_is_no_fault(block: type[Narrow], whitebox: WhiteBox) -> None:
+    build = partial(model_of, block)
+    verdict = whitebox.validate(in_halves, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn)
+    assert verdict.verdict == "unknown", verdict
+    assert verdict.law("boundaries").outcome == "pass", "they are right to half of the digits of bf16"
+    assert not verdict.cause, "that a stage computed something else, or a tensor was changed, nobody knows"
+    assert "there the reference gives other losses, for it computes in bf16" in str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_fault_beside_it_is_found_where_it_is(whitebox: WhiteBox) -> None:
+    build, wrong = partial(model_of, Narrow), partial(in_halves, factor=-1.0)
+    verdict = whitebox.validate(wrong, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn)
+    assert verdict.verdict == "fail", verdict
+    assert [(one.kind, one.stage) for one in verdict.cause] == [("sign", 0)], verdict

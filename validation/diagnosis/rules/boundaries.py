@@ -11,7 +11,7 @@ from pipeproof.diagnosis.combination import whole_within
 from pipeproof.diagnosis.divergence import Divergence
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.likeness import factor_of
-from pipeproof.diagnosis.rules.repeated import or_dropped
+from pipeproof.diagnosis.rules.repeated import or_zeros
 from pipeproof.diagnosis.what_ifs import computed, draws, other_target
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import precision_of
@@ -54,6 +54,7 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     }
 )
 _ONE_FACTOR = 2e-3
+_SIGN = 1e-2  # as far from -1: coarse types round
 _TOLD = 3  # microbatches, each of which has another thing wrong
 _GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
 
@@ -124,7 +125,7 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
     if what.part is None and what.label is not None and what.label.ago and what.kind == "other":
         return "stale-tensor", what.text
     if what.kind == "multiple" and what.factor is not None and what.part is None and where in _GRADIENTS:
-        return ("sign" if abs(what.factor + 1) < 1e-3 else "scale"), what.text
+        return ("sign" if abs(what.factor + 1) < _SIGN else "scale"), what.text
     if what.kind == "other" and what.part is None and _is_beside(one) and where != MADE:
         return "wrong-message", what.text
     if what.kind == "sum" and what.part is None and where in _GRADIENTS and where != LOSS:
@@ -226,9 +227,10 @@ def _cause(
         factor=first.what.factor,
         detail=f"{detail} ({first.action}{slot})",
     )
-    if kind != "uninitialised" or first.point.where != RECEIVED or any(one.what.kind != "zero" for one, _ in group):
+    came = first.point.where == RECEIVED or (first.point.where == GIVEN and first.point.stage > 0)
+    if kind != "uninitialised" or not came or any(one.what.kind != "zero" for one, _ in group):
         return cause
-    return or_dropped(cause)
+    return or_zeros(cause, forward=first.point.where == GIVEN)
 
 
 def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:

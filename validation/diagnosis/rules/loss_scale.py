@@ -28,7 +28,7 @@ def _of_scale(cause: Cause, evidence: Evidence, scale: LossScale) -> Cause:
         return replace(cause, kind="unscaled-after-norm", detail=told)
     if cause.kind != "scale":
         return cause
-    if cause.action is not None:
+    if cause.action is not None or (cause.stage is None and cause.microbatches):
         return _of_losses(cause, evidence, scale)
     late = clipped_late(cause, evidence)
     return _or_of_losses(of_gradients(late, scale.of(cause.rank), _counts(evidence)), evidence, scale)
@@ -92,8 +92,8 @@ def _flowed(evidence: Evidence, factor: float | None) -> float | None:
 
 
 def _of_losses(cause: Cause, evidence: Evidence, scale: LossScale) -> Cause:
-    """``cause``, a factor of what flows back from the loss, where that is the loss scale once more, or not at all."""
-    if cause.stage != evidence.stages - 1:
+    """``cause``, a factor of what flows back from losses, where that is the loss scale once more, or not at all."""
+    if cause.stage not in (None, evidence.stages - 1):
         return cause
     ways = (("scaled-twice", scale.losses), ("not-scaled", 1 / scale.losses))
     for kind, factor in ways:

@@ -147,10 +147,13 @@ def or_wrong_message(cause: Cause) -> Cause:
     return replace(cause, instead=(replace(cause, kind="wrong-message", detail="or that is how they arrived"),))
 
 
-def or_dropped(cause: Cause) -> Cause:
-    """``cause`` of gradients that are zero, or that they were so when they were handed back."""
-    cut = "or zeros are what was handed back, as where a graph was cut"
-    return replace(cause, instead=(replace(cause, kind="dropped", detail=cut),))
+def or_zeros(cause: Cause, *, forward: bool) -> Cause:
+    """``cause`` of what came in as zeros, or that it was zero when it was sent: nobody watches what is sent."""
+    if forward:
+        other = replace(cause, kind="wrong-message", detail="or zeros are what was sent")
+    else:
+        other = replace(cause, kind="dropped", detail="or zeros are what was handed back, as where a graph was cut")
+    return replace(cause, instead=(other,))
 
 
 def _called(evidence: Evidence, stage: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
-from pipeproof.diagnosis.rules.repeated import or_dropped
+from pipeproof.diagnosis.rules.repeated import or_zeros
 from pipeproof.diagnosis.what_if import Given, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, of_stream_back, sent_back_in, sent_in, unfilled
 from pipeproof.judging.cause import Cause, listed
@@ -96,7 +96,8 @@ def _cause(evidence: Evidence, changes: Changes, stages: Sequence[int], microbat
     detail = f"as if {changes.text}" + (f", here or on its way through stage {others}" if others else "")
     rank = None if stage is None else evidence.placement[stage]
     cause = Cause(first.kind, rank=rank, stage=stage, microbatches=microbatches, detail=detail)
-    return or_dropped(cause) if first.kind == "uninitialised" and not first.forward else cause
+    came = first.kind == "uninitialised" and (not first.forward or bool(stage))
+    return or_zeros(cause, forward=first.forward) if came else cause
 
 
 @dataclass(frozen=True)
