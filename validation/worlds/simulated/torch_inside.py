@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -232,12 +232,12 @@ def asked_for_numbers(tell: Callable[[], None], synchronize: Callable[[], None])
         for name in _NUMBERS:
             kernel = get_kernel(f"aten::{name}", "CPU")
 
-            def told(keys: Any, *given: Any, _kernel: Any = kernel) -> Any:
+            def told(kernel: Any, keys: Any, *given: Any, **named: Any) -> Any:
                 if not off():
                     tell()
-                return _kernel.call_boxed(keys, *given)
+                return kernel.call_boxed(keys, *given, **named)
 
-            library.impl(name, told, "CPU", with_keyset=True, allow_override=True)
+            library.impl(name, partial(told, kernel), "CPU", with_keyset=True, allow_override=True)
     any_device["synchronize"] = lambda *_: synchronize()
     try:
         yield
