@@ -163,6 +163,11 @@ FINDINGS: tuple[Finding[Case], ...] = (
         lambda case: "defer-recv" in case.options and case.ranks > 1 and case.virtual > 1,
     ),
     Finding(
+        "deferred-receives-wait",  # where messages of two ranks run one at a time
+        "interleaved r2 s2 m2 split=1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch",
+        lambda case: "defer-recv" in case.options and case.ranks > 1,
+    ),
+    Finding(
         "shared-gradient",
         "own.csv r1 s3 m2 split=1,1,1 model=prompt plan=train options=unscaled runtime=torch-csv",
         lambda case: case.model == "prompt" and bool(_split_stages(case)),

@@ -29,6 +29,10 @@ class OptimizerError(Exception):
     """What is to make an optimizer makes something else."""
 
 
+def _steps(one: object) -> bool:
+    return all(callable(getattr(one, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+
+
 @dataclass
 class Optimizing:
     """What ``func`` makes of a model, as it was in ``state``; what its last step made of that is ``left``.
@@ -44,7 +48,7 @@ class Optimizing:
         """The optimizer of ``model``, whose step is followed by its scheduler's. Raises ``OptimizerError``."""
         made = self.func(model)
         optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
-        if not isinstance(optimizer, Optimizer) or len(schedulers) > 1:
+        if not isinstance(optimizer, Optimizer) or len(schedulers) > 1 or not all(map(_steps, schedulers)):
             gave = " and ".join(type(one).__name__ for one in (optimizer, *schedulers))
             raise OptimizerError(f"gave {gave}: expected an optimizer, or a pair of it and the scheduler of its rate")
         for one, state in zip((optimizer, *schedulers), self.state, strict=bool(self.state)):

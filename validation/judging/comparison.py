@@ -4,7 +4,7 @@ It asks for one tensor at a time, so a job that holds one stage can be judged wh
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -61,6 +61,9 @@ class Allowed(Protocol):
         """Of a parameter's movement, but for what storing it does."""
 
 
+_STILL = "vanish in rounding, or by a rate of 0"
+
+
 class Comparison:
     """Enters into ``ledger`` how what was seen of an operation agrees with ``due``.
 
@@ -83,7 +86,7 @@ class Comparison:
         self._scenarios = scenarios
         self._zeros: list[str] = []  # parameters that have them where no gradient is due
         self._nones: list[str] = []  # parameters without a gradient where zeros are due
-        self._trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
+        self.trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
 
     def held(self, name: str, count: int, *, due: int, stage: int | None = None, rank: int | None = None) -> None:
         """How many places hold a parameter."""
@@ -187,7 +190,7 @@ class Comparison:
         gradient = self._due.gradients[name] if name in self._due.gradients else None
         moves = gradient is not None and any_nonzero(gradient)
         if moves:
-            self._trained[name] = stage, not same_bits(wanted, before)
+            self.trained[name] = stage, not same_bits(wanted, before)
         self._ledger.tensors(
             self._at("updated-parameters", parameter=name, rank=rank, stage=stage),
             seen.detach(),
@@ -232,21 +235,18 @@ class Comparison:
             self._ledger.tensors(place, one.detach(), due[microbatch], partial(floor, microbatch))
 
     def close(self) -> None:
-        """Say what follows from all of it together: where nothing could be seen, or zeros stand for nothing."""
+        """Say what follows from all of it together, where there are no other operations."""
+        self.tell()
+        tell_of_unmoved(self._ledger, {self._number: self.trained.values()})
+
+    def tell(self) -> None:
+        """Say where zeros stand for nothing."""
         if self._zeros:
             told = f"zeros where no gradient is due: {names_of(self._zeros)}; an optimizer may still move them"
             self._ledger.remark("presence", told)
         if self._nones:
             told = f"no gradient where zeros are due: {names_of(self._nones)}; an optimizer may leave those as they are"
             self._ledger.remark("presence", told)
-        still = [stage for stage, moved in self._trained.values() if not moved]
-        moving = {stage for stage, moved in self._trained.values() if moved}
-        for stage in sorted({*still} - moving, key=str):
-            of = "" if stage is None else f" of stage {stage}"
-            self._ledger.doubt("updated-parameters", f"no parameter{of} moves: steps vanish in rounding")
-        if still:
-            which = f"{len(still)} of {len(self._trained)} in operation {self._number + 1}"
-            self._ledger.remark("updated-parameters", f"steps of {which} vanish in rounding")
 
     def _losses_are_known(self) -> bool:
         losses = self._due.losses
@@ -258,6 +258,21 @@ class Comparison:
 
     def _at(self, law: str, **where: object) -> Heading:
         return Heading.at(law, self._number, self._scenarios, **where)
+
+
+def tell_of_unmoved(ledger: Ledger, trained: Mapping[int, Collection[tuple[int | None, bool]]]) -> None:
+    """Say what no step moves. Where no parameter of a stage moves in any operation, nothing shows of its updates.
+
+    ``trained``: by operation, the stage of each parameter that has a gradient, and whether it moved.
+    """
+    every = {one for those in trained.values() for one in those}
+    for stage in sorted({stage for stage, moved in every if not moved and (stage, True) not in every}, key=str):
+        of = "" if stage is None else f" of stage {stage}"
+        ledger.doubt("updated-parameters", f"no parameter{of} moves: steps {_STILL}")
+    for number, those in trained.items():
+        if still := sum(not moved for _, moved in those):
+            which = f"{still} of {len(those)} in operation {number + 1}"
+            ledger.remark("updated-parameters", f"steps of {which} {_STILL}")
 
 
 def leave_out(ledger: Ledger, due: Due, *, number: int = 0, names: Iterable[str] | None = None) -> None:

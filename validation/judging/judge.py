@@ -1,7 +1,7 @@
 """Holding what a schedule produced against the reference, law by law."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pipeproof.judging.comparison import Comparison, Due, leave_out
+from pipeproof.judging.comparison import Comparison, Due, leave_out, tell_of_unmoved
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
 from pipeproof.judging.measured import Measured
@@ -129,6 +129,7 @@ class Judge:
         self._place = Headings(observed.schedule.placement)
         self._execution = Execution(required, observed, self.ledger)
         self.measured: Floors | None = None
+        self._trained: dict[int, Collection[tuple[int | None, bool]]] = {}  # by operation: did they move?
 
     def judged(self) -> Crash | None:
         """``judge``, and what it raised: what was entered in the ledger before stays."""
@@ -144,10 +145,12 @@ class Judge:
         self._execution.parameters_once()
         for number, laws in enumerate(scenarios(self._required.plan)):
             if number and self.ledger.failed:
+                how = "already disagrees" if self.ledger.mismatches else "is not known to be right"
                 for law in self._later_laws(number):
-                    self.ledger.doubt(law, f"not judged: operation {number} already disagrees")
-                return
+                    self.ledger.doubt(law, f"not judged: operation {number} {how}")
+                break
             self._operation(number, laws)
+        tell_of_unmoved(self.ledger, self._trained)
 
     def _later_laws(self, number: int) -> set[str]:
         plan = scenarios(self._required.plan)
@@ -199,7 +202,8 @@ class Judge:
                 self.ledger.remark("gradient", answer.floors.obstacle)
         elif self._required.by_numbers:
             self._losses_tell(number, name, laws)
-        at.close()
+        at.tell()
+        self._trained[number] = at.trained.values()
         leave_out(self.ledger, due, number=number, names=())
 
     def _losses_tell(self, number: int, name: str, laws: Scenarios) -> None:

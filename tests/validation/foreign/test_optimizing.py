@@ -31,6 +31,12 @@ def warmed_up(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
 
 
+def from_zero(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """Its first step moves nothing, and so shows nothing; the others do."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, LambdaLR(optimizer, lambda step: step / 4)
+
+
 def run(model: nn.Module, operations: Iterator[Any], *, made: Any, times: int = 1) -> Iterator[Any]:
     """Trains ``model`` with what is ``made`` of it; the scheduler steps so many ``times`` after each update."""
     optimizer, scheduler = made(model)
@@ -58,7 +64,7 @@ def judged(whitebox: WhiteBox, step: Any, optimizer: Any, steps: Any = STEPS) ->
     )
 
 
-@pytest.mark.parametrize("made", [halved, warmed_up])
+@pytest.mark.parametrize("made", [halved, warmed_up, from_zero])
 def test_rates_are_those_of_the_scheduler(whitebox: WhiteBox, made: Any) -> None:
     verdict = judged(whitebox, partial(run, made=made), made)
     assert verdict.verdict == "pass", verdict
@@ -72,7 +78,7 @@ def test_a_scheduler_that_does_not_step_once_is_seen_in_the_update(whitebox: Whi
     assert [cause.kind for cause in verdict.cause] == ["update"], verdict
     assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
     assert "operation 3" in str(verdict), verdict
-    assert f"all moved {[0.5, None, 1.5][times]} times as far as they should" in verdict.cause[0].detail
+    assert f"all of these moved {[0.5, None, 1.5][times]} times as far as they should" in verdict.cause[0].detail
 
 
 def test_one_step_is_made_by_a_pair_too(whitebox: WhiteBox) -> None:
@@ -84,10 +90,15 @@ def no_optimizer(model: nn.Module) -> Any:
     return halved(model)[::-1]
 
 
-def test_what_is_no_optimizer_is_said(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, partial(run, made=halved), no_optimizer)
+def no_scheduler(model: nn.Module) -> Any:
+    return halved(model)[0], None
+
+
+@pytest.mark.parametrize(("made", "given"), [(no_optimizer, "StepLR and SGD"), (no_scheduler, "SGD and NoneType")])
+def test_what_is_no_optimizer_is_said(whitebox: WhiteBox, made: Any, given: str) -> None:
+    verdict = judged(whitebox, partial(run, made=halved), made, ["train"])
     assert verdict.verdict == "unknown"
     assert (
-        "optimizer=no_optimizer gave StepLR and SGD: expected an optimizer, or a pair of it and the scheduler of its "
+        f"optimizer={made.__name__} gave {given}: expected an optimizer, or a pair of it and the scheduler of its "
         "rate" in str(verdict)
     ), verdict

@@ -102,7 +102,7 @@ def _alike(evidence: Evidence) -> str:
     used = list(moved(evidence).values()) if evidence.due is not None else []
     if not used or used[0].value <= 0 or not all(one.near(used[0].value) for one in used):
         return ""
-    return f", and all moved {used[0].value:.4g} times as far as they should"
+    return f", and all of these moved {used[0].value:.4g} times as far as they should"
 
 
 def _skipped(found: Sequence[Mismatch], evidence: Evidence) -> str:

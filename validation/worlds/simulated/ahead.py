@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeproof.worlds.simulated.event import Message
 from pipeproof.worlds.simulated.races import fit, unchanged
-from pipeproof.worlds.simulated.torch_inside import in_backward
+from pipeproof.worlds.simulated.torch_inside import Storages, in_backward
 
 Contents = Mapping[Message, Sequence[Tensor]]  # by the name of the work that brings it
 
@@ -21,15 +21,18 @@ Contents = Mapping[Message, Sequence[Tensor]]  # by the name of the work that br
 class Ahead:
     """Of one run. ``foreseen``: what is taken to come; ``came``: what did; ``missing``: what has not, or not yet.
 
-    ``sure``: wherever a program asked its device for a number, for which it waits, that was seen. It is not in what
-    runs inside a function of torch: a hook, a backward, DTensor.
+    ``on_device``: what is known to lie there: what a program went on without, and what it has made of that. ``doubt``:
+    a program waited where it may have gone on, for nobody knew whether it asks its device for a number. ``raced``: one
+    was told of a race.
     """
 
     foreseen: Contents
     came: dict[Message, Sequence[Tensor]] = field(default_factory=dict)
     missing: set[Message] = field(default_factory=set)
     inside: Counter[int] = field(default_factory=Counter)  # functions of torch that each rank is in
-    sure: bool = True
+    on_device: Storages = field(default_factory=Storages)
+    doubt: bool = False
+    raced: bool = False
 
     @property
     def settled(self) -> bool:
@@ -38,10 +41,15 @@ class Ahead:
             fit(one, self.foreseen[name]) and unchanged(one, self.foreseen[name]) for name, one in self.came.items()
         )
 
-    def leaves(self, rank: int, message: Message) -> Sequence[Tensor]:
+    def goes_on(self, rank: int) -> bool:
+        """Whether a program does where its device waits: inside a function of torch what it asks for is not seen."""
+        hidden = bool(self.inside[rank]) or in_backward()
+        self.doubt |= hidden
+        return not hidden
+
+    def leaves(self, message: Message) -> Sequence[Tensor]:
         """A program goes on without this. What it goes on with; nothing where that is not known."""
         self.missing.add(message)
-        self.sure &= not self.inside[rank] and not in_backward()
         return self.foreseen.get(message, ())
 
     def comes(self, message: Message, contents: Sequence[Tensor]) -> None:

@@ -39,8 +39,12 @@ class Call:
 
 @dataclass
 class _Meeting:
-    """Those who have come to a collective, by their numbers in the communicator."""
+    """Those who have come to a collective, by their numbers in the communicator, and who called first.
 
+    Where a device waits for something else, a rank has called and not come.
+    """
+
+    first: tuple[Call, SimulatedWork] | None = None
     calls: dict[int, tuple[Call, SimulatedWork]] = field(default_factory=dict)
 
 
@@ -68,7 +72,8 @@ class Collectives:
         self._look(communicator, call, stack)
         work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called", on_stream=on_stream)
         work.communicator = communicator
-        self._network.working(work)
+        self._network.works.add(work)
+        meeting.first = meeting.first or (call, work)
 
         def come() -> None:
             meeting.calls[rank] = call, work
@@ -86,16 +91,18 @@ class Collectives:
         Of a communicator's collectives on one stream each follows the one before: what one gives is there for the next.
         """
         if self._network.rules.one_stream:
-            while (work := self._network.pending_in([*call.brought, *call.due])) is not None:
+            while (work := self._network.works.pending_in([*call.brought, *call.due])) is not None:
                 if work.communicator is not communicator:
                     break
                 work.wait()
-        self._network.uses(call.brought, stack)
-        self._network.claims(call.due, stack)
+        self._network.works.gives(communicator, call.brought, stack)
+        self._network.works.claims(call.due, stack)
 
     def _compare(self, meeting: _Meeting, call: Call, number: int, stack: Stack) -> None:
-        other, work = next(iter(meeting.calls.values()), (call, None))
-        if work is not None and other.text != call.text:
+        if meeting.first is None:
+            return
+        other, work = meeting.first
+        if other.text != call.text:
             own = self._network.scheduler.running
             said = f"collective {number} of a group is {other.text} on rank {work.rank} and {call.text} on rank {own}"
             lines = {f"rank_{work.rank}_called": work.stack, f"rank_{own}_called": stack}

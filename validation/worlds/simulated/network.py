@@ -1,22 +1,22 @@
 """The simulated network: which ends of messages meet, and when they may, by the rules of a transport."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
 from pipeproof.pipeline.transports import Queue, Rules
-from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.ends import Batch, End, Ends, Way
 from pipeproof.worlds.simulated.held import Held
-from pipeproof.worlds.simulated.races import copies, described, fit, overlap, race
+from pipeproof.worlds.simulated.races import copies, described, fit, race
 from pipeproof.worlds.simulated.room import Room
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.simulated.work import SimulatedWork
-from pipeproof.worlds.stack import Stack, own_stack
+from pipeproof.worlds.simulated.works import Works
+from pipeproof.worlds.stack import own_stack
 
 
 class Network:
@@ -30,10 +30,10 @@ class Network:
     ) -> None:
         self.scheduler = scheduler
         self.rules = rules
+        self.works = Works(scheduler)
         self._room = Room(room)
         self.latency_s = latency_s
         self.fine = fine
-        self._works: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
         self._batches: dict[int, Batch] = {}
         self._ends: defaultdict[Way, Ends] = defaultdict(Ends)
         self._from_any: defaultdict[Way, deque[End]] = defaultdict(deque)
@@ -41,7 +41,6 @@ class Network:
         self._queues: defaultdict[Way, deque[list[End]]] = defaultdict(deque)
         self._unkept: defaultdict[Way, deque[End]] = defaultdict(deque)  # sends that have not left
         self._unreceived: defaultdict[Way, deque[End]] = defaultdict(deque)  # where there is room: nor are received
-        self._unmet: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
 
     def batch(self, count: int) -> None:
         """The next so many messages of the rank that has the turn are posted in one call."""
@@ -51,9 +50,9 @@ class Network:
     def send(self, communicator: Communicator, rank: int, peer: int, tag: int, tensors: list[Tensor]) -> SimulatedWork:
         """Post a send of the rank that has the turn."""
         stack, given = own_stack(), [] if self.rules.buffered else tensors
-        self.uses(tensors, stack)
+        self.works.gives(communicator, tensors, stack)
         wait, on_stream = _waiting("a send to", communicator, peer), self.on_stream(communicator)
-        work = self.working(
+        work = self.works.add(
             SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent", on_stream=on_stream)
         )
         held = Held(copies(tensors)) if self.rules.buffered else work.given
@@ -66,9 +65,9 @@ class Network:
     ) -> SimulatedWork:
         """Post a receive of the rank that has the turn."""
         stack = own_stack()
-        self.claims(tensors, stack)
+        self.works.claims(tensors, stack)
         wait, on_stream = _waiting("a message from", communicator, peer), self.on_stream(communicator)
-        work = self.working(
+        work = self.works.add(
             SimulatedWork(self.scheduler, wait, stack, (), tensors, posted_as="received", on_stream=on_stream)
         )
         self._post(End(communicator, rank, peer, tag, False, work.awaited, work, self._current()))
@@ -80,63 +79,11 @@ class Network:
 
     def in_turn(self, communicator: Communicator, post: Callable[[], None]) -> None:
         """Post what the rank that has the turn asks for: its device comes to that after all that it waits for."""
-        left = self._left()
+        left = self.works.left()
         if not left or not self.on_stream(communicator):
             post()
         else:
             self.scheduler.defer(lambda: all(work.over for work in left), post)
-
-    def _left(self) -> list[SimulatedWork]:
-        """What the rank that has the turn has gone on without and has not come."""
-        if self.scheduler.ahead is None:
-            return []
-        return [work for work in self._works[self.scheduler.running] if work.left and not work.over]
-
-    def unseen(self) -> None:
-        """The rank that has the turn may ask for a number, and nobody sees it: who has gone ahead might have waited."""
-        if self.scheduler.ahead is not None and self._left():
-            self.scheduler.ahead.sure = False
-
-    def catch_up(self) -> None:
-        """The rank that has the turn waits for all that it went on without."""
-        for work in self._works[self.scheduler.running]:
-            work.catch_up()
-
-    def claims(self, tensors: Sequence[Tensor], stack: Stack) -> None:
-        """What is called now fills these buffers. Raises the race where something on its way does, too."""
-        if (work := self.pending_in(tensors)) is not None:
-            rank = work.rank
-            said = f"rank {rank} posted two receives into one buffer"
-            if work.posted_as != "received":
-                said = f"rank {rank} wanted two things in one buffer, of which one was {work.text}"
-            self.scheduler.tell(race("received-twice", rank, said, first_posted=work.stack, second_posted=stack))
-
-    def uses(self, tensors: Sequence[Tensor], stack: Stack) -> None:
-        """What is called now reads these. Raises the race where they have not come yet."""
-        if (work := self.pending_in(tensors)) is not None:
-            self.scheduler.tell(read_early(work, stack))
-
-    def pending_in(self, tensors: Sequence[Tensor]) -> SimulatedWork | None:
-        """What the rank that has the turn has not waited for, and lies there."""
-        pending = self.pending(self.scheduler.running)
-        found = (work for work in pending for one in tensors for other in work.due if overlap(one, other))
-        return next(found, None)
-
-    def working(self, work: SimulatedWork) -> SimulatedWork:
-        """Keep ``work`` in mind until its rank returns, and until then what it has not waited for."""
-        self._works[work.rank].append(work)
-        self._unmet[work.rank].append(work)
-        return work
-
-    def unmet(self, rank: int) -> list[SimulatedWork]:
-        """What a rank has not waited for, but for sends that have left."""
-        if self._unmet[rank]:
-            self._unmet[rank] = [one for one in self._unmet[rank] if not _done(one)]
-        return self._unmet[rank]
-
-    def pending(self, rank: int) -> list[SimulatedWork]:
-        """Those of them that are to fill buffers."""
-        return [work for work in self.unmet(rank) if work.due]
 
     def reads(self, work: SimulatedWork) -> None:
         """What moves now is what this work gave, once it had been posted."""
@@ -149,8 +96,8 @@ class Network:
         A send may be left alone where the transport keeps what is sent.
         """
         self.scheduler.tell_again()
-        self.catch_up()
-        for work in self._works.pop(rank, ()):
+        self.works.catch_up()
+        for work in self.works.pop(rank):
             work.check()
             if not work.met and (work.due or not self.rules.keeps_sent):
                 said = f"rank {rank} returned and had never waited for {work.text}"
@@ -355,16 +302,6 @@ class Network:
                 self._offer(following)
                 if following.sends:
                     self._keep(self._way(following))
-
-
-def read_early(work: SimulatedWork, stack: Stack) -> Race:
-    """The race of who uses what this work is to fill, here."""
-    said = f"rank {work.rank} used a buffer before {work.text} had been waited for"
-    return race("read-before-wait", work.rank, said, used=stack, **{work.posted_as: work.stack})
-
-
-def _done(work: SimulatedWork) -> bool:
-    return work.met or (work.over and not work.due)
 
 
 def _mismatch(send: End, receive: End) -> str:

@@ -2,7 +2,7 @@
 
 import gc
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from pipeproof.worlds.simulated.patience import WHOLE, held_up
 from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import STRANGERS, Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
-from pipeproof.worlds.simulated.torch_inside import before_backwards, standing_in
+from pipeproof.worlds.simulated.torch_inside import asked_for_numbers, before_backwards, standing_in
 from pipeproof.worlds.stack import stack_of
 from pipeproof.worlds.worker import RankContext, obey, stack_text
 
@@ -111,11 +111,12 @@ def _played_ahead(order: Order, hung: Played, *, until_s: float) -> Played:
         played = _played(order, left_s, ahead)
         if not played.sound:
             return replace(hung, sound=False)
-        if ahead.settled or played.hangs:
+        if ahead.settled or ahead.raced or played.hangs:
             break
-    if ahead.settled and ahead.sure and not ahead.missing and not played.hangs:
+    done = ahead.raced or (ahead.settled and not ahead.missing)  # a race is one whatever comes
+    if done and not played.hangs:
         return replace(played, course=None if played.course is None else replace(played.course, ahead=True))
-    return replace(hung, may_end=not any(report.failed for report in played.reports))
+    return replace(hung, may_end=ahead.doubt or not played.hangs)
 
 
 def _played(order: Order, whole_s: float, ahead: Ahead | None = None) -> Played:
@@ -164,11 +165,13 @@ class _Run:
         Net.current = Net(self._network)
 
     def played(self, whole_s: float) -> Played:
-        order, store = self._order, SharedStore(self._scheduler)
-        with (
-            standing_in(GROUPS, Bare, messages(), batch=self._network.batch),
-            before_backwards(self._network.unseen),
-        ):
+        order, store, network = self._order, SharedStore(self._scheduler), self._network
+        with ExitStack() as opened:
+            opened.enter_context(standing_in(GROUPS, Bare, messages(), batch=network.batch))
+            if self._scheduler.ahead is not None:
+                maybe = partial(network.works.catch_up, surely=False)
+                opened.enter_context(before_backwards(maybe))
+                opened.enter_context(asked_for_numbers(maybe, synchronize=network.works.catch_up))
             job = partial(_checked, self._modules, order.job)
             threads = [Rank(rank, order.ranks, job, store, self._network) for rank in range(order.ranks)]
             for seat, thread in zip(self._seats, threads, strict=True):

@@ -100,6 +100,12 @@ class Scheduler:
         return self._running
 
     @property
+    def in_turn(self) -> bool:
+        """Whether the thread that asks is the one of the rank that has the turn."""
+        rank = self._running
+        return rank is not None and threading.current_thread() is self.seats[rank].thread
+
+    @property
     def clock(self) -> Clock:
         """That of the rank that has the turn."""
         return self.seats[self.running].clock
@@ -150,6 +156,8 @@ class Scheduler:
     def tell(self, found: Race) -> NoReturn:
         """Raise the race in the rank that has the turn, whose code may catch it."""
         self._races.setdefault(self.running, found)
+        if self.ahead is not None:
+            self.ahead.raced = True
         raise found
 
     def tell_again(self) -> None:
@@ -233,9 +241,7 @@ class Scheduler:
 
     def _refuse_strangers(self) -> None:
         """Raises where a thread calls that is not the rank's that has the turn; from then on in every rank's too."""
-        rank = self._running
-        if rank is None or threading.current_thread() is not self.seats[rank].thread:
-            self.strangers = True
+        self.strangers |= not self.in_turn
         if self.strangers:
             raise NotSimulated(STRANGERS)
 
@@ -269,7 +275,9 @@ class Scheduler:
             if not self._ready and not self._moves and self._spinning:
                 self._ready += sorted(self._spinning)
                 self._spinning.clear()
-            if not self._ready and not self._moves and not self._go_ahead():
+            if not self._ready and not self._moves:
+                if self._go_ahead():
+                    continue  # what a device has done may be nothing yet that anybody waits for
                 if all(seat.ended for seat in self.seats):
                     return None
                 self.seats[self.running].state.leave()  # so that what it waits for is told as of the others

@@ -7,9 +7,10 @@ can be told what is missing.
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed import c10d_logger, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.library import Library, get_kernel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -42,6 +44,10 @@ _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's 
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _GLOO, _NCCL = "ProcessGroupGloo", "ProcessGroupNCCL"
 _BACKWARD = "_engine_run_backward"  # through which Python comes to all of them
+_NUMBERS = (  # operators that are done once their numbers, or how many they are, are known to who calls them
+    "_local_scalar_dense _unique2 bincount equal masked_select nonzero repeat_interleave.Tensor unique_consecutive "
+    "unique_dim".split()
+)
 MESSAGES = ("send", "recv", "recv_anysource")
 OLDEST = "2.13"  # before it, DTensor ends a process whose ranks are threads
 P = ParamSpec("P")
@@ -210,6 +216,36 @@ def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
         setattr(torch.autograd, _BACKWARD, run)
 
 
+_Library: Any = Library
+
+
+@contextmanager
+def asked_for_numbers(tell: Callable[[], None], synchronize: Callable[[], None]) -> Iterator[None]:
+    """While this is open, ``tell`` is called where an operator is asked for numbers: below all functions of torch.
+
+    What is ``unwatched`` may ask. ``synchronize`` takes the place of what waits for a device.
+    """
+    library, waits, any_device = _Library("aten", "IMPL"), torch.cpu.synchronize, vars(torch.cpu)
+    off = torch._C._is_torch_function_all_disabled
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it takes the place of an operator
+        for name in _NUMBERS:
+            kernel = get_kernel(f"aten::{name}", "CPU")
+
+            def told(kernel: Any, keys: Any, *given: Any, **named: Any) -> Any:
+                if not off():
+                    tell()
+                return kernel.call_boxed(keys, *given, **named)
+
+            library.impl(name, partial(told, kernel), "CPU", with_keyset=True, allow_override=True)
+    any_device["synchronize"] = lambda *_: synchronize()
+    try:
+        yield
+    finally:
+        any_device["synchronize"] = waits
+        library._destroy()
+
+
 def unwatched(function: Callable[P, T]) -> Callable[P, T]:
     """``function``, of whose calls of torch no mode is told."""
     off: Any = torch._C.DisableTorchFunction
@@ -243,6 +279,21 @@ def places_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 _Weak: Any = StorageWeakRef
+
+
+class Storages:
+    """A set of storages, which it does not keep."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, StorageWeakRef] = {}  # while one is here, no other has its number
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Those in which tensors lie."""
+        self._all |= {one.cdata: one for one in (_Weak(tensor.untyped_storage()) for tensor in tensors)}
+
+    def meet(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether some of the tensors lie in one of these."""
+        return any(tensor.untyped_storage()._cdata in self._all for tensor in tensors)
 
 
 class Memory:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipeproof.worlds.simulated.network import Network, read_early
+from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.races import overlap
 from pipeproof.worlds.simulated.torch_inside import has_memory, places_of
 from pipeproof.worlds.simulated.work import SimulatedWork
+from pipeproof.worlds.simulated.works import read_early
 from pipeproof.worlds.stack import own_stack
 
 _ONLY_ASK = frozenset(("__get__", "broadcast_tensors"))  # for a shape or a type
@@ -46,7 +47,7 @@ class Uses(TorchFunctionMode):
     def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        unmet = self._network.unmet(self._rank)
+        unmet = self._network.works.unmet(self._rank)
         named = kwargs or {}
         result = self._called(func, args, named)
         if unmet:
@@ -65,18 +66,21 @@ class Uses(TorchFunctionMode):
         """What it gives. A program that has gone ahead of its device waits for it where it wants a number of it."""
         if (ahead := self._network.scheduler.ahead) is None:
             return func(*args, **named)
-        name = getattr(func, "__name__", "")
+        name, taken = getattr(func, "__name__", ""), [*tensors_in((args, tuple(named.values())))]
         if name in _TO_HOST or (name in ("__getitem__", "__setitem__") and _chooses(args[1])):
-            self._network.catch_up()
-        elif name == "to" and "cpu" in map(str, (*args[1:], *named.values())):
-            self._network.unseen()  # on a device it may be a copy to there, or from there
+            self._network.works.asks(taken)
+        elif name == "untyped_storage" or (name == "to" and _names_host((*args[1:], *named.values()))):
+            self._network.works.catch_up(surely=False)  # as pickle does; on a device it may be a copy to it, or from it
         if getattr(func, "__module__", "") == dist.distributed_c10d.__name__:  # which waits, and asks for nothing
             return func(*args, **named)
         ahead.inside[self._rank] += 1
         try:
-            return func(*args, **named)
+            result = func(*args, **named)
         finally:
             ahead.inside[self._rank] -= 1
+        if ahead.on_device.meet(taken):  # and so does what is made of that
+            ahead.on_device.add(tensors_in([result, args[0] if name == "__setitem__" else ()]))
+        return result
 
     def _look(self, name: str, used: Iterable[Tensor], result: object, pending: Works) -> None:
         for tensor in used:
@@ -101,6 +105,11 @@ def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[
 def _chooses(index: object) -> bool:
     """Whether how much an index takes depends on numbers."""
     return any(one.dtype is torch.bool for one in tensors_in(index))
+
+
+def _names_host(given: Iterable[object]) -> bool:
+    """Whether a place that is given is the host."""
+    return any(str(one).startswith("cpu") for one in given if not isinstance(one, Tensor))
 
 
 def _note_writes(concerned: Works) -> None:

@@ -94,7 +94,8 @@ class SimulatedWork(Work):
         """Go on only once it is done: that is no wait of the user's. Whether it is: who goes ahead may do so before."""
         if not self.over:
             self._waiting = True
-            self._scheduler.block(self._wait, for_device=for_device)
+            ahead = self._scheduler.ahead if for_device else None
+            self._scheduler.block(self._wait, for_device=ahead is not None and ahead.goes_on(self.rank))
             self._waiting = False
             if not self.ended():
                 return False
@@ -192,11 +193,12 @@ class SimulatedWork(Work):
             self.met = self.left = True
             ahead = self._scheduler.ahead
             assert ahead is not None, "nobody leaves a work otherwise"
-            if fit(contents := ahead.leaves(self.rank, self.name), self.due):
+            if fit(contents := ahead.leaves(self.name), self.due):
                 self.awaited.fill(contents)
             else:
                 clear(self._empty(self.given.tensors))
             self.awaited = Held(self.due)
+            ahead.on_device.add([*self.given.tensors, *self.due])
             if (history := self._scheduler.history) is not None:
                 history.takes_back(self.name)
 

@@ -1,6 +1,7 @@
 """On NCCL's rules a program goes on after ``wait()``: it ends with the right numbers, or waits where one does there."""
 
 import os
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -10,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 
 from pipeproof.pipeline.transports import Transport
-from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -155,6 +157,88 @@ def both_send_first(context: RankContext) -> None:
     store().wait([str(1 - context.rank)])
 
 
+def in_rounds(context: RankContext) -> float:
+    """What a device does once it can is nothing yet that anybody waits for."""
+    buffer = torch.zeros(1)
+    for number in range(3):
+        if context.rank:
+            store().wait([f"go {number}"])
+            dist.send(torch.ones(1), 0)
+        else:
+            dist.recv(buffer, 1)
+            store().set(f"go {number}", "")
+    return float(buffer)
+
+
+def carried_by_gloo(context: RankContext) -> None:
+    """A host that is to send what a device has not received yet waits for that."""
+    group, buffer = dist.new_group(backend="gloo"), torch.zeros(1)
+    if context.rank == 0:
+        dist.recv(buffer, 1)
+    dist.broadcast(buffer, 0, group=group)
+    if context.rank == 1:
+        dist.send(buffer, 0)
+
+
+def asks(context: RankContext, number: Callable[[Tensor], object]) -> float:
+    if context.rank:
+        store().wait(["go"])
+        dist.send(torch.ones(1, dtype=torch.int64), 0)
+        return 1.0
+    dist.recv(buffer := torch.zeros(1, dtype=torch.int64), 1)
+    number(buffer)
+    store().set("go", "")
+    return float(buffer)
+
+
+def in_a_list(buffer: Tensor) -> object:
+    return torch.tensor([buffer[0]])
+
+
+def in_an_index(buffer: Tensor) -> object:
+    return torch.ones(2)[buffer[0]]
+
+
+def in_a_size(buffer: Tensor) -> object:
+    return torch.ones(buffer[0])
+
+
+def pickled(buffer: Tensor) -> object:
+    return pickle.dumps(buffer)
+
+
+def of_another(buffer: Tensor) -> object:
+    """It may lie on the host, as the number of steps of an optimizer does."""
+    return torch.ones(1).item()
+
+
+def read_too_early(context: RankContext) -> None:
+    if context.rank:
+        store().wait(["go"])
+        dist.send(torch.ones(1), 0)
+        dist.send(torch.ones(1), 0)
+        return
+    one, other = torch.zeros(1), torch.zeros(1)
+    works: list[Any] = [dist.irecv(one, 1), dist.irecv(other, 1)]
+    works[0].wait()
+    other.mul(2)
+    store().set("go", "")
+    works[1].wait()
+
+
+def another_collective(context: RankContext) -> None:
+    """Who goes on calls what its device comes to later."""
+    tensor = torch.zeros(1)
+    if context.rank:
+        store().wait(["go"])
+        dist.send(tensor, 0)
+        dist.broadcast(tensor, 0)
+        return
+    dist.recv(tensor, 1)
+    store().set("go", "")
+    dist.all_reduce(tensor)
+
+
 def raises(context: RankContext) -> None:
     receives_and_meets(context, by_key, "nccl", number=False)
     raise ValueError("after that")
@@ -185,6 +269,15 @@ def outcome(world: World, job: Callable[..., object], ranks: int) -> object:
         (before_a_backward, MAY_END),
         (never_the_same, MAY_END),
         (raises, ValueError),
+        (in_rounds, [1.0, 0.0]),
+        (carried_by_gloo, HANG),
+        (partial(asks, number=in_a_list), MAY_END),
+        (partial(asks, number=pickled), MAY_END),
+        (partial(asks, number=of_another), MAY_END),
+        (read_too_early, Race),
+        (another_collective, Race),
+        pytest.param(partial(asks, number=in_an_index), MAY_END, marks=SWEEP),
+        pytest.param(partial(asks, number=in_a_size), MAY_END, marks=SWEEP),
         pytest.param(meets_by(meets=by_key, backend="nccl"), [2.0, 1.0], marks=SWEEP),
         pytest.param(meets_by(meets=by_sum, backend="gloo"), [2.0, 1.0], marks=SWEEP),
     ],
