@@ -65,7 +65,8 @@ def _feed(found: "hashlib._Hash", value: object) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return bits(tensor.cpu()).view(torch.uint8).numpy().data
+    own = tensor.detach().to("cpu", copy=True)  # numpy makes of a storage one that its job cannot resize
+    return bits(own).view(torch.uint8).numpy().data
 
 
 Kind = Literal["expected", "observed"]

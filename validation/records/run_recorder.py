@@ -35,7 +35,7 @@ from pipeproof.records.rank_part import RankStages, Rename, own_name
 from pipeproof.records.record import RecordError, content_digests
 from pipeproof.records.run_file import Held, RankFile, RankHeader, RankStep
 from pipeproof.reference.step import dense
-from pipeproof.reference.unsharded import is_flat, is_wrapped
+from pipeproof.reference.unsharded import is_flat, let_go
 from pipeproof.worlds.side_store import rank_in_job
 
 _LETTERS = 32  # of a microbatch's digest
@@ -172,7 +172,9 @@ class RunRecorder:
     ) -> None:
         rank, ranks = rank_in_job()
         stages = stages_of(modules, rank)
-        _in_parts(stages.values())
+        _check_parts(stages.values())
+        for module in stages.values():
+            let_go(module)
         self.own = RankStages(stages, named_by(rename))
         self.own.check_names()
         self.optimizers = optimizers_of(optimizer)
@@ -324,17 +326,11 @@ def record_run(
     return RunRecorder(modules, to, optimizer=optimizer, rename=rename, every=every, resume=resume)
 
 
-def _in_parts(modules: Iterable[nn.Module]) -> None:
-    """Have ``fully_shard`` let whole weights go, as for a checkpoint: after an evaluation they are still there.
-
-    It frees them in the middle of a step, and who reads them then ends the job. No bit changes. Raises ``RecordError``
-    for flat parameters, of which nothing tells where they lie.
-    """
+def _check_parts(modules: Iterable[nn.Module]) -> None:
+    """Raise ``RecordError`` for flat parameters, of which nothing tells where they lie."""
     for part in (part for module in modules for part in module.modules()):
         if is_flat(part) and getattr(part.sharding_strategy, "name", "") != "NO_SHARD":
             raise RecordError("modules is in FullyShardedDataParallel, whose parameters are flat: use fully_shard")
-        if is_wrapped(part):
-            part.reshard()  # type: ignore[operator]  # of FSDPModule
 
 
 def _each_of(microbatches: Any) -> Sequence[object]:
