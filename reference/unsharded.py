@@ -34,6 +34,17 @@ def is_gathered(module: nn.Module) -> bool:
     return any(not hasattr(one, "placements") for one in around)
 
 
+def let_go(module: nn.Module) -> None:
+    """Have ``fully_shard`` free whole weights, as for a checkpoint: after an evaluation it still has them.
+
+    Who takes those for the parameters reads in the next step what is freed by then, which ends the process. No bit
+    changes.
+    """
+    for part in module.modules():
+        if is_wrapped(part):
+            part.reshard()  # type: ignore[operator]  # of FSDPModule
+
+
 def reduced_in(module: nn.Module) -> dict[str, torch.dtype]:
     """The types in which ``fully_shard`` reduces gradients, by the names of parameters that have a wider one."""
     policies, found = _policies(module), dict[str, torch.dtype]()

@@ -15,10 +15,18 @@ from pipeproof import record_run
 from tests.support.long_runs import RATE, M, loss_fn, microbatches_of, model_of
 
 
-def in_shards(to: Path, numbers: Sequence[int], *, cut: bool, fault: Callable[[nn.Module], None] | None = None) -> None:
+def in_shards(
+    to: Path,
+    numbers: Sequence[int],
+    *,
+    cut: bool,
+    fault: Callable[[nn.Module], None] | None = None,
+    evaluated: bool = False,
+) -> None:
     """The same steps on two ranks that have parts of parameters; ``cut``: by tensor parallelism, else ``fully_shard``.
 
-    ``fault``: what rank 1 does to its model before the first step.
+    ``fault``: what rank 1 does to its model before the first step. ``evaluated``: it is evaluated before, so that
+    ``fully_shard`` has whole weights when recording begins.
     """
     model, rank = model_of(), dist.get_rank()
     if cut:
@@ -29,6 +37,9 @@ def in_shards(to: Path, numbers: Sequence[int], *, cut: bool, fault: Callable[[n
     if fault is not None and rank:
         fault(model)
     optimizer, share = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9), 1 if cut else 2
+    if evaluated:
+        with torch.no_grad():
+            model(microbatches_of(0)[0][0])
     with record_run(model, to, optimizer=optimizer) as run:
         for number in numbers:
             own = microbatches_of(number) if cut else microbatches_of(number)[2 * rank : 2 * rank + 2]

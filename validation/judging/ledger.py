@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import Floor, Precision, pieces, same_bits
+from pipeproof.judging.tolerance import FP64, Floor, Precision, pieces, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.sketch import Sketch
@@ -191,9 +191,10 @@ class Ledger:
         size = observed.gap(expected) / allowed.size if allowed.noise else observed.distance(expected)
         outcome = allowed.outcome(size)
         if base is not None and outcome != "pass":
-            usual = allowed.outcome(observed.usual_distance(expected))
-            within = observed.gap(expected) <= stored
-            outcome = "pass" if within and usual == "pass" else "unknown" if within or usual != "fail" else outcome
+            gap, usual = observed.gap(expected), allowed.outcome(observed.usual_distance(expected))
+            summed = FP64.least * base[1].norm  # what sums lose that sketches are made by
+            passes = gap <= summed or (gap <= stored and usual == "pass")
+            outcome = "pass" if passes else "unknown" if gap <= stored or usual != "fail" else outcome
         began = None if base is None else base[1].norm
         self._sized(place, size, outcome, allowed, lambda: _brief_sizes(observed, expected, began))
 

@@ -20,6 +20,7 @@ from pipeproof.records.as_given import bound_of, named_by, pairs_of, stages_of
 from pipeproof.records.rank_part import Arrival, RankStages, Rename, Run, own_name
 from pipeproof.records.record import ContentError, RecordError, microbatch_digests
 from pipeproof.records.step_record import Pairs
+from pipeproof.reference.unsharded import let_go
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 
@@ -180,7 +181,10 @@ class CheckedStep(ABC):
     def _take_given(self) -> None:
         """Take what the user gave. Raises ``RecordError`` for what is of no use."""
         self._bound_s = bound_of(self._timeout_s)
-        self._own = RankStages(stages_of(self._modules, self._exchange.rank), named_by(self._rename))
+        stages = stages_of(self._modules, self._exchange.rank)
+        for module in stages.values():
+            let_go(module)
+        self._own = RankStages(stages, named_by(self._rename))
         self._given = pairs_of(self._given)
         self._own.check_names()
 

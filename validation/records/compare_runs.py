@@ -16,8 +16,9 @@ from pipeproof.judging.tolerance import Floor, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records.kept_run import KeptRun, KeptStep
+from pipeproof.records.options import other_options
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch, upstream
-from pipeproof.records.run_growth import Growth, Quantity, differences, matched, other_options
+from pipeproof.records.run_growth import Growth, Quantity, differences, matched
 
 LAWS = (
     "steps",  # those of the good run are in the other
@@ -31,6 +32,9 @@ LAWS = (
     "updated-parameters",
 )
 _KEPT_AS = {"initial-weights": "before", "gradient": "gradients", "updated-parameters": "weights"}
+_OVERFLOW = "not finite on one side, in a step in which both overflow: no fault shows there"
+_NAMED = "if these are parts of it that are no DTensor, give each a name of its own by record_run(rename=)"
+_REDUCED = "keep gradients once they are reduced"
 _UNMEASURED = "nothing measured tells whether that is rounding"
 
 
@@ -109,6 +113,7 @@ class _Runs:
 
     def _enter(self, due: KeptStep, seen: KeptStep, last: tuple[KeptStep, KeptStep] | None) -> None:
         """Everything of one step, in the order in which it comes to be; of other weights or data all else follows."""
+        self._replicas(seen, begun=True)
         self._weights(due, seen, last)
         if not self.ledger.failed:
             self._microbatches(due, seen)
@@ -116,7 +121,7 @@ class _Runs:
             return
         self._losses_and_norm(due, seen)
         self._gradients(due, seen)
-        self._replicas(seen)
+        self._replicas(seen, begun=False)
         if not self.ledger.undecided("gradient"):  # what an optimizer makes of such a gradient decides nothing either
             self._updates(due, seen)
         order = {law: place for place, law in enumerate(LAWS)}
@@ -178,13 +183,21 @@ class _Runs:
             same = nothing or (wanted is None) == (one is None)
             place = self._at("presence", due.number, name, "gradients")
             self.ledger.hold(place, same, one is not None, wanted is not None, what="gradient")
-            if wanted is not None and one is not None:
+            if wanted is None or one is None:
+                continue
+            one_side = math.isfinite(wanted.norm) != math.isfinite(one.norm)
+            if one_side and due.overflows and seen.overflows:  # which of them do may be a matter of rounding
+                self.ledger.hold(self._at("gradient", due.number, name, "gradients"), True, "", "", exact=False)
+                self.ledger.empty("gradient", _OVERFLOW)
+            else:
                 self._sketches("gradient", due.number, name, one, wanted)
         odd = sorted(due.gradients.keys() ^ seen.gradients.keys())
         self.ledger.leave_out("gradient", odd, f"only one of the runs kept them in step {due.number}")
 
-    def _replicas(self, seen: KeptStep) -> None:
-        for name, (what, rank, first) in seen.apart.items():
+    def _replicas(self, seen: KeptStep, *, begun: bool) -> None:
+        """What ranks have otherwise; ``begun``: of the weights that the step begins with, else of what it makes."""
+        apart = ((name, *one) for name, one in seen.apart.items() if (one[0] == "weight") == begun)
+        for name, what, rank, first in apart:
             place = Heading.at("replicas", seen.number, parameter=name, rank=rank, beside=first)
             self.ledger.hold(place, False, f"another {what} than rank {first}", "the same")
 
@@ -192,8 +205,10 @@ class _Runs:
         for name in upstream(due.weights, self._stages):
             base = seen.before[name], due.before[name]
             self._sketches("updated-parameters", due.number, name, seen.weights[name], due.weights[name], base=base)
-        if told := other_options(due, seen):
+        if told := other_options(due.options, seen.options):
             self.ledger.remark("updated-parameters", f"in step {due.number} the optimizer was told {told}")
+        if self.ledger.failed and seen.told and not due.told:
+            self.ledger.remark("updated-parameters", f"in step {due.number} {seen.told}")
 
     def _tell_rest(self, own: list[int], theirs: list[int]) -> None:
         """Say what was not compared, and how fine a comparison it was."""
@@ -296,8 +311,9 @@ def _check_parameters(good: KeptRun, other: KeptRun) -> None:
         lost = [name for name in one.parameters if name not in its.parameters]
         if lost:
             more = f" and {len(lost) - 1} more" * (len(lost) > 1)
+            odd = next((f", but {name}" for name in its.parameters if name not in one.parameters), "")
             cure = "give record_run(rename=), which names them as in the whole model"
-            raise RecordError(f"{its} has no parameter {lost[0]}{more}, which {one} has: {cure}")
+            raise RecordError(f"{its} has no parameter {lost[0]}{more}, which {one} has{odd}: {cure}")
     for name, held in good.parameters.items():
         if held.form != other.parameters[name].form:
             raise RecordError(f"{name} is {held} in {good} and {other.parameters[name]} in {other}: expected one form")
@@ -321,9 +337,8 @@ def _check_kept(good: KeptRun, due: KeptStep, seen: KeptStep) -> None:
     """Raise ``RecordError`` for steps that were not kept alike."""
     for name, (what, rank, first) in due.apart.items():
         told = f"rank {rank} of {good} has another {what} of {name} than rank {first}, which has the same part"
-        raise RecordError(
-            f"{told} in step {due.number}: keep gradients once they are reduced, or give a run that is right"
-        )
+        cure = _NAMED if what == "weight" else _REDUCED
+        raise RecordError(f"{told} in step {due.number}: {cure}, or give a run that is right")
     if due.gradients and seen.gradients and due.clipped != seen.clipped:
         raise RecordError(
             f"in step {due.number} one run kept gradients before clipping and the other after it: call "

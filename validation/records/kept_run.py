@@ -11,6 +11,7 @@ from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read
+from pipeproof.records.options import Options, other_options
 from pipeproof.records.put_together import Part, Whole, wholes
 from pipeproof.records.rank_part import Arrival, run_of, told
 from pipeproof.records.record import RecordError
@@ -27,8 +28,9 @@ class KeptStep:
     losses: those of microbatches that some rank told, by the microbatch's number; ``loss`` and ``norm`` are None where
     none was told, or not one. before: weights that the step began with. apart: for each parameter that ranks hold alike
     and do not have alike, what of it, and the rank that has another than the first. mixed: what ranks say otherwise, by
-    law. computed: how
-    the type rounds that modules compute in, the narrowest of them.
+    law. told: what
+    optimizers of ranks were told otherwise, in words. computed: how the type rounds that modules compute in, the
+    narrowest of them.
     """
 
     number: int
@@ -44,7 +46,13 @@ class KeptStep:
     apart: Mapping[str, tuple[str, int, int]]
     mixed: Mapping[str, str] = field(default_factory=dict)
     computed: Precision = FP32
+    told: str = ""
     parts: Mapping[str, Mapping[str, Whole]] = field(default_factory=dict)
+
+    @cached_property
+    def overflows(self) -> bool:
+        """Whether some gradient is not finite."""
+        return any(not math.isfinite(one.norm) for one in self.gradients.values() if one is not None)
 
     @cached_property
     def size(self) -> float:
@@ -118,7 +126,8 @@ class KeptRun:
         """Raise ``RecordError`` unless each parameter's ``shards`` are all of it, and nothing of it twice."""
         for name, parts in shards.items():
             if (why := untiled(list(parts))) and any(part.count for part in parts):
-                raise RecordError(f"{self}: {what}{name} is in {why}; expected each element on one rank, or in copies")
+                expected = "expected each element on one rank, or in copies"
+                raise RecordError(f"{self}: {what}{name} is not there once as a whole: {why}; {expected}")
 
     def _step(self, number: int) -> KeptStep:
         """The step of this number, of all ranks. Raises ``RecordError`` where one of them could not keep it."""
@@ -152,6 +161,7 @@ class KeptRun:
             weights=_known(weights),
             clipped=any(one.clipped for one in parts),
             apart=apart,
+            told=self._told(parts),
             mixed={law: said for law, (_, said) in (("loss", loss), ("grad-norm", norm)) if said},
             computed=coarsest([precision_of(dtype_of(one.computed)) for one in parts if one.computed]),
             parts={"before": before, "gradients": gradients, "weights": weights},
@@ -205,11 +215,20 @@ class KeptRun:
         }
         return run.microbatches, losses
 
+    def _told(self, parts: Sequence[RankStep]) -> str:
+        """Which rank's optimizer was told something else of a parameter than that of a rank before it, and what."""
+        first: Options = {}
+        for file, one in zip(self.files, parts, strict=True):
+            if told := other_options(first, one.options):
+                return f"the optimizer of rank {file.header.rank} was told {told}, unlike ranks before it"
+            first = {**one.options, **first}
+        return ""
+
     def _one(self, what: str, values: Sequence[float | None]) -> tuple[float | None, str]:
         """The number that all ranks tell that tell one; or, where these are several, a sentence."""
-        known = {one for one in values if one is not None}
+        known = {repr(one): one for one in values if one is not None}  # no NaN is equal to another
         if len(known) == 1:
-            return known.pop(), ""
+            return known.popitem()[1], ""
         return None, f"ranks of {self} tell other numbers for the {what}" if known else ""
 
 

@@ -17,8 +17,8 @@ from pipeproof.reference.step import Site, dense
 from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduced_in, unsharded
 
 _GATHERED = (
-    "weights that train are whole under fully_shard, as after an evaluation, or ignored by it: call reshard() on its "
-    "modules before the step, and before gradients()"
+    "weights that train are whole under fully_shard, as where it keeps them after the backward, or ignored by it: call "
+    "reshard() on its modules before gradients()"
 )
 _FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"
 

@@ -30,6 +30,8 @@ from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Expected
 
+_PIECE = 1 << 20  # bytes that are copied at once
+
 
 class ContentError(ValueError):
     """Something that has no digest."""
@@ -49,7 +51,9 @@ def _feed(found: "hashlib._Hash", value: object) -> None:
         if value.is_quantized:
             raise ContentError("a quantised tensor has no digest: it has a scale beside its elements; dequantize() it")
         found.update(f"{value.dtype} {list(value.shape)}\n".encode())
-        found.update(_bytes(value))
+        for part in torch.split(bits(value).view(torch.uint8), _PIECE):
+            own = part.to("cpu", copy=True)  # numpy makes of a storage one that its job cannot resize
+            found.update(own.numpy().data)
     elif isinstance(value, tuple | list):
         found.update(f"({len(value)}\n".encode())
         for part in value:
@@ -62,10 +66,6 @@ def _feed(found: "hashlib._Hash", value: object) -> None:
         found.update(f"{value!r}\n".encode())
     else:
         raise ContentError(f"a {type(value).__name__} has no digest: expected tensors, numbers or text")
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return bits(tensor.cpu()).view(torch.uint8).numpy().data
 
 
 Kind = Literal["expected", "observed"]

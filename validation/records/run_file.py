@@ -163,7 +163,7 @@ class RankFile:
         """Note where a step's line is. A job that was resumed goes on from an earlier step, which it makes anew."""
         try:
             number = _count(json.loads(line)["number"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise RecordError(f"{self.path} was altered: what begins at byte {start} is no step; {_CURE}") from error
         for later in [one for one in self._starts if one >= number]:
             del self._starts[later]
@@ -192,7 +192,7 @@ class RankFile:
                 after=data["after"],
                 problem=str(data["problem"]),
             )
-        except (KeyError, ValueError, TypeError, IndexError, struct.error) as error:
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, struct.error) as error:
             raise RecordError(
                 f"{self.path} was altered: step {data.get('number')} has no such form; {_CURE}"
             ) from error
@@ -219,6 +219,8 @@ class RankFile:
 
     def _placed(self, name: str, bounds: Any, addend: Any) -> Shard:
         own, count = map(_count, addend)
+        if not own < count <= max(1, self.header.ranks):
+            raise ValueError(f"number {own} of {count} addends is on no rank")
         return Shard(_bounds(bounds), self.header.parameters[name].shape, addend=(own, count))
 
     def _unpacked(self, name: str, text: str | None) -> Sketch | None:
@@ -233,7 +235,7 @@ def _header(path: Path, line: bytes) -> RankHeader:
     try:
         data = json.loads(line)
         known = data.pop("format") == FORMAT
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         known = False
     if not known or not line.endswith(b"\n"):
         raise RecordError(f"{path} is no part of a run: expected a file that record_run wrote; {_CURE}")

@@ -16,12 +16,13 @@ from pipeproof.judging.mismatch import small
 from pipeproof.judging.tolerance import BF16, FP32, Floor, Precision
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records.kept_run import KeptRun, KeptStep
+from pipeproof.records.options import other_options
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch
 
 _MOST = 1 / 64  # of what is compared: no growth, however large, lets more than this pass
 _KEPT = 4  # steps at hand
-# What jumps where modules compute in a narrower type than weights have: a last place that is cast otherwise in a step
-# makes more than all steps before. Updates follow.
+# What jumps where modules compute in a narrow type, or a narrower one than weights have: a last place that is cast
+# otherwise in a step makes more than all steps before. Updates follow.
 _COMPUTED = ("initial-weights", "loss", "gradient", "grad-norm")
 _NO_ROUNDING = BF16.most  # in a single step no order of sums changes so much of anything that is not rounding itself
 
@@ -133,6 +134,8 @@ class _Largest:
         for name in step.weights:
             self.moved[name] = max(self.moved.get(name, 0.0), movement(step, name).norm)
         for what, apart in found.items():
+            if apart.size == math.inf:  # where one of them overflows, nothing is measured
+                continue
             before = self.each.get(what, Apart(0.0, 0.0))
             self.each[what] = Apart(*map(max, apart, before))
         for law in {what.law for what in found}:
@@ -195,7 +198,7 @@ class Growth:
         nudged = max(FP32.factor * aged, self._ever.of(what))  # a coarse type's own factor leaves no room for luck
         most = max(precision.most, _MOST)
         step = self._good.step(number)
-        if what.law in _COMPUTED and step.computed.unit > precision.unit:
+        if what.law in _COMPUTED and step.computed.unit > min(precision.unit, FP32.unit):
             nudged = max(nudged, _jump(what, step) / precision.factor)
         size = self._size(what, step, precision)
         driven = 0.0 if size else self._driven(what, most / precision.factor)
@@ -252,7 +255,7 @@ class Growth:
         why, due, seen = "", one.microbatches, other.microbatches
         if due is not None and seen is not None and numbers_in(due, seen) is None:
             why = f"has other microbatches, {other_microbatch(due, seen)}"
-        elif told := other_options(one, other):
+        elif told := other_options(one.options, other.options):
             why = f"has another optimizer: {told}"
         elif one.number == self._numbers[0] and _unlike(one.before, other.before):
             why = f"begins with other weights, {_unlike(one.before, other.before)[0]} first"
@@ -263,27 +266,3 @@ class Growth:
                 f"{self._third} measures more than rounding: in step {one.number} it {why}; expected the steps of "
                 f"{self._good}"
             )
-
-
-def _same_option(due: object, seen: object) -> bool:
-    """Whether two options are equal, up to what a rate loses as a tensor of fp32."""
-    if isinstance(due, float) and isinstance(seen, float):
-        return due == seen or abs(due - seen) <= FP32.least * abs(due)
-    if isinstance(due, list) and isinstance(seen, list):
-        return len(due) == len(seen) and all(map(_same_option, due, seen))
-    return due == seen
-
-
-def other_options(due: KeptStep, seen: KeptStep) -> str:
-    """What the optimizers were told otherwise, of the first parameter of which that is so; empty where it is not."""
-    both = {name: (due.options[name], seen.options[name]) for name in due.options if name in seen.options}
-    told = {
-        name: ", ".join(
-            f"{option} {there.get(option)}, not {one.get(option)}"
-            for option in {**one, **there}
-            if not _same_option(one.get(option), there.get(option))
-        )
-        for name, (one, there) in both.items()
-    }
-    odd = [name for name, said in told.items() if said]
-    return f"{told[odd[0]]} for {odd[0]}{f' and {len(odd) - 1} more' * (len(odd) > 1)}" if odd else ""

@@ -4,7 +4,7 @@ No rank asks another, nothing is drawn, and no gradient or weight is written to:
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ from pipeproof.records.rank_part import RankStages, Rename, own_name
 from pipeproof.records.record import RecordError, content_digests
 from pipeproof.records.run_file import Held, RankFile, RankHeader, RankStep
 from pipeproof.reference.step import dense
+from pipeproof.reference.unsharded import is_flat, let_go
 from pipeproof.worlds.side_store import rank_in_job
 
 _LETTERS = 32  # of a microbatch's digest
@@ -170,7 +171,11 @@ class RunRecorder:
         resume: bool,
     ) -> None:
         rank, ranks = rank_in_job()
-        self.own = RankStages(stages_of(modules, rank), named_by(rename))
+        stages = stages_of(modules, rank)
+        _check_parts(stages.values())
+        for module in stages.values():
+            let_go(module)
+        self.own = RankStages(stages, named_by(rename))
         self.own.check_names()
         self.optimizers = optimizers_of(optimizer)
         if not isinstance(every, int) or every < 1:
@@ -319,6 +324,13 @@ def record_run(
     warning, and the job goes on.
     """
     return RunRecorder(modules, to, optimizer=optimizer, rename=rename, every=every, resume=resume)
+
+
+def _check_parts(modules: Iterable[nn.Module]) -> None:
+    """Raise ``RecordError`` for flat parameters, of which nothing tells where they lie."""
+    for part in (part for module in modules for part in module.modules()):
+        if is_flat(part) and getattr(part.sharding_strategy, "name", "") != "NO_SHARD":
+            raise RecordError("modules is in FullyShardedDataParallel, whose parameters are flat: use fully_shard")
 
 
 def _each_of(microbatches: Any) -> Sequence[object]:

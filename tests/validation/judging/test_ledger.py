@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import FP32, Floor
+from pipeproof.judging.tolerance import FP32, FP64, Floor
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.sketch import brief
 
@@ -172,6 +172,14 @@ def test_how_far_weights_moved_is_judged_as_most_of_them_did(
     book.sketches(place(), seen, due, lambda: FLOOR, base=(base, base), stored=stored)
     assert outcomes(book)[0] == outcome
     assert [one.found.began for one in book.mismatches] == [base.norm] * (outcome != "pass")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("far", "outcome"), [(1e-15, "pass"), (1e-12, "fail")])
+def test_what_sums_of_weights_lose_is_no_difference_of_how_far_they_moved(far: float, outcome: str) -> None:
+    book, start = ledger(), torch.linspace(1, 2, 100).double()
+    seen, due, base = brief(start + (1e-6 + far)), brief(start + 1e-6), brief(start)
+    book.sketches(place(), seen, due, lambda: Floor(0.0, 0.0, 0.0, FP64), base=(base, base))
+    assert outcomes(book)[0] == outcome
 
 
 def test_sketches_where_nobody_measured_rounding_are_neither_right_nor_wrong() -> None:

@@ -159,6 +159,50 @@ def test_steps_that_overflow_and_weights_that_are_frozen_are_no_fault(what: Faul
     assert ("not finite on either side" in verdict.law("grad-norm").note) == (what is overflowing)
 
 
+def test_which_gradients_overflow_is_no_fault_in_a_step_in_which_both_runs_do(folder: Path) -> None:
+    def wider(loop: Loop, number: int) -> None:
+        overflowing(loop, number)
+        loop.model[2].weight.grad.fill_(float("nan"))
+
+    Loop(fault=overflowing, begins=2).train(folder / "narrow", range(3))
+    Loop(fault=wider, begins=2).train(folder / "wide", range(3))
+    verdict = compare_runs(KeptRun(folder / "narrow"), KeptRun(folder / "wide"))
+    assert "1 of them is not finite on one side, in a step in which both overflow" in verdict.law("gradient").note
+    assert verdict.law("gradient").outcome == "pass"
+    alone = compare_runs(KeptRun(folder / "good"), KeptRun(folder / "wide"), third=KeptRun(folder / "third"))
+    assert first(alone) == ("fail", 2, "gradient", "2.weight")
+
+
+def on_two_ranks(to: Path, *runs: Path) -> KeptRun:
+    """The run of two ranks that have the same, whose files are those of these runs of one."""
+    to.mkdir()
+    for rank, run in enumerate(runs):
+        text = (run / "rank-0.jsonl").read_text()
+        (to / f"rank-{rank}.jsonl").write_text(text.replace('"rank":0,"ranks":1', f'"rank":{rank},"ranks":2', 1))
+    return KeptRun(to)
+
+
+def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path) -> None:
+    started = Loop()
+    with torch.no_grad():
+        started.model[0][0].weight.mul_(1.1)
+    started.train(folder / "started", range(3))
+    Loop(fault=faster, begins=1).train(folder / "fast", range(3))
+    Loop(fault=overflowing).train(folder / "endless", range(3))
+    good, third = KeptRun(folder / "good"), KeptRun(folder / "third")
+    seen = on_two_ranks(folder / "one started", folder / "good", folder / "started")
+    verdict = compare_runs(good, seen, third=third)
+    assert first(verdict) == ("fail", 0, "replicas", "0.0.weight"), "not the loss that follows"
+    assert (verdict.mismatches[0].rank, verdict.law("loss").outcome) == (1, "not seen")
+    with pytest.raises(RecordError, match="no DTensor, give each a name of its own"):
+        compare_runs(seen, good)
+    verdict = compare_runs(good, on_two_ranks(folder / "one fast", folder / "good", folder / "fast"), third=third)
+    assert first(verdict)[:3] == ("fail", 1, "replicas")
+    assert "the optimizer of rank 1 was told lr 0.2, not 0.1 for 0.0.weight" in verdict.law("updated-parameters").note
+    both = on_two_ranks(folder / "both endless", folder / "endless", folder / "endless")
+    assert compare_runs(KeptRun(folder / "endless"), both).law("grad-norm").note.startswith("3 of them are not finite")
+
+
 class Keys(nn.Module):
     """Adds twice its bias, of which a normalisation leaves half out, as attention does with the bias of its keys."""
 
@@ -199,12 +243,14 @@ def test_a_jump_of_a_gradient_is_no_fault_where_modules_compute_in_a_narrower_ty
         assert first(compare_runs(KeptRun(run), seen, third=third)) == (outcome, 1, "gradient", "1.0.weight")
 
 
-def test_all_of_a_gradient_that_is_as_small_as_rounding_may_jump(folder: Path) -> None:
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_all_of_a_gradient_that_is_as_small_as_rounding_may_jump(weights: str, folder: Path) -> None:
     for name, order, by in (("tiny", range(4), 1e-3), ("tiny third", SHUFFLED, 1e-3), ("tiny other", REVERSED, 2e-3)):
-        Loop(order, partial(scaled, by=by), 1).train(folder / name, range(2))
-        for file in (folder / name).iterdir():
-            file.write_text(file.read_text().replace('"computed":"float32"', '"computed":"bfloat16"'))
-    good, third, seen = (KeptRun(folder / name) for name in ("tiny", "tiny third", "tiny other"))
+        Loop(order, partial(scaled, by=by), 1).train(folder / f"{name} {weights}", range(2))
+        for file in (folder / f"{name} {weights}").iterdir():
+            text = file.read_text().replace('"computed":"float32"', '"computed":"bfloat16"')
+            file.write_text(text.replace('"dtype":"float32"', f'"dtype":"{weights}"'))
+    good, third, seen = (KeptRun(folder / f"{name} {weights}") for name in ("tiny", "tiny third", "tiny other"))
     assert first(compare_runs(good, seen, third=third)) == ("unknown", 1, "gradient", "1.0.weight")
 
 
@@ -285,7 +331,7 @@ UNFIT = {
     ),
     "part": (
         other_header(lambda header: header["parameters"]["2.bias"].update(bounds=[[0, 5]])),  # type: ignore[index]
-        r"2.bias is in parts \[0:5\] of \[8\]: not all of it",
+        r"2.bias is not there once as a whole: parts \[0:5\] of \[8\]: not all",
     ),
     "line": (lambda file: file.write_text(file.read_text().replace('{"number":1,', '"1')), "byte .* is no step"),
     "gone": (
@@ -302,6 +348,12 @@ UNFIT = {
     ),
     "count": (other_header(lambda header: header.update(ranks="1")), "its first line has no such form"),
     "steps": (lambda file: file.write_text(file.read_text().splitlines()[0] + "\n"), "the runs have no step in common"),
+    "lying": (lambda file: file.write_text(file.read_text().replace('"lying":{}', '"lying":[]')), "has no such form"),
+    "addend": (
+        lambda file: file.write_text(file.read_text().replace('"lying":{}', '"lying":{"2.bias":[[[0,8]],[0,999999]]}')),
+        "step 0 has no such form",
+    ),
+    "deep": (lambda file: file.write_text("[" * 99999 + "\n"), "is no part of a run"),
     "none": (lambda file: file.unlink(), "has no run in it"),
     "other": (lambda file: file.write_text("{}\n"), "is no part of a run"),
 }  # fmt: skip

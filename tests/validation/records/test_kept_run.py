@@ -47,6 +47,7 @@ def not_reduced(model: nn.Module) -> None:
 JOBS = {
     "cut": partial(in_shards, cut=True),
     "shards": partial(in_shards, cut=False),
+    "evaluated": partial(in_shards, cut=False, evaluated=True),
     "rolled": partial(in_shards, cut=True, fault=rolled),
     "not reduced": partial(in_shards, cut=True, fault=not_reduced),
 }
@@ -56,7 +57,7 @@ def judged(folder: Path, seen: str, *, good: str = "whole") -> Verdict:
     return compare_runs(*(KeptRun(folder / name) for name in (good, seen)), third=KeptRun(folder / "third"))
 
 
-@pytest.mark.parametrize("name", ["shards", "cut"])
+@pytest.mark.parametrize("name", ["shards", "cut", "evaluated"])
 def test_parts_are_held_against_the_whole(name: str, folder: Path) -> None:
     verdict = judged(folder, name)
     assert verdict.verdict == "pass", str(verdict)

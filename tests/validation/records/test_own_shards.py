@@ -163,7 +163,7 @@ def refused(context: RankContext, kind: str) -> Verdict:
         stage = FullyShardedDataParallel(stage, device_id=torch.device("cpu"))
     else:
         stage = fully_shard(stage, mesh=mesh)
-    if kind == "gathered":
+    if kind == "evaluated":
         with torch.no_grad():
             stage(torch.randn(ROWS, WIDTH))
     if kind == "kept":
@@ -171,7 +171,7 @@ def refused(context: RankContext, kind: str) -> Verdict:
     draw = torch.Generator().manual_seed(context.rank)
     microbatches = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw))]
     with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
-        if kind == "kept":
+        if kind in ("kept", "evaluated"):
             LOSS(stage(microbatches[0][0]), microbatches[0][1]).backward()
         check.gradients()
     return check.verdict
@@ -181,14 +181,17 @@ def refused(context: RankContext, kind: str) -> Verdict:
     ("kind", "why"),
     [
         ("flat", "in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"),
-        ("gathered", "weights that train are whole under fully_shard, as after an evaluation"),
-        ("kept", "weights that train are whole under fully_shard, as after an evaluation"),
+        ("kept", "weights that train are whole under fully_shard, as where it keeps them after the backward"),
     ],
 )
 def test_what_cannot_be_put_together_is_refused(kind: str, why: str, world: World) -> None:
     verdict = world.run(refused, kind, ranks=4)[0]
     assert (verdict.verdict, [law.outcome for law in verdict.laws]) == ("unknown", ["unknown"]), str(verdict)
     assert why in verdict.laws[0].note
+
+
+def test_whole_weights_that_an_evaluation_leaves_are_let_go_when_the_step_begins(world: World) -> None:
+    assert world.run(refused, "evaluated", ranks=4)[0].verdict == "pass"
 
 
 def cut_between(context: RankContext) -> Verdict:

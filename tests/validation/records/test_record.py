@@ -67,6 +67,12 @@ def test_numbers_of_no_dimension_low_precision_and_no_elements_have_one() -> Non
     assert len({digest(value) for value in values}) == len(values)
 
 
+def test_what_a_digest_is_of_can_still_be_resized_by_its_job() -> None:
+    given = torch.ones(4)
+    digest(given)
+    assert given.untyped_storage().resizable()
+
+
 def test_parts_do_not_run_into_each_other() -> None:
     assert digest(("ab", "c")) != digest(("a", "bc"))
     assert digest([[1], 2]) != digest([[1, 2]])
