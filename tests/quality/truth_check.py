@@ -14,6 +14,7 @@ _SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})
 # What nobody knows apart who sees no messages, but what stages are given.
 _ARRIVED = frozenset({"mispaired", "wrong-message"})
 _ZEROS = frozenset({"uninitialised", "dropped"})  # came back: they were sent, or what was sent had not come
+_ZEROS_SENT = frozenset({"uninitialised", "wrong-message"})  # came in: as well
 _TARGETS = frozenset({"computation", "swapped-data"})  # of a loss, whose target nobody sees
 _ORDERS = frozenset({"wrong-message", "computation"})  # of inputs: they came so, or so the stage takes them
 
@@ -175,7 +176,7 @@ def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
 
 def _exchangeable(claim: Claim, part: Truth) -> bool:
     """Whether it is told as an alternative of what the fault is, or that as an alternative of it."""
-    groups = (_SAME_GRADIENTS, _ARRIVED, _ZEROS, _ORDERS, _TARGETS, _TIMES)
+    groups = (_SAME_GRADIENTS, _ARRIVED, _ZEROS, _ZEROS_SENT, _ORDERS, _TARGETS, _TIMES)
     alike = frozenset[str]().union(*(kinds for kinds in groups if claim.kind in kinds))
     return bool(alike & set(part.kinds) & (claim.instead if claim.role != "or" else alike))
 

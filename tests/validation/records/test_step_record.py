@@ -119,20 +119,20 @@ def test_what_cannot_be_differentiated_is_refused(model: nn.Module, microbatches
         record_step(model, pairs, loss_fn=loss)
 
 
-class ByName(nn.Linear):
-    """As mixed precision written by hand does it, with what cannot be copied: it cannot run in fp64."""
+class MakesItsOwn(nn.Linear):
+    """Makes a matrix of fp32, and has what cannot be copied: it cannot run in fp64."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
         self.lock = threading.Lock()
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())
+        return super().forward(x @ torch.eye(4))
 
 
 def test_a_model_that_cannot_run_in_fp64_has_floors_that_let_less_pass() -> None:
     torch.manual_seed(0)
-    narrow, plain = ByName(), nn.Linear(4, 4)
+    narrow, plain = MakesItsOwn(), nn.Linear(4, 4)
     plain.load_state_dict(narrow.state_dict())
     pairs: list[tuple[object, object]] = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(3)]
     floors, wide = (record_step(one, pairs, loss_fn=mse).operations[0].floors for one in (narrow, plain))

@@ -22,7 +22,8 @@ class Ahead:
     """Of one run. ``foreseen``: what is taken to come; ``came``: what did; ``missing``: what has not, or not yet.
 
     ``on_device``: what is known to lie there: what a program went on without, and what it has made of that. ``doubt``:
-    a program waited where it may have gone on, for nobody knew whether it asks its device for a number. ``raced``: one
+    a program waited where it may have gone on, for nobody knew whether it asks its device for a number.
+    ``hosts_wait``: where it hangs, some program waits for what another could bring without its device. ``raced``: one
     was told of a race.
     """
 
@@ -32,7 +33,16 @@ class Ahead:
     inside: Counter[int] = field(default_factory=Counter)  # functions of torch that each rank is in
     on_device: Storages = field(default_factory=Storages)
     doubt: bool = False
+    hosts_wait: bool = False
     raced: bool = False
+
+    @property
+    def may_end(self) -> bool:
+        """Of a run that hangs, whether another way of going on may end it.
+
+        What a program would post moves after all that its device waits for. So it helps only who waits for no device.
+        """
+        return self.doubt and self.hosts_wait
 
     @property
     def settled(self) -> bool:

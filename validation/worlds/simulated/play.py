@@ -116,7 +116,7 @@ def _played_ahead(order: Order, hung: Played, *, until_s: float) -> Played:
     done = ahead.raced or (ahead.settled and not ahead.missing)  # a race is one whatever comes
     if done and not played.hangs:
         return replace(played, course=None if played.course is None else replace(played.course, ahead=True))
-    return replace(hung, may_end=ahead.doubt or not played.hangs)
+    return replace(hung, may_end=ahead.may_end or not played.hangs)
 
 
 def _played(order: Order, whole_s: float, ahead: Ahead | None = None) -> Played:

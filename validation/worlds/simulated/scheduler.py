@@ -38,7 +38,8 @@ class Wait:
 class Seat:
     """One rank's thread, and where it stands. ``wait`` tells, while it cannot go on, what for.
 
-    ``for_device``: a device would wait in its place, and its program go on.
+    ``for_device``: a device would wait in its place, and its program go on. ``by_device``: what it waits for moves
+    after all that its device waits for; else another program can bring it at once.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Seat:
     turn: threading.Lock = field(default_factory=threading.Lock)
     wait: Callable[[], Wait] | None = None
     for_device: bool = False
+    by_device: bool = False
     ended: bool = False
 
     @property
@@ -208,12 +210,13 @@ class Scheduler:
         self._refuse_strangers()
         self._hand_over(self.running)
 
-    def block(self, wait: Callable[[], Wait], *, for_device: bool = False) -> None:
+    def block(self, wait: Callable[[], Wait], *, for_device: bool = False, by_device: bool = False) -> None:
         """Not this rank, until somebody wakes it; one that waits for a device may go ahead of that."""
         rank = self.running
         if self.over:
             raise Over
-        self.seats[rank].wait, self.seats[rank].for_device = wait, for_device
+        seat = self.seats[rank]
+        seat.wait, seat.for_device, seat.by_device = wait, for_device, by_device
         self._ready.remove(rank)
         self._hand_over(rank)
 
@@ -280,6 +283,8 @@ class Scheduler:
                     continue  # what a device has done may be nothing yet that anybody waits for
                 if all(seat.ended for seat in self.seats):
                     return None
+                if self.ahead is not None:
+                    self.ahead.hosts_wait = any(seat.wait is not None and not seat.by_device for seat in self.seats)
                 self.seats[self.running].state.leave()  # so that what it waits for is told as of the others
                 self._stuck()
                 self.over = True

@@ -95,7 +95,8 @@ class SimulatedWork(Work):
         if not self.over:
             self._waiting = True
             ahead = self._scheduler.ahead if for_device else None
-            self._scheduler.block(self._wait, for_device=ahead is not None and ahead.goes_on(self.rank))
+            goes_on = ahead is not None and ahead.goes_on(self.rank)
+            self._scheduler.block(self._wait, for_device=goes_on, by_device=self._on_stream)
             self._waiting = False
             if not self.ended():
                 return False
