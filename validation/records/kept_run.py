@@ -28,9 +28,8 @@ class KeptStep:
     losses: those of microbatches that some rank told, by the microbatch's number; ``loss`` and ``norm`` are None where
     none was told, or not one. before: weights that the step began with. apart: for each parameter that ranks hold alike
     and do not have alike, what of it, and the rank that has another than the first. mixed: what ranks say otherwise, by
-    law. told: what
-    optimizers of ranks were told otherwise, in words. computed: how the type rounds that modules compute in, the
-    narrowest of them.
+    law. told: what optimizers of ranks were told otherwise, in words. computed: how the type rounds that modules
+    compute in, the narrowest of them.
     """
 
     number: int

@@ -103,7 +103,7 @@ def failed(whitebox: WhiteBox, step: Step) -> dict[str, Verdict]:
     return {name: one for name, one in found.items() if one.verdict == "fail"}
 
 
-@pytest.mark.parametrize(("step", "ranks"), [(by_torch, {"tp": 2}), (by_shards, {"fsdp": 2})])
+@pytest.mark.parametrize(("step", "ranks"), [(by_hand, {"tp": 2}), (by_torch, {"tp": 2}), (by_shards, {"fsdp": 2})])
 def test_what_is_right_passes_and_all_is_compared(whitebox: WhiteBox, step: Step, ranks: dict[str, int]) -> None:
     found = list(verdicts(whitebox, step, ranks))
     assert list(map(of, found)) == NEIGHBOURS

@@ -10,8 +10,7 @@ _LOOKS = 10  # at the least, within a bound
 def held_up(scheduler: Scheduler, *, timeout_s: float, whole_s: float) -> str:
     """Wait until a run has ended. Empty then; else what is said of the rank that has the turn, as it goes on.
 
-    Time counts in looks at the run, so that none passes while the machine sleeps. A question to the network moves
-    nothing on.
+    Time counts in looks at the run, so that none passes while the machine sleeps. Who only asks moves nothing on.
     """
     look_s = min(_LOOK_S, timeout_s / _LOOKS)
     looks = came_back = moved = turns = steps = 0
@@ -24,7 +23,7 @@ def held_up(scheduler: Scheduler, *, timeout_s: float, whole_s: float) -> str:
         if (looks - came_back) * look_s >= timeout_s:
             return f"did not come back to the network within {timeout_s:g} s"
         if (looks - moved) * look_s >= timeout_s:
-            return f"asks the network again and again, and nothing has moved for {timeout_s:g} s"
+            return f"has had turn after turn, and nothing has moved for {timeout_s:g} s"
         if looks * look_s >= whole_s:
             return f"still goes on after {whole_s:.3g} s, and so does the run"
     return ""
