@@ -9,7 +9,7 @@ from torch import nn
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.own_calls import StageSeen, own_twin
 from pipeproof.observers.calls import Call
-from pipeproof.observers.watching import tensors_in
+from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.reference.again import Again
 
 Giving = Mapping[int, frozenset[int]]  # by the number of a call, its outputs that bring a gradient

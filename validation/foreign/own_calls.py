@@ -42,6 +42,12 @@ def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
     return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
 
 
+def with_own_loss(call: Call) -> Call:
+    """``call`` of a stage with a loss of its own: what it handed back is more than what came back by its outputs."""
+    parts = {at: those for at, those in call.parts.items() if at[0]}
+    return replace(call, input_gradients={}, in_parts={}, parts=parts)
+
+
 def hidden(stages: Mapping[int, Sequence[Call]]) -> str:
     """Why it is not known what passes one of ``stages``, where tensors are in objects that nobody looks into."""
     found = ((stage, call.hidden) for stage, calls in stages.items() for call in calls if call.hidden)

@@ -23,7 +23,7 @@ from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
-from pipeproof.observers.watching import tensors_in
+from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, flowed, repeats
 from pipeproof.reference.copied import copied

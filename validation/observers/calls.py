@@ -128,6 +128,12 @@ class Call:
         """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
         return self.backwards or [*self.flowed.values()][:1]
 
+    @property
+    def came_apart(self) -> bool:
+        """Whether a gradient came to each of several outputs once, and not in one backward."""
+        came = [[one.backward for one in those] for (is_output, _), those in self.parts.items() if is_output]
+        return all(len(own) == 1 for own in came) and len({own[0] for own in came}) > 1
+
     def note_part(self, at: "Place", seen: Sketch, kept: Tensor | None, *, counts: bool) -> None:
         """Note what the backward that runs brought to a tensor, beside what others did; ``kept`` is a copy of it.
 

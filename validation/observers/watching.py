@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
+from pipeproof.observers.own_losses import OwnLoss, OwnLosses
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.tensors_in import hidden_in, leaves_in, tensors_in
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
@@ -104,7 +105,7 @@ class Watcher:
         self.compiled = False
         self._keep, self._generators = keep, generators
         self._hooks: list[RemovableHandle] = []
-        self._came = AsTheyCame()
+        self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
         self._times = count()
@@ -117,12 +118,15 @@ class Watcher:
             self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=first, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._called, with_kwargs=True))
             self._hooks += self._came.before_hooks_of(module)
+            if self._keep is not None:
+                self._losses.watch(module)
 
     def close(self) -> None:
         """From now on note no more calls; of those that were noted, gradients still are."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._losses.close()
 
     def anew(self) -> None:
         """Another operation begins: calls so far were of those before."""
@@ -153,6 +157,10 @@ class Watcher:
     def replicas(self, module: nn.Module) -> DistributedDataParallel | None:
         """The DDP in which ``module`` was called, if it was."""
         return self._watched[id(module)].replicas
+
+    def own_loss(self, module: nn.Module) -> OwnLoss | None:
+        """That of ``module``, if a backward came past what it gave: known of modules whose calls are kept."""
+        return self._losses.of(module)
 
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
@@ -225,7 +233,9 @@ class Watcher:
             watched.calls.append(call)
             unchanged = [k for k, tensor in enumerate(inputs) if version(tensor) == entry.versions[k]]
             self._look_again(call, {k: inputs[k] for k in unchanged}, giving)
-        parts = [one for one in _leaves(result, InShards) if one.requires_grad]
+        if entry.again is not None and mode is Mode.FORWARD:
+            self._losses.called(module, needing.values(), giving.values())
+        parts = [one for one in leaves_in(result, InShards) if one.requires_grad]
         call.unread = bool(parts)
         self._follow(call, needing, giving, parts)
 
@@ -274,6 +284,9 @@ class Watcher:
     def _flowed(self, call: Call) -> None:
         """A backward runs through the end of ``call``: one that is only asked for the gradient there runs nothing."""
         call.flowed.setdefault(torch._C._current_graph_task_id(), next(self._times))
+
+    def _flows(self, module: nn.Module) -> int:
+        return sum(len(call.flowed) for call in self._watched[id(module)].calls)
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
         keep = self._keep if into is call.output_gradients else None
@@ -347,33 +360,6 @@ def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
     if _watcher is not None:
         _watcher.watch(module, when)
     return module
-
-
-def tensors_in(values: object) -> list[Tensor]:
-    """Those that this rank has whole: what is asked of a DTensor, all of its ranks must ask. No sparse ones."""
-    return [leaf for leaf in _leaves(values, Tensor) if not isinstance(leaf, InShards) and _can_be_read(leaf)]
-
-
-def hidden_in(values: object) -> str:
-    """What has tensors that want a gradient, and is not looked into, by its type: empty if there is none."""
-    hidden = (leaf for leaf in tree_leaves(values) if not isinstance(leaf, InShards) and _hides(leaf))
-    return next((type(leaf).__name__ if not isinstance(leaf, Tensor) else "sparse Tensor" for leaf in hidden), "")
-
-
-def _can_be_read(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.layout is torch.strided
-
-
-def _hides(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return leaf.requires_grad and not leaf.is_meta and not _can_be_read(leaf)
-    own = {} if isinstance(leaf, nn.Module | type) else getattr(leaf, "__dict__", {})
-    tensors = (one for one in tree_leaves([*own.values()]) if isinstance(one, Tensor))
-    return any(one.requires_grad and not isinstance(one, nn.Parameter) for one in tensors)
-
-
-def _leaves(values: object, kind: type) -> list[Any]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, kind)]
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.sources import TARGETS
 from pipeproof.observers.sketch import Sketch, sketch
-from pipeproof.observers.watching import tensors_in
+from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs

@@ -22,7 +22,7 @@ from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_backwards import together
-from pipeproof.foreign.own_calls import StageSeen, counting, hidden
+from pipeproof.foreign.own_calls import StageSeen, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data
@@ -39,7 +39,6 @@ from pipeproof.records.begun import Begun
 from pipeproof.records.by_hand import addends_of, by_hand, sizes_of
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.comm_hooks import CommHook, comm_hook_of
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
 from pipeproof.records.early_step import EarlyStep
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
@@ -54,6 +53,7 @@ from pipeproof.records.shares import StageShares
 from pipeproof.records.stages_again import StagesAgain
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
+from pipeproof.records.watched_stages import WatchedStages
 from pipeproof.records.way import Way
 from pipeproof.records.weights_after import WeightsAfter, masters_of
 from pipeproof.reference.again import drawing_on, undisturbed
@@ -91,8 +91,7 @@ class ComposedCheck(CheckedStep):
         super().__init__(modules, microbatches, laws=LAWS, rename=rename, timeout_s=timeout_s)
         self._by, self._turn = against, turn
         self._only: int | None = None  # the one stage that is run again, if not all are
-        self._watchers: dict[int, Watcher] = {}
-        self._seen: Watcher | None = None  # who saw a step that is over
+        self._watched = WatchedStages(against)
         self._left: frozenset[int] = frozenset()  # the stages whose weights that had moved
         self._weights: dict[int, dict[str, bytes]] = {}  # of stages that are run again, as the step began
         self._places: dict[str, list[RankStage]] = {}
@@ -124,7 +123,7 @@ class ComposedCheck(CheckedStep):
 
     def seen_by(self, watcher: Watcher, moved: Collection[int]) -> None:
         """The step is over, and ``watcher`` saw the calls of all stages; those that it ``moved`` are as they were."""
-        self._seen, self._left = watcher, frozenset(moved)
+        self._watched, self._left = WatchedStages(self._by, watcher), frozenset(moved)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         with self.noting():
@@ -192,10 +191,7 @@ class ComposedCheck(CheckedStep):
         last = max(stage for one in every for stage in one.stages)
         self._only = self._by.only(self._turn, last + 1)
         for stage, module in self._own.modules.items():
-            kept = self._only is None or stage in (self._only, last)
-            watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators)
-            self._watchers[stage] = self._seen or watcher
-            self._watchers[stage].watch(module)
+            self._watched.watch(stage, module, kept=self._only is None or stage in (self._only, last))
             if self._only in (None, stage):
                 self._weights[stage] = contents(module)
         return ""
@@ -225,12 +221,12 @@ class ComposedCheck(CheckedStep):
         modules = self._shards.modules(self._peers)
         chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=lines.of_line)
         again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, lines.together > 1, others)
+        again.own_losses = self._watched.own_losses
         here = self._once_more(again, named)
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
-        seen = {stage: chain.stages[stage] for stage in calls}
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
-        part = OwnPart(self._ledger, seen, in_parts=lines.together > 1)
+        part = OwnPart(self._ledger, {k: chain.stages[k] for k in calls}, in_parts=lines.together > 1)
         sums = self._shards, self._replicas, self._shares
         placement = placement_of(lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
         gradients = OwnGradients(self._own, self._ledger, *sums, self._way, lines, placement, self._by_scale)
@@ -257,10 +253,7 @@ class ComposedCheck(CheckedStep):
 
     def _heard(self) -> tuple[list[Mapping[int, StageSeen]], dict[int, list[Call]]]:
         """What all ranks saw of their stages, and the calls of this one's."""
-        calls = {
-            stage: counting(self._watchers[stage].calls(module) or [], self.microbatches)
-            for stage, module in self._own.modules.items()
-        }
+        calls = self._watched.calls(self.microbatches)
         with self.noting():
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
@@ -302,23 +295,12 @@ class ComposedCheck(CheckedStep):
     def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        hooks = self._comm_hooks
+        hooks = self._watched.comm_hooks(self._own.rename)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
         both = self._exchange, self._first
         self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
-
-    @property
-    def _comm_hooks(self) -> dict[str, CommHook]:
-        """The hooks through which DDP reduces this rank's gradients, by name, if any."""
-        found: dict[str, CommHook] = {}
-        for stage, module in self._own.modules.items():
-            replicas = self._watchers[stage].replicas(module)
-            if replicas is not None and (hook := comm_hook_of(replicas)) is not None:
-                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-                found |= {self._own.rename(stage, name): hook for name in names}
-        return found
 
     @property
     def _scaling(self) -> LossScale | None:
@@ -392,8 +374,7 @@ class ComposedCheck(CheckedStep):
 
     def _close(self) -> None:
         self._early.close()
-        for watcher in self._watchers.values():
-            watcher.close()
+        self._watched.close()
 
     def _clear(self) -> None:
         self._close()

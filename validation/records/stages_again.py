@@ -12,6 +12,7 @@ from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.sources import TARGETS
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
+from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.records.by_hand import agreed_times, are_divided
 from pipeproof.records.cut_inside import in_doubt
 from pipeproof.records.record import RecordError
@@ -21,6 +22,11 @@ from pipeproof.records.way import Way, targets_of, wanting
 _ALIKE = (
     "microbatches {} have the same inputs and other targets, and what flowed back is not theirs in the order in which "
     "they were given: whose is whose is not known; pass them in the order in which they run, or give them other inputs"
+)
+
+_OWN_LOSS = (
+    "stage {} has a loss of its own: a backward{} comes to {}, and not by what the stage gave, so that nobody knows "
+    "what that adds; let the stage itself add that gradient, or hand that loss on to the last stage"
 )
 
 _MULTIPLE = 1e-3  # how far from 1 a factor is that somebody multiplied by
@@ -48,7 +54,7 @@ class StagesAgain:
 
     ``given``: the microbatches, where they are known. ``only``: the one stage that is run again, if not all are.
     ``in_parts``: stages are cut inside, among ranks; so may be what passes between them. ``others``: by stage, its
-    calls on each other rank of the replica.
+    calls on each other rank of the replica. ``own_losses``: those that stages have.
     ``chain`` is of this rank's replica, and is read as messages were meant once ranks have agreed on that.
     """
 
@@ -60,6 +66,7 @@ class StagesAgain:
     only: int | None = None
     in_parts: bool = False
     others: Mapping[int, Sequence[Sequence[Call]]] = field(default_factory=dict)
+    own_losses: Mapping[int, OwnLoss] = field(default_factory=dict)
     stages: list[OwnStage] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
     times: float | None = None  # what losses are multiplied by of which nobody told
@@ -81,6 +88,8 @@ class StagesAgain:
                 self.stages.append(self._as_meant(own))
                 if self.in_parts and (doubt := in_doubt(own, self.others.get(stage, ()))):
                     own.doubt(doubt)
+                if (loss := self.own_losses.get(stage)) is not None:
+                    own.doubt(_told(stage, loss))
                 note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
                 flowed = (k for k, call in enumerate(made) if any(one.norm for one in call.output_gradients.values()))
@@ -148,6 +157,12 @@ class StagesAgain:
             return own
         self.way, self._crossed = other, True
         return found
+
+
+def _told(stage: int, loss: OwnLoss) -> str:
+    where = "its weights" if loss.weights else "what it was given"
+    line = f" at {loss.stack[0].place}" if loss.stack else ""
+    return _OWN_LOSS.format(stage, line, where)
 
 
 def _is_off(own: OwnStage) -> bool:

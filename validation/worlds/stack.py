@@ -26,11 +26,16 @@ class Line:
     function: str
     text: str
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """Where it is, without what it says."""
         path = Path(self.file)
         short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"{short}:{self.number} {self.function}"
+
+    def __str__(self) -> str:
         text = self.text if len(self.text) <= _LONGEST else f"{self.text[: _LONGEST - 1]}…"
-        return f"{short}:{self.number} {self.function}{': ' * bool(text)}{text}"
+        return f"{self.place}{': ' * bool(text)}{text}"
 
 
 Stack = tuple[Line, ...]  # the innermost line first

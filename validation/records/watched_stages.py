@@ -1,0 +1,52 @@
+"""A rank's stages as they are watched in a step: their calls, and what else may have come to their gradients."""
+
+from torch import nn
+
+from pipeproof.foreign.composed import AgainstItself
+from pipeproof.foreign.own_calls import counting, with_own_loss
+from pipeproof.observers.calls import Call
+from pipeproof.observers.own_losses import OwnLoss
+from pipeproof.observers.watching import Watcher
+from pipeproof.records.comm_hooks import CommHook, comm_hook_of
+from pipeproof.records.rank_part import Rename
+
+
+class WatchedStages:
+    """Each with a watcher of its own, or all with the one that ``saw`` a step that is over."""
+
+    def __init__(self, by: AgainstItself, saw: Watcher | None = None) -> None:
+        self._by, self._saw = by, saw
+        self._modules: dict[int, nn.Module] = {}
+        self._watchers: dict[int, Watcher] = {}
+
+    def watch(self, stage: int, module: nn.Module, *, kept: bool) -> None:
+        """Watch ``stage`` from now on. ``kept``: so that its calls can be run again."""
+        watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators)
+        self._modules[stage], self._watchers[stage] = module, self._saw or watcher
+        self._watchers[stage].watch(module)
+
+    def calls(self, microbatches: int) -> dict[int, list[Call]]:
+        """Those of each stage that are about microbatches, of which there are so many."""
+        every = {k: counting(self._watchers[k].calls(one) or [], microbatches) for k, one in self._modules.items()}
+        return {k: list(map(with_own_loss, own)) if k in self.own_losses else own for k, own in every.items()}
+
+    @property
+    def own_losses(self) -> dict[int, OwnLoss]:
+        """The losses that stages have of their own."""
+        found = {k: self._watchers[k].own_loss(one) for k, one in self._modules.items()}
+        return {k: one for k, one in found.items() if one is not None}
+
+    def comm_hooks(self, rename: Rename) -> dict[str, CommHook]:
+        """The hooks through which DDP reduces this rank's gradients, by name, if any."""
+        found: dict[str, CommHook] = {}
+        for stage, module in self._modules.items():
+            replicas = self._watchers[stage].replicas(module)
+            if replicas is not None and (hook := comm_hook_of(replicas)) is not None:
+                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+                found |= {rename(stage, name): hook for name in names}
+        return found
+
+    def close(self) -> None:
+        """From now on watch nothing."""
+        for watcher in self._watchers.values():
+            watcher.close()
