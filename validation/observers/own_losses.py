@@ -69,7 +69,9 @@ class OwnLosses:
         _listen(self)
 
     def called(self, module: nn.Module, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """``module`` was called; all of these want a gradient."""
+        """``module`` was called, whether or not it is looked at; all of these want a gradient."""
+        if not _open:
+            return
         own = {number for number, one in self._modules.items() if one is module}
         given, gave = {*_edges(inputs)}, {*_edges(outputs)}
         for node, number in gave:
@@ -80,6 +82,10 @@ class OwnLosses:
             for node, _ in _down(gave - given, lambda *edge: edge in given)[0]:
                 if hasattr(node, "variable"):
                     _noted(node).weight_of.update(own)
+
+    def anew(self) -> None:
+        """Another operation begins."""
+        self._found.clear()
 
     def close(self) -> None:
         """Look at no more backwards."""

@@ -130,6 +130,7 @@ class Watcher:
 
     def anew(self) -> None:
         """Another operation begins: calls so far were of those before."""
+        self._losses.anew()
         for one in self._watched.values():
             one.calls, one.waiting = [], []
 
@@ -233,9 +234,9 @@ class Watcher:
             watched.calls.append(call)
             unchanged = [k for k, tensor in enumerate(inputs) if version(tensor) == entry.versions[k]]
             self._look_again(call, {k: inputs[k] for k in unchanged}, giving)
-        if entry.again is not None and mode is Mode.FORWARD:
-            self._losses.called(module, needing.values(), giving.values())
         parts = [one for one in leaves_in(result, InShards) if one.requires_grad]
+        if mode is Mode.FORWARD:
+            self._losses.called(module, needing.values(), [*giving.values(), *parts])
         call.unread = bool(parts)
         self._follow(call, needing, giving, parts)
 

@@ -49,9 +49,11 @@ class Composed(AgainstItself):
         model, watcher = order.build(), Watcher(keep=self.keep)
         origin = Origin(nn.Module() if model is None else model)
         with noted_messages(), watching(watcher), FirstUse(()) as first_use:
-            with _told_of_its_model(model):
-                handed = understood(order.step(model, own), order.name)
-            watcher.close()
+            try:
+                with _told_of_its_model(model):
+                    handed = understood(order.step(model, own), order.name)
+            finally:
+                watcher.close()
             made = _Made(context.rank, order, handed, origin, watcher, sent_messages())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
         stages, note = made.stages(whole, bound_s)
