@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from pipeproof.judging.tolerance import error, precision_of
+from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import all_finite
+from pipeproof.observers.recording import MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Contribution
 
@@ -73,6 +75,14 @@ class Made:
     tensors: Mapping[Point, Tensor]
     more: Mapping[int, Tensor]
     contribution: Contribution | None
+
+
+def seen_at(call: Call, at: Point) -> Sketch | None:
+    """What passed there in ``call``; None if nothing did."""
+    where, number = at
+    if where == MADE:
+        return call.outputs[number] if number < len(call.outputs) else None
+    return (call.output_gradients if where == RECEIVED else call.input_gradients).get(number)
 
 
 def limits_of(

@@ -43,7 +43,7 @@ def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
 
 
 def with_own_loss(call: Call) -> Call:
-    """``call`` of a stage with a loss of its own: what it handed back is more than what came back by its outputs."""
+    """``call`` of a stage with a loss of its own, in a backward apart: nobody saw all that it handed back."""
     parts = {at: those for at, those in call.parts.items() if at[0]}
     return replace(call, input_gradients={}, in_parts={}, parts=parts)
 

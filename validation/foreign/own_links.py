@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.crossings import near
-from pipeproof.foreign.links import Ending, Link, Made, Point, draws_elsewhere, limits_of
+from pipeproof.foreign.links import Ending, Link, Made, Point, draws_elsewhere, limits_of, seen_at
 from pipeproof.foreign.own_calls import own_twin
 from pipeproof.foreign.run_once_more import RunOnceMore
 from pipeproof.judging.oracle import Floors, Pending
@@ -20,6 +20,7 @@ from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
+from pipeproof.observers.own_losses import comes_to_weights
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
@@ -60,11 +61,10 @@ class OwnStage:
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
         self._reference = Reference(self._model, owner=dict.fromkeys(names, stage), recipe=recipe)
         self._loss_is_cast = any(self._kept(k).state.casts for k in range(len(self._calls)))  # until that is seen not
-        self._cast_is_known = False
+        self._cast_is_known = self._draws_others = False
         self._loss_type: torch.dtype | None = None
-        self._draws_others = False
-        self._noted: dict[Point, Tensor] = {}
-        self._more: dict[int, Tensor] = {}
+        self.loss_has_weights: bool | None = None  # whether the loss is of the stage's weights, too
+        self._noted, self._more = dict[Point, Tensor](), dict[int, Tensor]()
         self._speaks: bool | None = None
         self.links: list[Link] = []
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
@@ -144,7 +144,7 @@ class OwnStage:
         """Where calls give something else again than they gave, by more than rounding."""
         for k, link in enumerate(self.links):
             for at, due in link.gives.items():
-                seen = _seen(self._calls[k], at)
+                seen = seen_at(self._calls[k], at)
                 if at not in link.strange and seen is not None and seen.distance(due) > link.allowed.get(at, 0.0):
                     yield k, at, self._calls[k]
 
@@ -173,7 +173,7 @@ class OwnStage:
     @property
     def _flows(self) -> list[tuple[Sketch | None, Sketch]]:
         every = [(k, at, one) for k, link in enumerate(self.links) for at, one in link.gives.items()]
-        return [(_seen(self._calls[k], at), one) for k, at, one in every if at[0] == RECEIVED and one.norm]
+        return [(seen_at(self._calls[k], at), one) for k, at, one in every if at[0] == RECEIVED and one.norm]
 
     @property
     def unreached(self) -> list[str]:
@@ -275,6 +275,8 @@ class OwnStage:
         with state.cast() if self._loss_is_cast else nullcontext(), self._model.looking(state, "the loss"):
             found = self._ending.loss(output, target)
         self._loss_type = found.dtype
+        if self.loss_has_weights is None:
+            self.loss_has_weights = comes_to_weights(found, made, self._model.parameters())
         return found
 
     def _again(
@@ -308,12 +310,12 @@ class OwnStage:
 
     def _others(self, k: int, gives: Mapping[Point, Sketch]) -> list[Point]:
         """Where what the call gives again is not as it was to the bit."""
-        seen = {at: _seen(self._calls[k], at) for at in gives}
+        seen = {at: seen_at(self._calls[k], at) for at in gives}
         return [at for at, one in seen.items() if one is not None and one.digest != gives[at].digest]
 
     def _note_form(self, k: int, made: Mapping[Point, Tensor]) -> None:
         for (where, number), one in made.items():
-            seen = _seen(self._calls[k], (where, number))
+            seen = seen_at(self._calls[k], (where, number))
             if where == MADE and seen is not None and seen.shape != tuple(one.shape):
                 told = f"gave an output of shape {list(seen.shape)} and, run again, gives {list(one.shape)}"
                 self.other_form = f"stage {self.stage} {told}: if ranks pass on parts of it, that is not checked so"
@@ -332,7 +334,7 @@ class OwnStage:
 
     def _sketched(self, k: int, made: Made) -> dict[Point, Sketch]:
         """What the call gives again; where it is what was seen, that."""
-        return {at: sketch(one, known=_seen(self._calls[k], at)) for at, one in made.tensors.items()}
+        return {at: sketch(one, known=seen_at(self._calls[k], at)) for at, one in made.tensors.items()}
 
     def _mode_matters(self, k: int) -> bool:
         """Whether a call that was in evaluation mode would have given something else in training mode."""
@@ -371,7 +373,7 @@ class OwnStage:
         return replace(link, limits={**link.limits, **found}, strange=strange)
 
     def _distance(self, k: int, at: Point, due: Sketch) -> float:
-        seen = _seen(self._calls[k], at)
+        seen = seen_at(self._calls[k], at)
         return math.inf if seen is None else seen.distance(due)
 
     def _in_fp64(self, k: int) -> Mapping[Point, Tensor]:
@@ -387,13 +389,6 @@ class OwnStage:
 
 def _fits(seen: Sketch, due: Sketch) -> bool:
     return seen.digest == due.digest or near(seen.factor(due), 1.0)
-
-
-def _seen(call: Call, at: Point) -> Sketch | None:
-    where, number = at
-    if where == MADE:
-        return call.outputs[number] if number < len(call.outputs) else None
-    return (call.output_gradients if where == RECEIVED else call.input_gradients).get(number)
 
 
 def _near(made: Tensor, again: Tensor | None, limit: float) -> bool:

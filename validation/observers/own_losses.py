@@ -9,7 +9,7 @@ which lives as long as they do and keeps nothing alive.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -33,9 +33,13 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """Where the first such backward was called for. ``weights``: it came to the module's, else to what it was given."""
+    """Where the first such backward was called for.
+
+    ``weights``: it came to the module's, else to what it was given. ``apart``: one came not through what it gave.
+    """
 
     weights: bool
+    apart: bool
     stack: Stack
 
 
@@ -79,9 +83,8 @@ class OwnLosses:
         for node, number in given:
             _noted(node).given.setdefault(number, set()).update(own)
         if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with others, gathered for this
-            for node, _ in _down(gave - given, lambda *edge: edge in given)[0]:
-                if hasattr(node, "variable"):
-                    _noted(node).weight_of.update(own)
+            for node in _leaves(_down(gave - given, lambda *edge: edge in given)[0]):
+                _noted(node).weight_of.update(own)
 
     def anew(self) -> None:
         """Another operation begins."""
@@ -91,27 +94,35 @@ class OwnLosses:
         """Look at no more backwards."""
         _forget(self)
 
-    def note_weights(self, leaves: Collection[Node], stack: Stack) -> None:
-        """A backward that was called for there comes to ``leaves`` past what calls gave."""
+    def begins(self, leaves: Collection[Node], given: Collection[int]) -> Callable[[Stack], None]:
+        """A backward begins that comes to ``leaves``, and to what modules of these numbers were ``given``, past what
+        calls gave; once it is over, tell where it was called for.
+
+        What was given is of no matter to a module through which it does not come: its own backward is another one.
+        """
         reached = {id(one.variable) for one in leaves}  # type: ignore[attr-defined]  # which leaves have
         gathered = {number for one in leaves if _NOTED in _kept_by(one) for number in _noted(one).weight_of}
-        for number, module in self._modules.items():
-            if number in gathered or any(id(one) in reached for one in module.parameters()):
-                self._found.setdefault(module, OwnLoss(True, stack))
-
-    def note_given(self, numbers: Collection[int]) -> Callable[[Stack], None]:
-        """A backward that now begins comes to what was given to these; once it is over, tell where it was called for.
-
-        It is of no matter to a module through which it does not come: its own backward is another one.
-        """
-        before = {number: self._flowed(one) for number, one in self._modules.items() if number in numbers}
+        every = self._modules.items()  # in shards, a module's parameters are others once it is over
+        punished = {n for n, one in every if n in gathered or any(id(own) in reached for own in one.parameters())}
+        before = {number: self._flowed(one) for number, one in every}
 
         def over(stack: Stack) -> None:
             for number, flowed in before.items():
-                if self._flowed(module := self._modules[number]) > flowed:
-                    self._found.setdefault(module, OwnLoss(False, stack))
+                module, weights = self._modules[number], number in punished
+                through = self._flowed(module) > flowed
+                if weights or (through and number in given):
+                    known = self._found.setdefault(module, OwnLoss(weights, not through, stack))
+                    self._found[module] = replace(known, apart=known.apart or not through)
 
         return over
+
+
+def comes_to_weights(loss: Tensor, outputs: Iterable[Tensor], weights: Iterable[Tensor]) -> bool:
+    """Whether the backward of a ``loss`` of ``outputs`` comes to any of the ``weights`` past these."""
+    ends = {*_edges(outputs)}
+    passed, _ = _down(_edges([loss]), lambda *edge: edge in ends)
+    reached = {id(node.variable) for node in _leaves(passed)}  # type: ignore[attr-defined]  # which leaves have
+    return any(id(one) in reached for one in weights)
 
 
 _open: tuple[OwnLosses, ...] = ()
@@ -144,12 +155,10 @@ def _begins(roots: _Ends, gradients: Any, keeps: bool, creates: bool, ends: _End
     leaves, numbers = _past(roots, ends)
     if not leaves and not numbers:
         return begin()
-    stack, given = own_stack(), [one.note_given(numbers) for one in _open]
-    for one in _open:
-        one.note_weights(leaves, stack)
+    told = [one.begins(leaves, numbers) for one in _open]
     result = begin()
-    for over in given:
-        over(stack)
+    for tell in told:
+        tell(own_stack())
     return result
 
 
@@ -163,7 +172,7 @@ def _past(roots: _Ends, ends: _Ends) -> tuple[list[Node], set[int]]:
             _kept_by(node)[_HALF] = True
         passed &= {*_edges(ends)}
     noted = (_noted(node).given.get(number, ()) for node, number in passed if _NOTED in _kept_by(node))
-    return [node for node, _ in passed if hasattr(node, "variable")], set().union(*noted)
+    return _leaves(passed), set().union(*noted)
 
 
 def _down(edges: Iterable[_Edge], ends: Callable[[Node, int], bool]) -> tuple[set[_Edge], set[_Edge]]:
@@ -175,6 +184,10 @@ def _down(edges: Iterable[_Edge], ends: Callable[[Node, int], bool]) -> tuple[se
             (over if ends(*edge) else passed).add(edge)
             todo += [(node, number) for node, number in edge[0].next_functions if node and edge in passed]
     return passed, over
+
+
+def _leaves(edges: Iterable[_Edge]) -> list[Node]:
+    return [node for node, _ in edges if hasattr(node, "variable")]
 
 
 def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[_Edge]:

@@ -28,7 +28,8 @@ class WatchedStages:
     def calls(self, microbatches: int) -> dict[int, list[Call]]:
         """Those of each stage that are about microbatches, of which there are so many."""
         every = {k: counting(self._watchers[k].calls(one) or [], microbatches) for k, one in self._modules.items()}
-        return {k: list(map(with_own_loss, own)) if k in self.own_losses else own for k, own in every.items()}
+        apart = {k for k, one in self.own_losses.items() if one.apart}
+        return {k: list(map(with_own_loss, own)) if k in apart else own for k, own in every.items()}
 
     @property
     def own_losses(self) -> dict[int, OwnLoss]:
