@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.judging.judge import Where
-from pipeproof.judging.tolerance import same_bits
+from pipeproof.judging.tolerance import Floor, error, same_bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard, held_here, is_plain, shard_of
 from pipeproof.records.record import (
@@ -242,6 +242,7 @@ class RankStages:
 
 
 MOST = 1 << 30  # bytes that all ranks together keep
+_SUM = Floor(0.0, 0.0, 0.0).limit  # how far another order of fp32 sums leads
 
 
 @dataclass(frozen=True)
@@ -249,19 +250,21 @@ class Notes:
     """What a rank kept, by the names of parameters: what all ranks learn of it without the tensors.
 
     ``right``: gradients that are what they should be. ``wrong``: where each can be had; None is in place of a gradient.
+    ``near``: the same of those that pass, and are not what is due but for an fp32 sum.
     ``begun``: the same of what was in ``.grad`` when the step began. ``left_out``: wrong, and too much to keep.
     ``untold``: of these nobody kept what was there when the step began, although something was.
     """
 
     right: set[str] = field(default_factory=set)
     wrong: dict[str, str | None] = field(default_factory=dict)
+    near: dict[str, str] = field(default_factory=dict)
     begun: dict[str, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     untold: set[str] = field(default_factory=set)
 
 
 class Kept:
-    """Gradients that a rank keeps: those that are wrong, and those that the step began with; ``room`` is in bytes.
+    """Gradients that a rank keeps: those that are not due, and those that the step began with; ``room`` is in bytes.
 
     ``tensors`` are by the addresses in its ``notes``, of which no other rank has one.
     """
@@ -284,10 +287,15 @@ class Kept:
             else:
                 self.notes.untold.add(name)
 
-    def end(self, name: str, gradient: Tensor | None, *, wrong: bool) -> None:
-        """Keep a gradient that is ``wrong``."""
+    def end(self, name: str, gradient: Tensor | None, due: Tensor | None, *, wrong: bool) -> None:
+        """Keep a gradient that is ``wrong``, or passes and is not what is ``due``: coarse types hide half a fault."""
         notes = self.notes
-        if not wrong:
+        if not wrong and gradient is not None and due is not None and error(gradient, due) > _SUM:
+            if self._fits(gradient):
+                notes.near[name] = self._keep(f"near gradient {name}", gradient)
+            else:
+                notes.right.add(name)
+        elif not wrong:
             notes.right.add(name)
         elif gradient is None:
             notes.wrong[name] = None

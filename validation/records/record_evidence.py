@@ -175,17 +175,20 @@ def checked(
     """
     due, begun = record.operations[number], dict(record.before(number))
     wrong: dict[str, dict[int, Gradient]] = {}
+    near: dict[str, dict[int, Gradient]] = {}
     for rank, one in enumerate(notes):
         for name, address in one.wrong.items():
             wrong.setdefault(name, {})[rank] = None if address is None else fetch(address)
+        near |= {name: near.get(name, {}) | {rank: fetch(there)} for name, there in one.near.items()}
     for name in {name for one in notes for name in one.begun}:
         holders = [rank for rank, _ in places.get(name, ())] or range(len(notes))
-        there = [notes[rank].begun.get(name) for rank in holders]
-        begun[name] = added_onto([None if address is None else fetch(address) for address in there])
+        had = [notes[rank].begun.get(name) for rank in holders]
+        begun[name] = added_onto([None if address is None else fetch(address) for address in had])
     right = {name: due.gradients[name] for one in notes for name in one.right}
-    first = {name: next(iter(by_rank.values())) for name, by_rank in wrong.items()}
+    first = {name: next(iter(by_rank.values())) for name, by_rank in [*near.items(), *wrong.items()]}
+    held = {name: near.get(name, {}) | wrong.get(name, {}) for name in places}
     copies = {
-        name: {rank: wrong.get(name, {}).get(rank, right.get(name)) for rank, _ in found}
+        name: {rank: held[name].get(rank, right.get(name)) for rank, _ in found}
         for name, found in places.items()
         if len(found) > 1
     }

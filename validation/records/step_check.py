@@ -114,7 +114,8 @@ class StepCheck(CheckedStep):
     def _compare(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
         before = len(self._ledger.mismatches)
         at.gradient(name, gradient, **self._own.where(name, self._exchange.rank))
-        self._kept.end(name, gradient, wrong=len(self._ledger.mismatches) > before)
+        assert self._expected is not None, "it is what gradients are compared with"
+        self._kept.end(name, gradient, self._expected.gradients[name], wrong=len(self._ledger.mismatches) > before)
 
     def report(
         self,
