@@ -4,7 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipeproof.pipeline.lower import Program, read_csv
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
@@ -21,6 +21,13 @@ def cannot_read(path: object, error: Exception) -> str:
     """The sentence on a file that cannot be read, with the cure where the system's own words have none."""
     why = getattr(error, "strerror", None)
     return f"cannot read {path}: {f'{why}; give a file that is there and may be read' if why else error}"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file, to read its bytes. Raises ``OSError`` for what is none: reading a pipe or a device may never end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is no regular file")
+    return path.open("rb")
 
 
 def read_file(path: str | Path) -> Schedule | Program:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Node = Any  # torch.autograd.graph.Node, which is one object as long as somebody holds it
@@ -16,6 +17,19 @@ _MIXED = frozenset({-1, -2})  # several parameters: which they are is no matter
 def ends_of(tensors: Iterable[Tensor]) -> list[Edge]:
     """Where ``tensors`` come out of the graph."""
     return [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
+
+
+def types_between(before: Iterable[Tensor], tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    """The types of what was computed from tensors ``before`` to ``tensors``, as far as gradients flow through it."""
+    seen, found = {node for node, _ in ends_of(before)}, set[torch.dtype]()
+    waiting = [node for node, _ in ends_of(tensors)]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and not hasattr(node, "variable"):
+            seen.add(node)
+            found |= {one.dtype for one in getattr(node, "_input_metadata", ())}  # of what it put out
+            waiting += [one for one, _ in _before(node)]
+    return found
 
 
 def depths(ends: Iterable[Edge], stage_of: Mapping[int, int]) -> dict[Node, int]:

@@ -4,7 +4,7 @@ A correct gradient is the sum of the nominal atoms, each once: microbatch i's ac
 gradient. The others are what faults put there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -25,7 +25,9 @@ class Update:
     name by stage. ``evaluated``: evaluations before the update, as if they had been
     steps. ``placement``: each stage's rank, or the first of several; ``ranks`` and ``stages``: how many a replica has,
     if somebody knows better; ``replicas``: how many of the model there are. ``given``: what each microbatch gives, in
-    the order in which it is added up and in its own type, where that is known.
+    the order in which it is added up and in its own type, where that is known. ``computed_in``: the narrowest type that
+    the reference computes in, asked for where it matters. ``coarse``: a type as coarsely as which gradients are taken
+    to be rounded, if it is narrower than their own.
     """
 
     observed: Mapping[Site, Gradient]
@@ -41,6 +43,8 @@ class Update:
     stages: int | None = None
     replicas: int = 1
     given: Sequence[Contribution] = ()
+    computed_in: Callable[[], torch.dtype | None] = lambda: None
+    coarse: torch.dtype | None = None
 
     @cached_property
     def shared(self) -> frozenset[Site]:

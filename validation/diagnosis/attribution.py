@@ -5,7 +5,7 @@ the things that the next may be made of, so a consequence is not taken for a cau
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from pipeproof.diagnosis.atoms import Term, Update, Wrong
@@ -17,6 +17,7 @@ from pipeproof.diagnosis.played import Played, Setup
 from pipeproof.diagnosis.tied import Shares, explain_tied
 from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.judging.copies import copies_apart
+from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.likeness import Label
 from pipeproof.reference.pairing import Pairing
 from pipeproof.reference.step import Expected, Gradient, Site, Stage
@@ -64,6 +65,18 @@ def attribute(update: Update) -> Attribution:
     apart = update.now.microbatches == len(update.now.batches)
     cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages), tuple(map(_apart, stages)))
     return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.told else None)
+
+
+def attribute_coarsely(update: Update) -> Attribution | None:
+    """The same, by what rounding leaves in the narrower type that the reference computes in.
+
+    None without such a type, and unless that explains everything: where rounding leaves more, more fits in part.
+    """
+    narrow, types = update.computed_in(), {one.dtype for one in update.expected.values() if one is not None}
+    if narrow is None or all(precision_of(one).unit >= precision_of(narrow).unit for one in types):
+        return None
+    found = attribute(replace(update, coarse=narrow))
+    return found if found.causes and not found.unknown else None
 
 
 def _due(update: Update) -> Known:

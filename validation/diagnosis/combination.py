@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Atom, Term
-from pipeproof.judging.tolerance import FP32, Floor, precision_of, rounding_of, stands_for_none
+from pipeproof.judging.tolerance import FP32, Floor, coarsest, precision_of, rounding_of, stands_for_none
 from pipeproof.reference.step import Gradient
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
@@ -318,11 +318,13 @@ def size_of(gradient: Gradient) -> float:
     return (0.0 if gradient is None else gradient.double().norm().item()) or 1.0
 
 
-def limit_of(due: Gradient, wide: Gradient) -> float:
+def limit_of(due: Gradient, wide: Gradient, *, coarse: torch.dtype | None = None) -> float:
     """What rounding may leave of one parameter: from what it left of the expected gradient on this very run.
 
-    In the precision of the expected gradient, which is that of what made it, whatever type the step adds up in.
+    In the precision of the expected gradient, which is that of what made it, whatever type the step adds up in. Or in
+    that of ``coarse``, if that is narrower.
     """
     if due is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
-    return replace(rounding_of(due.cpu(), wide), size=0.0).limit
+    precision = coarsest([precision_of(one) for one in (due.dtype, coarse) if one is not None])
+    return replace(rounding_of(due.cpu(), wide, precision=precision), size=0.0).limit

@@ -67,7 +67,9 @@ class Explainer:
         there = [name for name in own if name not in absent and self._due[name] is not None]
         sized = {name: (self._seen[name], self._due[name], self._nominal_sum(name)) for name in there}
         self._names = [name for name, three in sized.items() if not of_rounding(*three, self._largest)]
-        self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
+        self._limits = {
+            name: limit_of(self._due[name], self._nominal_sum(name), coarse=update.coarse) for name in self._names
+        }
         self._layout = Layout.of({name: self._due[name] for name in self._names})
 
     def explain(self) -> Explanation:
@@ -115,7 +117,8 @@ class Explainer:
             return None
         squares = sum(due.square().sum().item() for _, due in pairs)
         factor = sum((one * due).sum().item() for one, due in pairs) / squares if squares else 0.0
-        unit = max(precision_of(due.dtype).unit for name in seen if (due := self._due[name]) is not None)
+        types = [due.dtype for name in seen if (due := self._due[name]) is not None]
+        unit = max(precision_of(one).unit for one in (*types, self._update.coarse) if one is not None)
         rows = torch.nn.functional.normalize(system.rows, dim=1)
         like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > _LIKE
         if not factor or like:

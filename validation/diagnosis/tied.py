@@ -64,7 +64,7 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
         for stage, name in sorted(copies.items()):
             due = update.expected.get((stage, name))
             if due is not None:
-                limit = limit_of(due, wide)
+                limit = limit_of(due, wide, coarse=update.coarse)
                 seen = update.observed.get((stage, name))
                 factors = {1.0, *_factor(stages[stage])}  # right, whatever else is wrong, or as its stage is after all
                 if seen is not None and any(

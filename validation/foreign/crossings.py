@@ -291,7 +291,7 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     owners = sorted(column.owners(seen) - {microbatch})
     if math.prod(seen.shape) == 1:  # one number is near others by chance
         owners = [one for one in owners if column.known[one].digest == seen.digest]
-    made = _empty(seen, told) or _rounded(seen, expected, late) or _times(of_sketches(seen, expected), late)
+    made = _empty(seen, told) or _rounded(seen, expected, late) or _times(seen, expected, late)
     if owners and not is_rounded_sketch(seen, expected):
         return Likeness(
             "other", label=Label(Point(context.stage, owners[0], column.where)), words=f"microbatch {owners[0]}'s"
@@ -331,11 +331,14 @@ def _rounded(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | N
     return found if found is not None and found.kind == "rounded" else None
 
 
-def _times(what: Likeness | None, late: float | None) -> Likeness | None:
-    """``what``, a factor as one of what flows in this step, where all that may still be divided by ``late``."""
-    if what is None or what.factor is None or late is None:
+def _times(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
+    """What makes it of the expected one; a factor beside that of all that flows, which may still be divided by it."""
+    what, times = of_sketches(seen, expected), late
+    if what is None and late is not None:  # it may be the expected one as it is
+        what, times = of_sketches(seen, expected.times(late)), 1.0
+    if late is None or times is None or what is None or what.factor is None:
         return what
-    factor = what.factor / late
+    factor = what.factor / times
     return replace(what, words=f"{factor:.6g} times the expected, beside {late:.6g} in every stage", factor=factor)
 
 

@@ -140,6 +140,7 @@ class _Due:
             ranks=len(self.found.made) // self.found.replicas.count,
             replicas=self.found.replicas.count,
             given=self.beside.made,
+            computed_in=lambda: None if self.beside.now is None else self.beside.now.run.computed_in,
         )
 
     @cached_property

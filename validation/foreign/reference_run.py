@@ -172,12 +172,13 @@ class ReferenceRun:
 
     def note_types(self) -> None:
         """Note in the places that what passes was computed in a narrower type, if it was: that takes another run."""
-        if self._survey is not None and self._narrowest is not None:
+        if self._survey is not None and self.computed_in is not None:
             for places in self._survey.places:
-                places.computed_in(self._narrowest)
+                places.computed_in(self.computed_in)
 
     @cached_property
-    def _narrowest(self) -> torch.dtype | None:
+    def computed_in(self) -> torch.dtype | None:
+        """The narrowest type that the model computes in, by autocast or by hand; None where it is not narrow."""
         model, owner = self._built(), dict.fromkeys(self._parameters, 0)
         reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss))
         try:

@@ -109,10 +109,17 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
         # Types as narrow as fp16 round what is scaled otherwise.
         alike = [replace(one, scale=scale.losses) for one in runs]
         scaled = _judged(title, task, alike, second, halted)
-        if scaled.verdict == "pass":
+        if scaled.verdict == "pass" or _nearer(scaled, verdict):
             return scaled
     one = runs[number]
     return _explained(verdict, one, counted, Beside.of(one, second.like(one.task), runs[:number][::-1]))
+
+
+def _nearer(scaled: Verdict, verdict: Verdict) -> bool:
+    """Whether a run agrees with a reference that scales alike in more operations, or in more of the first wrong one."""
+    operations = [_first_wrong(one) for one in (scaled, verdict)]
+    counts = [len(one.mismatches) for one in (scaled, verdict)]
+    return operations[0] > operations[1] or (operations[0] == operations[1] and counts[0] < counts[1])
 
 
 def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside) -> Verdict:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -72,11 +73,13 @@ class Places:
         there = [one for one in seen if one is not None]
         telling = [one for one in there if one.norm] or there
         found: dict[str, tuple[set[int], set[int]]] = {}
+        apart: dict[str, list[float]] = {}
         for k, one in enumerate(telling):
             for place, microbatch in self.find(one):
                 numbers, ones = found.setdefault(place, (set(), set()))
                 numbers.add(microbatch)
                 ones.add(k)  # a mask that all microbatches have is one all the same
+                apart.setdefault(place, []).append(one.distance(self.by_place[place][microbatch]))
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
         short = any(math.prod(one.shape) < _FEW and one.digest not in self._by_content for one in there)
@@ -84,7 +87,9 @@ class Places:
         coarse = coarse and not any(one.digest in self._by_content for one in telling)
         if (short and 2 * most < len(there)) or (coarse and most < len(telling)):
             return ()
-        return tuple(place for place, count in counts.items() if count == most)
+        return tuple(
+            sorted((place for place in counts if counts[place] == most), key=lambda place: fmean(apart[place]))
+        )
 
 
 def _is_coarse(dtype: torch.dtype) -> bool:

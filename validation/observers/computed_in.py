@@ -9,13 +9,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.reference.graph import types_between
+
 _PRODUCTS = {"high": torch.float16, "medium": torch.bfloat16}  # torch's settings; TF32 has the digits of fp16
 
 
 class ComputedIn:
-    """A context manager that notes in which types ``modules`` give something out, and autocast computes in them.
+    """A context manager that notes in which types ``modules`` compute, by autocast or as they cast by hand.
 
-    Forward hooks change no bit. In what torch compiles or scripts nothing is noted.
+    That is what they give out, and what autograd notes between that and what they are given, the first time. Forward
+    hooks change no bit. In what torch compiles or scripts nothing is noted.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -23,9 +26,10 @@ class ComputedIn:
         self._modules = [one for one in every if not isinstance(one, torch.jit.ScriptModule)]  # which take no hooks
         self._hooks = list[RemovableHandle]()
         self._found: set[torch.dtype] = set()
+        self._looked: set[int] = set()  # the ids of modules
 
     def __enter__(self) -> Self:
-        self._hooks = [one.register_forward_hook(self._note) for one in self._modules]
+        self._hooks = [one.register_forward_hook(self._note, with_kwargs=True) for one in self._modules]
         return self
 
     def __exit__(
@@ -42,11 +46,15 @@ class ComputedIn:
         least = max(found, key=lambda one: torch.finfo(one).eps, default=None)
         return "" if least is None else str(least).removeprefix("torch.")
 
-    def _note(self, module: nn.Module, given: Any, out: Any) -> None:
+    def _note(self, module: nn.Module, given: Any, named: Any, out: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for one in tree_leaves(out):
-            if isinstance(one, Tensor) and one.dtype.is_floating_point:
-                self._found.add(one.dtype)
-                if torch.is_autocast_enabled(one.device.type):
-                    self._found.add(torch.get_autocast_dtype(one.device.type))
+        made = [one for one in tree_leaves(out) if isinstance(one, Tensor) and one.dtype.is_floating_point]
+        for one in made:
+            self._found.add(one.dtype)
+            if torch.is_autocast_enabled(one.device.type):
+                self._found.add(torch.get_autocast_dtype(one.device.type))
+        if made and id(module) not in self._looked:
+            self._looked.add(id(module))
+            came = [one for one in tree_leaves((given, named)) if isinstance(one, Tensor)]
+            self._found |= {one for one in types_between(came, made) if one.is_floating_point}

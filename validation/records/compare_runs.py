@@ -12,6 +12,7 @@ from time import perf_counter
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import ENDLESS, Heading, Ledger
+from pipeproof.judging.mismatch import Mismatch
 from pipeproof.judging.tolerance import Floor, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import Sketch
@@ -61,8 +62,9 @@ def compare_runs(
     found.compare(tell)
     title = f"{seen} against {good}" + ("" if third is None else f", rounding by {third}")
     verdict = concluded(found.ledger, title, otherwise=precision_in(good), rerun=rerun, seconds=perf_counter() - began)
-    mismatches = tuple(replace(one, step=one.operation - 1) for one in verdict.mismatches)
-    return replace(verdict, mismatches=mismatches, headline=found.headline(verdict))
+    mismatches = tuple(replace(one, step=one.operation - 1) for one in found.proven_first(verdict))
+    verdict = replace(verdict, mismatches=mismatches)
+    return replace(verdict, headline=found.headline(verdict))
 
 
 @dataclass
@@ -221,6 +223,17 @@ class _Runs:
             said = f"bits differ from step {self.parted} on; {made}: smaller faults do not show"
             self.ledger.remark("gradient", said)
 
+    def proven_first(self, verdict: Verdict) -> Sequence[Mismatch]:
+        """What is wrong, first what is so by more than rounding may do: of the others nobody knows."""
+        failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+        unknown = {at for at, one in self.ledger.compared.items() if one.outcome == "unknown"}
+
+        def undecided(one: Mismatch) -> bool:
+            at = one.law, one.rank, one.stage, one.microbatch, one.parameter
+            return one.law not in failed or at in unknown
+
+        return sorted(verdict.mismatches, key=undecided)
+
     def headline(self, verdict: Verdict) -> str:
         """Where the runs part, for a verdict that says they do."""
         if not verdict.mismatches:
@@ -228,7 +241,9 @@ class _Runs:
         first = verdict.mismatches[0]
         what = first.law + ("" if first.parameter is None else f" of {first.parameter}")
         number = first.operation - 1
-        part = f"the runs part in step {number}, {what} first"
+        before = self.ledger.mismatches[0]
+        blurred = (first.law, first.parameter) != (before.law, before.parameter)
+        part = f"the runs part in step {number}, {what} first{' of what is no rounding' * blurred}"
         if verdict.verdict != "unknown" or self._measured(number) is not None:
             return part
         ends = "" if self.growth is None else f", as the third run ends with step {self.growth.last}"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from pipeproof.records.run_file import Held, RankFile, RankStep, dtype_of
 
 Value = TypeVar("Value")
 _STEPS = 4  # that are kept at hand
+_LISTED = 8  # ranks in a sentence
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,9 @@ class KeptRun:
         if twice := [rank for rank in set(there) if there.count(rank) > 1]:
             names = " and ".join(one.path.name for one in self.files if one.header.rank == twice[0])
             raise RecordError(f"{self}: {names} are both of rank {twice[0]}; give each run a folder of its own")
-        if lost := [rank for rank in range(ranks) if rank not in there]:
-            what = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        if lost := [*islice((rank for rank in range(ranks) if rank not in there), _LISTED)]:
+            more = ranks - sum(rank < ranks for rank in there) - len(lost)
+            what = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}{f' and {more} more' * (more > 0)}"
             raise RecordError(
                 f"{self} is of {ranks} ranks and lacks {what}: bring the files of all of them into one folder"
             )

@@ -18,7 +18,7 @@ from pipeproof.cases.config import FORMAT as CONFIG
 from pipeproof.judging.tolerance import PRECISIONS, Floor
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
-from pipeproof.pipeline.files import cannot_read
+from pipeproof.pipeline.files import cannot_read, open_regular
 from pipeproof.records.record import (
     RankStage,
     Record,
@@ -210,14 +210,14 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
 
 
 def _is_config(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return f'"{CONFIG}"'.encode() in file.read(1000)
 
 
 def _metadata(path: Path) -> dict[str, str]:
     """The metadata of a record's file, after a look at whether it is one, whole, and of a version that we know."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length, size = int.from_bytes(file.read(_LENGTH), "little"), path.stat().st_size
             text = file.read(min(length, size))
     except OSError as error:
@@ -228,7 +228,7 @@ def _metadata(path: Path) -> dict[str, str]:
         header = json.loads(text)
         found: dict[str, str] = header.pop("__metadata__")
         known = found.get("format") == FORMAT
-    except (ValueError, KeyError, TypeError, AttributeError):  # neither text nor JSON, or of another form
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no text, no JSON, or of another form
         known = False
     if not known and _is_config(path):
         record = f"`pipeproof record --config {path} --out FILE`"

@@ -19,7 +19,7 @@ import torch
 from pipeproof.judging.measured import versions
 from pipeproof.observers.shards import Bounds, Shard
 from pipeproof.observers.sketch import Sketch
-from pipeproof.pipeline.files import cannot_read
+from pipeproof.pipeline.files import cannot_read, open_regular
 from pipeproof.records.record import RecordError
 from pipeproof.worlds.output_file import finite
 
@@ -130,7 +130,7 @@ class RankFile:
         self.step = lru_cache(_KEPT)(self._step)  # the step of this number
         self._starts: dict[int, int] = {}  # of each step's line
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self.header = _header(path, file.readline())
                 self.whole = file.tell()  # bytes of whole lines
                 for line in iter(file.readline, b""):
@@ -155,9 +155,19 @@ class RankFile:
         return self.numbers[place - 1] if place else None
 
     def _step(self, number: int) -> RankStep:
-        with self.path.open("rb") as file:
-            file.seek(self._starts[number])
-            return self._restored(json.loads(file.readline()))
+        try:
+            with open_regular(self.path) as file:
+                file.seek(self._starts[number])
+                data = json.loads(file.readline())
+            if data["number"] != number:
+                raise ValueError(f"it is step {data['number']}")
+        except OSError as error:
+            raise RecordError(cannot_read(self.path, error)) from error
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise RecordError(
+                f"{self.path} was changed while it was read: step {number} is not where it was; compare once more"
+            ) from error
+        return self._restored(data)
 
     def _index(self, line: bytes, start: int) -> None:
         """Note where a step's line is. A job that was resumed goes on from an earlier step, which it makes anew."""

@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from pipeproof.judging.mismatch import small
-from pipeproof.judging.tolerance import BF16, FP32, Floor, Precision
+from pipeproof.judging.tolerance import BF16, FP32, Floor, Precision, coarsest
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records.kept_run import KeptRun, KeptStep
 from pipeproof.records.options import other_options
@@ -199,7 +199,10 @@ class Growth:
         most = max(precision.most, _MOST)
         step = self._good.step(number)
         if what.law in _COMPUTED and step.computed.unit > min(precision.unit, FP32.unit):
-            nudged = max(nudged, _jump(what, step) / precision.factor)
+            # What the third run shows of so coarse a type is multiplied by that one's own factor: by another, all would
+            # be unknown, gradients of zeros too.
+            own = coarsest([precision, step.computed]).factor
+            nudged = max(own * nudged, _jump(what, step)) / precision.factor
         size = self._size(what, step, precision)
         driven = 0.0 if size else self._driven(what, most / precision.factor)
         return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size or driven, driven=driven > 0)

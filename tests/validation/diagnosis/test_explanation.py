@@ -1,6 +1,7 @@
 """What gradients are made of: sums in another type than the weights, and sums that the reference does not make."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.atoms import Update
-from pipeproof.diagnosis.attribution import Attribution, attribute
+from pipeproof.diagnosis.attribution import Attribution, attribute, attribute_coarsely
 from pipeproof.diagnosis.likeness import plainly
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.judging.verdict import Verdict
@@ -130,6 +131,24 @@ def test_gradients_that_the_microbatches_do_not_add_up_to_are_not_taken_apart(fa
     told = taken_apart(other, other, traced)
     assert not told.causes
     assert told.unknown == ("stage 1: what the reference's microbatches give does not add up to its own gradients",)
+
+
+def rounded(gradients: Mapping[Site, Tensor], factor: float) -> dict[Site, Tensor]:
+    """So many times as large, and rounded as bf16 rounds."""
+    return {site: (factor * gradient).bfloat16().float() * (1 + 2**-9) for site, gradient in gradients.items()}
+
+
+def test_what_is_computed_in_a_narrower_type_is_taken_apart_as_coarsely_where_that_explains_all() -> None:
+    due, traced = known_of_chain()
+    for factor, told in ((3.0, ["scale"]), (1.0, [])):
+        update = Update(rounded(due, factor), due, traced, placement=(0, 1))
+        assert attribute(update).unknown
+        assert attribute_coarsely(update) is None  # in no type that anyone knows of
+        found = attribute_coarsely(replace(update, computed_in=lambda: torch.bfloat16))
+        assert [cause.kind for cause in (() if found is None else found.causes)] == told
+    half = {site: gradient if site[0] else gradient.flip(0) for site, gradient in rounded(due, 3.0).items()}
+    update = Update(half, due, traced, placement=(0, 1), computed_in=lambda: torch.bfloat16)
+    assert attribute_coarsely(update) is None  # one stage's are explained, and the other's are not
 
 
 class Gated(nn.Module):

@@ -1,7 +1,9 @@
 """Which microbatch a call was about, from what passed the boundary alone."""
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -170,25 +172,88 @@ def test_one_number_that_is_near_anothers_is_not_that(whitebox: WhiteBox) -> Non
     assert "microbatch 3's" not in str(verdict)
 
 
-def one_not_scaled(model: nn.Sequential, microbatches: list[Any]) -> HandedBack:
+def one_not_scaled(model: nn.Sequential, microbatches: list[Any], *, scale: float) -> HandedBack:
     """The loss of microbatch 1 is not scaled, and all gradients are divided by the scale."""
 
     def scaled(stage: nn.Module, m: int, x: Tensor) -> Tensor:
         made: Tensor = stage(x) * 1.0
         if dist.get_rank() and m != 1:
-            made.register_hook(lambda gradient: gradient * 1024)  # type: ignore[no-untyped-call]  # in torch
+            made.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]  # in torch
         return made
 
     stage = watch(half(model))
     losses = all_forward_all_backward(stage, microbatches, scaled)
     for parameter in stage.parameters():
         assert parameter.grad is not None
-        parameter.grad /= 1024
-    return HandedBack(stage, losses, loss_scale=1024.0)
+        parameter.grad /= scale
+    return HandedBack(stage, losses, loss_scale=scale)
 
 
-def test_one_loss_that_is_not_scaled_is_told_from_those_that_are(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, one_not_scaled, plain)
-    assert named(verdict) == [("not-scaled", None, None, (1,))], verdict
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**24])  # beside so much nothing is left of the one
+def test_one_loss_that_is_not_scaled_is_told_from_those_that_are(whitebox: WhiteBox, scale: float) -> None:
+    verdict = judged(whitebox, partial(one_not_scaled, scale=scale), plain)
+    assert named(verdict) == [("not-scaled", 1, 1, (1,))], verdict
     wrong = {one.microbatch for one in verdict.mismatches if one.law == "boundaries"}
     assert wrong == {1}, "what the others send back is scaled, as is due"
+
+
+class InHalf(nn.Linear):
+    """Computes in fp16, where what flows back of small losses is rounded unless they are scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.half(), self.weight.half(), self.bias.half()).float()
+
+
+def in_half() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(InHalf(4, 4), nn.GELU(), InHalf(4, 4))
+
+
+def small(output: Tensor, target: Tensor) -> Tensor:
+    return 2.0**-5 * loss_fn(output, target)
+
+
+def normed_while_scaled(model: nn.Module, microbatches: list[Any]) -> HandedBack:
+    losses, scale = [], 2.0**10
+    for x, target in microbatches:
+        losses.append(small(model(x), target))
+        (losses[-1] * scale / len(microbatches)).backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    for one in gradients:
+        one /= scale
+    return HandedBack(model, losses, norm.item(), loss_scale=scale)
+
+
+def test_what_only_a_reference_that_scales_alike_gives_hides_no_other_fault(whitebox: WhiteBox) -> None:
+    data = [(*batch.inputs, batch.target) for batch in batches()]
+    verdict = whitebox.validate(normed_while_scaled, reference=in_half, microbatches=data, ranks=1, loss_fn=small)
+    assert [one.kind for one in verdict.cause] == ["unscaled-after-norm"], verdict
+    assert {one.law for one in verdict.mismatches} == {"grad-norm"}
+
+
+def several_while_scaled(model: nn.Module, operations: Any) -> Any:
+    """In the second operation, the last microbatch is left out."""
+    for number, (_, microbatches) in enumerate(operations):
+        model.zero_grad()
+        gone = microbatches[-1] if number else None
+        losses = [small(model(x), target) for x, target in microbatches]
+        kept = [loss for loss, one in zip(losses, microbatches, strict=True) if one is not gone]
+        (sum(kept) * 2.0**10 / len(losses)).backward()
+        for parameter in model.parameters():
+            parameter.grad /= 2.0**10
+        yield HandedBack(model, losses, loss_scale=2.0**10)
+
+
+def test_a_reference_that_scales_alike_goes_on_to_the_operation_that_is_wrong(whitebox: WhiteBox) -> None:
+    data = [(*batch.inputs, batch.target) for batch in batches()]
+    verdict = whitebox.validate(
+        several_while_scaled,
+        reference=in_half,
+        microbatches=2 * data,
+        ranks=1,
+        loss_fn=small,
+        steps=["train", "train"],
+    )
+    assert [(one.kind, one.microbatches) for one in verdict.cause] == [("dropped", (2,))], verdict
+    assert {one.operation for one in verdict.mismatches} == {2}

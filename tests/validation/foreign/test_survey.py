@@ -212,3 +212,13 @@ def test_what_is_like_some_in_a_coarse_type_and_like_none_to_the_bit_has_no_plac
     assert places.usual([sketch(torch.tanh(one)) for one in known]) == ()  # the tangent of the small ones is themselves
     assert places.usual([sketch(torch.tanh(one)) for one in known[:2]]) == ("layer",)
     assert places.usual([sketch(one) for one in (known[0], *map(torch.tanh, known[1:]))]) == ("layer",)
+
+
+def test_of_two_places_that_are_alike_in_a_coarse_type_the_nearer_one_comes_first() -> None:
+    places, made = Places(), torch.Generator().manual_seed(0)
+    known = [0.2 * torch.randn(32, generator=made).bfloat16() for _ in range(3)]
+    for number, one in enumerate(known):
+        places.note("linear", number, one)
+        places.note("tanh", number, torch.tanh(one))
+    otherwise = [sketch(torch.tanh(one.float()).mul(1 + 2**-8).bfloat16()) for one in known]
+    assert places.usual(otherwise) == ("tanh", "linear")

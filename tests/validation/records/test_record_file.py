@@ -132,6 +132,7 @@ def foreign(data: bytes) -> bytes:
         (lambda data: data[:3], "is no record"),
         (lambda data: b"\xff" * 40, "is no record"),
         (lambda data: (2).to_bytes(8, "little") + b"[]", "is no record"),
+        (lambda data: (99_999).to_bytes(8, "little") + b"[" * 99_999, "is no record"),
     ],
 )
 def test_what_is_no_whole_record_is_refused_in_one_sentence(

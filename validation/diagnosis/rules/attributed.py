@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pipeproof.diagnosis.attribution import attribute_coarsely
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.inside import first_of_backward, inside, other_forward
 from pipeproof.diagnosis.rules.passages import unexplained_passage
@@ -59,10 +60,16 @@ def attributed(evidence: Evidence) -> list[Cause]:
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
         own = evidence.playable is not None
         causes = (played_through(evidence) if own else replayed(evidence) or inside(evidence)) or causes
-        causes = causes or ([] if own else other_forward(evidence))
+        causes = causes or ([] if own else other_forward(evidence) or _coarsely(evidence))
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
+
+
+def _coarsely(evidence: Evidence) -> list[Cause]:
+    """The causes that attribution names where it takes rounding to be as coarse as that of what is computed."""
+    found = None if evidence.due is None else attribute_coarsely(evidence.due.update)
+    return [] if found is None else [told_apart(cause, evidence) for cause in found.causes]
 
 
 def of_gradients(evidence: Evidence) -> list[Cause]:

@@ -31,7 +31,16 @@ def _of_scale(cause: Cause, evidence: Evidence, scale: LossScale) -> Cause:
     if cause.action is not None or (cause.stage is None and cause.microbatches):
         return _of_losses(cause, evidence, scale)
     late = clipped_late(cause, evidence)
-    return _or_of_losses(of_gradients(late, scale.of(cause.rank), _counts(evidence)), evidence, scale)
+    named = (of_gradients(late, each, _counts(evidence)) for each in _as_told(scale, cause.rank))
+    return _or_of_losses(next((one for one in named if one != late), late), evidence, scale)
+
+
+def _as_told(scale: LossScale, rank: int | None) -> Iterator[LossScale]:
+    """The scale as ``rank`` has it, where losses have what the last stage's says, or another that some rank says."""
+    own = scale.of(rank)
+    yield own
+    if rank in scale.ranks:
+        yield from (replace(own, losses=other) for other in {*scale.ranks.values()} - {own.losses, own.divided})
 
 
 def of_gradients(cause: Cause, scale: LossScale, counts: Sequence[int]) -> Cause:
@@ -70,17 +79,22 @@ def _forgotten(scale: LossScale) -> Iterator[tuple[str, float, str]]:
 
 
 def _or_of_losses(cause: Cause, evidence: Evidence, scale: LossScale) -> Cause:
-    """``cause`` of all gradients, or that losses were scaled otherwise, which gives the same: what flows back tells."""
+    """``cause`` of all gradients, or that losses were scaled otherwise, which gives the same: what flows back tells.
+
+    That tells it also where rounding hides the factor in some stages.
+    """
     other = _OF_ALL.get(cause.kind)
-    if other is None or cause.rank is not None or cause.stage is not None or cause.stages:
+    if other is None:
         return cause
     meant = scale.losses**2 if other == "scaled-twice" else 1.0
     flowed = None if cause.earlier else _flowed(evidence, cause.factor)
     if flowed is None:
-        return replace(cause, instead=(replace(cause, kind=other),))
+        everywhere = cause.rank is None and cause.stage is None and not cause.stages
+        return replace(cause, instead=(replace(cause, kind=other),)) if everywhere else cause
     if is_factor(flowed, scale.losses):
         return cause
-    return replace(cause, kind=other) if flowed == meant or is_factor(flowed, meant) else cause
+    of_losses = replace(cause, kind=other, rank=None, stage=None, stages=())
+    return of_losses if flowed == meant or is_factor(flowed, meant) else cause
 
 
 def _flowed(evidence: Evidence, factor: float | None) -> float | None:

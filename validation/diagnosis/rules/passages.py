@@ -156,7 +156,8 @@ def _as_sent(cause: Cause, evidence: Evidence) -> Cause:
         return cause
     if sent == {False}:
         return replace(cause, detail=f"{cause.detail}, and was not when it was sent", instead=())
-    return replace(cause, kind="altered", detail=f"{cause.detail}, and was so when it was sent")
+    instead = () if kind is Kind.FORWARD else cause.instead  # which says no more
+    return replace(cause, kind="altered", detail=f"{cause.detail}, and was so when it was sent", instead=instead)
 
 
 def _or_target(cause: Cause, evidence: Evidence) -> Cause:

@@ -64,8 +64,8 @@ def clip(evidence: Evidence) -> list[Cause]:
 
 
 def update(evidence: Evidence) -> list[Cause]:
-    """Parameters that are not what the right gradients should have made of them."""
-    found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters"]
+    """Parameters that are not what the right gradients should have made of them; not those that rounding explains."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters" and not m.within]
     if not found or any(evidence.differs(law) for law in ("gradient", "presence", "grad-norm")):
         return []
     stages = {m.stage for m in found}

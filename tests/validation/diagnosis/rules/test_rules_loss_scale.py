@@ -82,6 +82,20 @@ def test_each_rank_divides_by_its_own_scale() -> None:
     assert (named.kind, named.detail) == ("scales-differ", "divided by 2048, where losses were multiplied by 1024")
     (named,) = by_scale(lambda evidence: [replace(halved, rank=0, stage=0)])(replace(EVIDENCE, scale=scale))
     assert named.kind == "scale", "that rank has the scale of the losses"
+    last = replace(
+        scale, losses=2048.0, divided=2048.0, before=2048.0
+    )  # the last stage's rank says another than it multiplied by
+    (named,) = by_scale(lambda evidence: [halved])(replace(EVIDENCE, scale=last))
+    assert (named.kind, named.detail) == ("scales-differ", "divided by 2048, where losses were multiplied by 1024")
+
+
+def test_that_losses_were_not_scaled_is_told_by_what_flows_though_rounding_hides_it_in_some_stages() -> None:
+    cause = replace(FACTOR, factor=1 / 1024)
+    (named,) = by_scale(lambda evidence: [cause])(EVIDENCE)
+    assert (named.kind, named.rank, named.instead) == ("unscaled-twice", 1, ()), "nobody saw what flows"
+    seen = replace(EVIDENCE, passed={1: Passed((), (), (), late=1.0)})
+    (named,) = by_scale(lambda evidence: [cause])(seen)
+    assert (named.kind, named.rank, named.stage) == ("not-scaled", None, None)
 
 
 FLOW = Cause("scale", rank=1, stage=1, action="1B0", factor=1024.0, detail="output gradient is 1024 times the expected")

@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.rules.update import update
 from pipeproof.foreign import WhiteBox
+from pipeproof.judging.mismatch import Mismatch
+from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from tests.support.steps import blocks, pairs
@@ -84,3 +88,9 @@ def test_an_optimizer_that_is_another_on_some_ranks_is_told_of_these(
     options: dict[str, Any] = {"microbatches": pairs(), "ranks": [0, 1, 0, 1], "loss_fn": square, "optimizer": sgd}
     (cause,) = whitebox.validate(step, reference=blocks, **options).cause
     assert (cause.kind, cause.place) == ("update", place), str(cause)
+
+
+def test_an_update_that_rounding_explains_is_no_fault_of_the_optimizer() -> None:
+    one = Mismatch("updated-parameters", 1, stage=0, rank=0, parameter="weight", error=0.01, limit=0.02)
+    verdict = Verdict("", "unknown", "none", (LawResult("updated-parameters", "unknown", checked=1),), (one,))
+    assert update(Evidence(verdict, (0,), 4, 1, gradients={}, norms=[])) == []
