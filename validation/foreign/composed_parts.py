@@ -168,7 +168,8 @@ class Whole:
     @cached_property
     def chain(self) -> Chain:
         """The calls of all stages."""
-        return Chain({stage: seen for part in self.parts for stage, seen in part.stages.items()}, self.data)
+        every = [pair for part in self.parts for pair in part.stages.items()]
+        return Chain({stage: seen.without_own(self._links[stage]) for stage, seen in every}, self.data)
 
     @cached_property
     def _links(self) -> dict[int, tuple[Link, ...]]:

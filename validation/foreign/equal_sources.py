@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import product
+from itertools import combinations, product
 
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.observers.sketch import Sketch
@@ -33,14 +33,19 @@ def by_what_flowed(
     found: Mapping[Input, tuple[int | None, int]],
     among: Mapping[Input, Sequence[Output]],
 ) -> Wired:
-    """The likely way: no stage gets an output twice, and each goes somewhere. Of several, one by which every sum of
-    what flowed back holds; that is sure only where it holds by all of them.
+    """The likely way: no stage gets an output twice, each goes somewhere, and those of one stage go in their order. Of
+    several, one by which every sum of what flowed back holds; that is sure only where it holds by all of them.
 
     ``among``: the equal outputs that an input may be, what was ``found`` first.
     """
+    if _count(among) > _MOST:  # then one stage's are in their order
+        among = {
+            at: [one for one in those if one[0] != found[at][0] or one == found[at]] for at, those in among.items()
+        }
+        among = {at: those for at, those in among.items() if len(those) > 1}
     concerned = {output for those in among.values() for output in those}
     known = [source for at, source in found.items() if at not in among]
-    if math.prod(map(len, among.values())) > _MOST:
+    if _count(among) > _MOST:
         several = [one for one, count in Counter(found.values()).items() if count > 1 and one in concerned]
         return Wired(dict(found), among, concerned) if several else Wired(dict(found))
 
@@ -51,7 +56,11 @@ def by_what_flowed(
 
     def is_likely(chosen: Sequence[Output]) -> bool:
         given = {(consumer, output) for (consumer, _), output in zip(among, chosen, strict=True)}
-        return len(given) == len(chosen) and concerned <= {*chosen, *known}
+        return (
+            len(given) == len(chosen)
+            and concerned <= {*chosen, *known}
+            and _in_order({*zip(among, chosen, strict=True)})
+        )
 
     ways = list(product(*among.values()))
     likely = list(filter(is_likely, ways)) or ways
@@ -63,6 +72,17 @@ def by_what_flowed(
         wired |= dict(zip(among, holding[0], strict=True))
     told = {at for k, at in enumerate(among) if len({way[k] for way in (*likely, *holding)}) > 1}
     return Wired(wired, {at: those for at, those in among.items() if at in told})
+
+
+def _count(among: Mapping[Input, Sequence[Output]]) -> int:
+    """How many ways there are."""
+    return math.prod(map(len, among.values()))
+
+
+def _in_order(chosen: Collection[tuple[Input, Output]]) -> bool:
+    """Whether of each stage's outputs, a later input is no earlier one."""
+    outputs = [output for _, output in sorted(chosen)]
+    return all(one[1] <= other[1] for one, other in combinations(outputs, 2) if one[0] == other[0])
 
 
 def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Input]) -> bool:
