@@ -284,4 +284,4 @@ def _sum_of(inputs: Sequence[tuple[int, int]]) -> str:
 
 
 def _handed(stage: int, number: int) -> str:
-    return f"gradient of input {number} of stage {stage}"
+    return f"input {number} of stage {stage}"  # among gradients

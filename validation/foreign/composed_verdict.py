@@ -56,7 +56,7 @@ def verdict_of(
 def _of_sums(ranks: Sequence[OwnPart], replicas: Sequence[int]) -> list[Cause]:
     """What is wrong with sums over ranks."""
     wrong = [part.wrong for part in ranks]
-    return [*not_summed(wrong, replicas)] or [*of_other_ranks(wrong, [part.alone for part in ranks])]
+    return [*of_other_ranks(wrong, [part.alone for part in ranks])] or [*not_summed(wrong, replicas)]
 
 
 def _along_the_flow(wholes: Sequence[Whole], replicas: Sequence[int]) -> list[Whole]:
