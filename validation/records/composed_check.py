@@ -39,9 +39,10 @@ from pipeproof.records.begun import Begun
 from pipeproof.records.by_hand import addends_of, by_hand, sizes_of
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.comm_hooks import CommHook, comm_hook_of
+from pipeproof.records.comm_hooks import hooks_of
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
 from pipeproof.records.early_step import EarlyStep
+from pipeproof.records.equal_weights import EqualWeights
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
 from pipeproof.records.own_gradients import OwnGradients
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
@@ -228,7 +229,7 @@ class ComposedCheck(CheckedStep):
         here = self._once_more(again, named)
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
         seen = {stage: chain.stages[stage] for stage in calls}
-        due = self._summed(stages)
+        due = self._summed(stages, here)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, seen, in_parts=lines.together > 1)
         sums = self._shards, self._replicas, self._shares
@@ -299,26 +300,23 @@ class ComposedCheck(CheckedStep):
             again.as_agreed()
         return here
 
-    def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
+    def _summed(self, stages: Sequence[OwnStage], here: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        hooks = self._comm_hooks
+        hooks = hooks_of(self._own, self._watchers)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
-        both = self._exchange, self._first
-        self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._lines.own)
+        if self._one_name is None:
+            contents, alone = self._shards.named(self._weights), self._way.divided(sums)
+            equal = EqualWeights.of(
+                self._shards, contents, self._first, (here, alone), self._gather, self._run.replicas
+            )
+            self._first = equal.first(self._first)
+            if self._exchange.rank == 0 and equal.told:
+                self._ledger.remark("gradient", equal.told)
+        both, own = (self._exchange, self._first), self._own.places
+        self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
-
-    @property
-    def _comm_hooks(self) -> dict[str, CommHook]:
-        """The hooks through which DDP reduces this rank's gradients, by name, if any."""
-        found: dict[str, CommHook] = {}
-        for stage, module in self._own.modules.items():
-            replicas = self._watchers[stage].replicas(module)
-            if replicas is not None and (hook := comm_hook_of(replicas)) is not None:
-                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-                found |= {self._own.rename(stage, name): hook for name in names}
-        return found
 
     @property
     def _scaling(self) -> LossScale | None:
