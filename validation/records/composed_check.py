@@ -238,6 +238,8 @@ class ComposedCheck(CheckedStep):
         gradients = replace(gradients, begun=self._begun, lost=self._lost, only=self._only)
         for own in stages:
             part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
+        for why in self._begun.without_gradients(self._own, calls):
+            self._ledger.doubt("presence", why)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
