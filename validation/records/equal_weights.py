@@ -1,8 +1,7 @@
 """Weights of several stages that begin with the same numbers: they may be one, under several names."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 from torch import Tensor
@@ -45,11 +44,11 @@ class EqualWeights:
 
         ``first``: by names of a weight that has several, as far as that is known, the first one.
         """
-        seen, alone = made
+        (seen, alone), parameters = made, shards.parameters
         known = {(stage, first.get(name, name)): one for (stage, name), one in contents.items()}
 
         def sum_of(name: str) -> bytes | None:
-            return _added_up(shards.parameters[name], seen.get(name), shards.part(name, alone.get(name)))
+            return _added_up(parameters[name], seen.get(name), shards.part(name, alone.get(name)))
 
         return EqualWeights.among(known, replicas, gather=gather, sum_of=sum_of)
 
@@ -66,21 +65,25 @@ class EqualWeights:
         ``sum_of``: the digest of what was added up for this rank's weight of a name; empty where it is what its stage
         has alone; None where it is of no use. Every rank calls this, and ``gather`` brings all ranks'.
         """
-        every = _lines(gather(contents, "which weights are equal"), replicas)
-        pairs = set.intersection(*map(_pairs, every))
-        if not pairs:
+        lines = [_together(line) for line in _lines(gather(contents, "which weights are equal"), replicas)]
+        groups = [group for group in _equal(lines) if len({stage for stage, _ in group}) > 1]
+        if not groups:
             return EqualWeights()
-        names = {name for _, name in contents} & {name for pair in pairs for name in pair}
-        told = {name: made for name in sorted(names) if (made := sum_of(name)) is not None}
-        sums = _lines(gather(told, "the gradients of equal weights"), replicas)
-        known = [{name: made for one in line for name, made in one.items()} for line in sums]
-        pairs = {(one, other) for one, other in pairs if all(one in made and other in made for made in known)}
-        equal = {(one, other) for one, other in pairs if all(made[one] and made[one] == made[other] for made in known)}
-        first: dict[str, str] = {}
-        for one, other in sorted(equal):
-            first[other] = first.get(one, one)
-        later = {other for _, other in pairs}
-        return EqualWeights(first, sorted((one, other) for one, other in pairs - equal if one not in later))
+        own = {name for _, name in contents} & {name for group in groups for _, name in group}
+        told = {name: made for name in sorted(own) if (made := sum_of(name)) is not None}
+        sums = [_together(line) for line in _lines(gather(told, "the gradients of equal weights"), replicas)]
+        first, doubtful = dict[str, str](), list[tuple[str, str]]()
+        for group in groups:
+            known = [(stage, name) for stage, name in group if all(name in made for made in sums)]
+            at: dict[tuple[bytes, ...], Site] = {}
+            for stage, name in known:
+                key = tuple(made[name] for made in sums)
+                one = at.setdefault(key, (stage, name))
+                if all(key) and one[0] != stage:
+                    first[name] = one[1]
+                elif known[0][0] != stage:
+                    doubtful.append((known[0][1], name))
+        return EqualWeights(first, doubtful)
 
     def first(self, known: Mapping[str, str]) -> dict[str, str]:
         """By each name the first that its weight has, where so much was ``known``."""
@@ -117,10 +120,13 @@ def _lines(every: Sequence[Any], replicas: Sequence[int]) -> list[list[Any]]:
     return [[one for one, line in zip(every, replicas, strict=True) if line == own] for own in sorted({*replicas})]
 
 
-def _pairs(line: Sequence[Contents]) -> set[tuple[str, str]]:
-    """The names of equal weights in different stages."""
-    groups: dict[tuple[str, bytes], list[Site]] = {}
-    for site, content in (pair for rank in line for pair in rank.items()):
-        groups.setdefault(content, []).append(site)
-    every = (pair for sites in groups.values() for pair in combinations(sorted(sites), 2))
-    return {(one[1], other[1]) for one, other in every if one[0] != other[0] and one[1] != other[1]}
+def _together(line: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    return {key: one for rank in line for key, one in rank.items()}
+
+
+def _equal(lines: Sequence[Contents]) -> Iterator[list[Site]]:
+    """Weights of several names that are equal in each of the ``lines``, by stage."""
+    groups: dict[tuple[object, ...], dict[str, Site]] = {}
+    for site in sorted(site for site in lines[0] if all(site in line for line in lines)):
+        groups.setdefault(tuple(line[site] for line in lines), {}).setdefault(site[1], site)
+    return ([*group.values()] for group in groups.values())
