@@ -145,8 +145,8 @@ class Chain:
                 if stage is None or not alike or not (others or self._in_parts(*those[0], m)):
                     continue
                 size = sum(self._in_parts(*one, m) or part[m].norm for one, part in zip(those, parts, strict=True))
-                for one in others:
-                    whole = whole.plus(one)
+                for one in (part for part in others if part.norm):  # zeros change nothing
+                    whole = whole.plus(one) if whole.norm else one
                 rounding = precision_of(whole.dtype).least * size
                 if others:  # where they cancel, what is left is as large as rounding of what came
                     whole = replace(whole, norm=max(whole.norm, rounding))

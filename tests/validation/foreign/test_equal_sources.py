@@ -113,3 +113,27 @@ def test_where_no_way_fits_and_several_are_likely_no_place_is_named() -> None:
     verdict = verdict_of(1, keep=0.5)
     assert verdict.verdict == "fail"
     assert not verdict.cause, str(verdict)
+
+
+class Beside(nn.Module):
+    """The first of its inputs, and nothing of the others yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return x + self.more * sum(others)
+
+
+def test_an_output_may_go_to_several_stages_that_all_send_back_zeros() -> None:
+    stages = [*layers(lambda x: (torch.tanh(x), torch.sin(x))), Beside(), Beside(), Layer()]
+    verdict = checked(Job(stages, route={1: [(0, 0), (0, 1)], 2: [(1, 0), (0, 1)]}))
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def test_a_tensor_that_is_put_out_twice_may_go_twice_to_a_stage_that_adds_nothing_of_it() -> None:
+    stages = [*layers(lambda x: (torch.tanh(x), torch.sin(x))), Layer(lambda x: (x, x)), Beside(), Layer()]
+    stages[1].layer = nn.Identity()  # type: ignore[union-attr]
+    verdict = checked(Job(stages, route={1: [(0, 1)], 2: [(0, 0), (1, 0), (1, 1)]}))
+    assert verdict.verdict == "pass", str(verdict)
