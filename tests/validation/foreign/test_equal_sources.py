@@ -137,3 +137,10 @@ def test_a_tensor_that_is_put_out_twice_may_go_twice_to_a_stage_that_adds_nothin
     stages[1].layer = nn.Identity()  # type: ignore[union-attr]
     verdict = checked(Job(stages, route={1: [(0, 1)], 2: [(0, 0), (1, 0), (1, 1)]}))
     assert verdict.verdict == "pass", str(verdict)
+
+
+def test_zeros_that_come_back_are_zeros_beside_what_came_through_other_outputs() -> None:
+    """Those other outputs are made of the one that zeros come back to, and their sums are rounded."""
+    stages = [*layers(lambda x: (x, torch.tanh(2 * x), torch.sin(3 * x))), Beside(), Layer(torch.add)]
+    verdict = checked(Job(stages, route={1: [(0, 1), (0, 0)], 2: [(1, 0), (0, 2)]}))
+    assert verdict.verdict == "pass", str(verdict)
