@@ -98,7 +98,7 @@ class Chain:
         sums = self._add_sums(sent[1])
         stages, narrowed = dict[int, tuple[Sequence[Call], list[Column]]](), dict[int, dict[Limited, float]]()
         for stage, seen in self.stages.items():
-            columns = self._columns(stage, links[stage], again, sent)
+            columns = self._columns(stage, again, sent)
             read = [in_types_of_outputs(column, seen.calls, self.orders[stage].numbers) for column in columns]
             stages[stage] = seen.calls, [column for column, _ in read]
             narrowed[stage] = {at: limit for _, limits in read for at, limit in limits.items()}
@@ -145,8 +145,8 @@ class Chain:
                 if stage is None or not alike or not (others or self._in_parts(*those[0], m)):
                     continue
                 size = sum(self._in_parts(*one, m) or part[m].norm for one, part in zip(those, parts, strict=True))
-                for one in others:
-                    whole = whole.plus(one)
+                for one in (part for part in others if part.norm):  # zeros change nothing
+                    whole = whole.plus(one) if whole.norm else one
                 rounding = precision_of(whole.dtype).least * size
                 if others:  # where they cancel, what is left is as large as rounding of what came
                     whole = replace(whole, norm=max(whole.norm, rounding))
@@ -217,15 +217,11 @@ class Chain:
                     again[where != MADE].add(name, m, one)
         return again, sent
 
-    def _columns(
-        self, stage: int, links: Sequence[Link], again: tuple[Places, Places], sent: tuple[Places, Places]
-    ) -> Iterator[Column]:
+    def _columns(self, stage: int, again: tuple[Places, Places], sent: tuple[Places, Places]) -> Iterator[Column]:
         calls = self.stages[stage].calls
         for where, what, part in _PARTS:
             rows = [getattr(call, part) for call in calls]
             members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
-            if where == RECEIVED:
-                members = [{**row, **link.received} for row, link in zip(members, links, strict=True)]
             places, elsewhere, named = self._flow(stage, where, again=again, sent=sent)
             due = {number for number, place in named.items() if place in places.by_place}
             for number in sorted(set().union(due, *members)):
@@ -288,4 +284,4 @@ def _sum_of(inputs: Sequence[tuple[int, int]]) -> str:
 
 
 def _handed(stage: int, number: int) -> str:
-    return f"gradient of input {number} of stage {stage}"
+    return f"input {number} of stage {stage}"  # among gradients

@@ -47,7 +47,6 @@ LAWS = (
     "updated-parameters",  # what the optimizer makes of the gradients
 )
 
-
 HOOKED = "hooks on its gradient may have made another of it, and are not run again: they may speak to other ranks"
 
 
@@ -168,7 +167,8 @@ class Whole:
     @cached_property
     def chain(self) -> Chain:
         """The calls of all stages."""
-        return Chain({stage: seen for part in self.parts for stage, seen in part.stages.items()}, self.data)
+        seen = {stage: one.without_own(part.links[stage]) for part in self.parts for stage, one in part.stages.items()}
+        return Chain(seen, self.data)
 
     @cached_property
     def _links(self) -> dict[int, tuple[Link, ...]]:

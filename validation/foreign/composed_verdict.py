@@ -42,8 +42,7 @@ def verdict_of(
     if any(mismatch.law in ("microbatches", "boundaries") for mismatch in ledger.mismatches):
         for law in _OF_WHAT_CAME:
             ledger.remark(law, AS_IT_CAME)
-    if wholes[0].only is None:
-        _miss_unreported(ledger, wholes)
+    _miss_unreported(ledger, wholes)
     ledger.mismatches.sort(key=lambda one: laws.index(one.law))
     verdict = concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
     first = next((one for one in wholes if one.is_wrong(verdict)), wholes[0])
@@ -56,7 +55,7 @@ def verdict_of(
 def _of_sums(ranks: Sequence[OwnPart], replicas: Sequence[int]) -> list[Cause]:
     """What is wrong with sums over ranks."""
     wrong = [part.wrong for part in ranks]
-    return [*not_summed(wrong, replicas)] or [*of_other_ranks(wrong, [part.alone for part in ranks])]
+    return [*of_other_ranks(wrong, [part.alone for part in ranks])] or [*not_summed(wrong, replicas)]
 
 
 def _along_the_flow(wholes: Sequence[Whole], replicas: Sequence[int]) -> list[Whole]:
@@ -80,8 +79,9 @@ def _knowing_all(wholes: Sequence[Whole]) -> list[Whole]:
 
 
 def _miss_unreported(ledger: Ledger, wholes: Sequence[Whole]) -> None:
-    reported = [one for whole in wholes for one in whole.reported]
-    if not any(one.losses is not None or one.loss is not None for one in reported):
+    reported, only = [one for whole in wholes for one in whole.reported], wholes[0].only
+    told = any(one.losses is not None or one.loss is not None for one in reported)
+    if not told and only in (None, wholes[0].chain.last):
         ledger.miss("loss", "the job reports none")
-    if all(one.norm is None for one in reported):
+    if only is None and all(one.norm is None for one in reported):
         ledger.miss("grad-norm", wholes[0].no_norm or "the job reports none")

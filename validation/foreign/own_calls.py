@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipeproof.foreign.call_matching import Column
+from pipeproof.foreign.links import Link
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import RECEIVED
@@ -28,6 +29,11 @@ class StageSeen:
     rank: int
     calls: tuple[Call, ...]
     meant: Mapping[int, int] = field(default_factory=dict)
+
+    def without_own(self, links: Sequence[Link]) -> "StageSeen":
+        """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""
+        pairs = zip(self.calls, links, strict=True)
+        return replace(self, calls=tuple(call.without_own(link.received) for call, link in pairs))
 
 
 def own_twin(module: nn.Module, calls: Sequence[Call]) -> nn.Module:

@@ -352,11 +352,11 @@ class OwnStage:
         """``link``, where ``more`` of some outputs' gradients came from other outputs."""
         received, limits = dict[int, Sketch](), dict[Point, float]()
         for n, one in more.items():
-            whole = self._kept(k).flows[n].to(one.device)
-            rest = whole - one
+            whole, least = self._kept(k).flows[n].to(one.device), precision_of(one.dtype).least
+            rest, size = whole - one, (whole.norm() + one.norm()).item()
+            rest = torch.zeros_like(rest) if rest.norm().item() <= least * size else rest  # that is rounding
             received[n] = sketch(rest)
-            size = (whole.norm() + one.norm()).item() / (rest.norm().item() or math.inf)
-            limits[RECEIVED, n] = precision_of(one.dtype).least * max(1.0, size)
+            limits[RECEIVED, n] = least * max(1.0, size / (rest.norm().item() or math.inf))
         return replace(link, received=received, limits=limits) if received else link
 
     def _measured(self, k: int, link: Link, made: Made, other: Sequence[Point]) -> Link:

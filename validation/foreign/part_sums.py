@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeproof.foreign.crossings import near
@@ -15,7 +16,7 @@ from pipeproof.reference.step import Site
 _IN_PARTS = "{} of its gradients are parts of one sum on ranks {}, and nobody added them up"
 _IN_REPLICAS = (
     "{} of its gradients are not the same on ranks {}, and together they are what is due: they were reduced before all "
-    "was added to them, or not at all"
+    "was added to them, over other ranks, or not at all"
 )
 _FEW = 4  # numbers: any one number is a multiple of any other
 _IN_OTHERS = "gradients are sums over other ranks than those that have the stage: {}"
@@ -53,7 +54,7 @@ def of_other_ranks(ranks: Sequence[Wrong], alone: Sequence[Mapping[str, Sketch]]
     """Gradients that were added up over other ranks than those that have the same: each is a multiple of the sum of
     those that these ranks have ``alone`` in its place, and all of a rank are the same multiple.
 
-    Tried are all ranks, those that are so many apart, and so many side by side.
+    Tried are all ranks, those that are so many apart, so many side by side, and those that fit best.
     """
     count = len(ranks)
     sizes = [size for size in range(2, count + 1) if count % size == 0]
@@ -62,7 +63,8 @@ def of_other_ranks(ranks: Sequence[Wrong], alone: Sequence[Mapping[str, Sketch]]
     found, stages = dict[tuple[int, ...], list[int]](), set[int]()
     for rank, wrong in enumerate(ranks):
         due = {one for one, those in enumerate(alone) if those.keys() == alone[rank].keys()}
-        groups = [one for one in dict.fromkeys((*beside, *apart)) if rank in one and {*one} != due]
+        tried = dict.fromkeys((*beside, *apart, _fitting(wrong, alone, alone[rank]) if wrong else ()))
+        groups = [one for one in tried if rank in one and len(one) > 1 and {*one} != due]
         over = next((one for one in groups if _are_sums(wrong, [alone[other] for other in one], alone[rank])), None)
         if over is not None:
             found.setdefault(over, []).append(rank)
@@ -72,6 +74,28 @@ def of_other_ranks(ranks: Sequence[Wrong], alone: Sequence[Mapping[str, Sketch]]
         every = tuple(sorted(rank for on in found.values() for rank in on))
         detail = _IN_OTHERS.format("; ".join(told))
         yield Cause("misplaced", ranks=every, stages=tuple(sorted(stages)), detail=detail)
+
+
+def _fitting(wrong: Wrong, alone: Sequence[Mapping[str, Sketch]], own: Mapping[str, Sketch]) -> tuple[int, ...]:
+    """The ranks whose sums, in the places that ``own`` has them at, add up to what is seen, by least squares."""
+    places = [list(own).index(name) for _, name in wrong if name in own]
+    forms = [(one.shape, one.dtype) for one in own.values()]
+    ranks = [rank for rank, those in enumerate(alone) if [(one.shape, one.dtype) for one in those.values()] == forms]
+    sizes = [seen.norm or 1.0 for seen, _ in wrong.values()]
+    if len(places) < len(wrong) or not all(map(math.isfinite, sizes)):
+        return ()
+
+    def numbers(those: Sequence[Sketch]) -> list[float]:
+        return [number / size for one, size in zip(those, sizes, strict=True) for number in one.projections]
+
+    every = [numbers([list(alone[rank].values())[at] for at in places]) for rank in ranks]
+    matrix, seen = (
+        torch.tensor(one, dtype=torch.float64) for one in (every, numbers([one for one, _ in wrong.values()]))
+    )
+    if not matrix.isfinite().all():
+        return ()
+    found = torch.linalg.lstsq(matrix.T, seen[:, None], driver="gelsd").solution[:, 0].abs()
+    return tuple(rank for rank, one in zip(ranks, found.tolist(), strict=True) if one > found.max() / 2)
 
 
 def _few(ranks: Sequence[int]) -> str:

@@ -54,9 +54,9 @@ class Sources:
         return wired
 
     def _equal(self, sources: Mapping[tuple[int, int], Source]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """Of inputs that gradients flow through, and that may be of several stages, which put out equal tensors: all.
+        """Of inputs that gradients flow through, and that may be any of several equal outputs: these.
 
-        What was found comes first. Of one stage's outputs, inputs are in their order.
+        What was found comes first.
         """
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for (stage, number), source in sources.items():
@@ -64,7 +64,7 @@ class Sources:
             if not votes[source] or not self._flows(stage, number):
                 continue
             equal = [source, *(self._first_of(one) for one, count in votes.items() if count == votes[source])]
-            others = {(of, at): None for of, at in equal if of is not None and (of != source[0] or at == source[1])}
+            others = {(of, at): None for of, at in equal if of is not None}
             those = list(others)
             if source[0] is not None and len(those) > 1:
                 found[stage, number] = those

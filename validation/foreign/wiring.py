@@ -97,8 +97,9 @@ def _instead(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, Sourc
 
 def _exchanged(chain: Chain) -> Iterator[str]:
     """Inputs of one form that come from one place, and in another order than there."""
+    known = sorted((at, source) for at, source in chain.sources.of_inputs.items() if at not in chain.sources.unsure)
     for stage in chain.stages:
-        own = [(number, source) for (of, number), source in sorted(chain.sources.of_inputs.items()) if of == stage]
+        own = [(number, source) for (of, number), source in known if of == stage]
         for (i, one), (j, other) in combinations(own, 2):
             if one[0] == other[0] and one[1] > other[1] and chain.sources.forms(one) == chain.sources.forms(other):
                 yield (

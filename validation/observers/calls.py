@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import reduce
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -128,12 +129,6 @@ class Call:
         """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
         return self.backwards or [*self.flowed.values()][:1]
 
-    @property
-    def came_apart(self) -> bool:
-        """Whether a gradient came to each of several outputs once, and not in one backward."""
-        came = [[one.backward for one in those] for (is_output, _), those in self.parts.items() if is_output]
-        return all(len(own) == 1 for own in came) and len({own[0] for own in came}) > 1
-
     def note_part(self, at: "Place", seen: Sketch, kept: Tensor | None, *, counts: bool) -> None:
         """Note what the backward that runs brought to a tensor, beside what others did; ``kept`` is a copy of it.
 
@@ -151,8 +146,20 @@ class Call:
             return [one.seen for one in _of_each(those, sent)[0]]
         return [one for one in [self.output_gradients.get(number)] if one is not None]
 
+    @property
+    def apart(self) -> bool:
+        """Whether two outputs had a backward each, of which none brought anything to both."""
+        own = [{one.backward for one in those} for (is_output, _), those in self.parts.items() if is_output]
+        return any(one.isdisjoint(other) for one, other in combinations(own, 2))
+
+    @property
+    def varied(self) -> bool:
+        """Whether its backwards brought an output what is not alike."""
+        own = [[one.seen for one in those] for (is_output, _), those in self.parts.items() if is_output]
+        return any(not one.is_like(those[0]) for those in own for one in those[1:])
+
     def together(self, sent: Mapping[int, Sequence[Sketch]]) -> "Call":
-        """The same, where each of several consumers of what it made had a backward of its own: as if it were one.
+        """The same, where several consumers, outputs or terms of a loss had a backward each: as if these were one.
 
         ``sent``: by output, what they handed back. Of equal parts so many count as they sent; what is left are halves
         of a backward, or backwards too many.
@@ -178,6 +185,14 @@ class Call:
             again=self.again and replace(self.again, flows=self.again.flows | whole),
             parts={},
         )
+
+    def without_own(self, received: Mapping[int, Sketch]) -> "Call":
+        """The same, where of the gradients of some outputs only these came from behind the call.
+
+        What else came to them, others brought that it made of them.
+        """
+        parts = {at: those for at, those in self.parts.items() if not (at[0] and at[1] in received)}
+        return replace(self, output_gradients={**self.output_gradients, **received}, parts=parts) if received else self
 
     def later(self, time: int, *, rank: int) -> "Call":
         """The same on ``rank``, by so much later."""

@@ -19,10 +19,11 @@ from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
+from pipeproof.observers.hidden import hidden_in
 from pipeproof.observers.own_losses import OwnLoss, OwnLosses
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
-from pipeproof.observers.tensors_in import hidden_in, leaves_in, tensors_in
+from pipeproof.observers.tensors_in import leaves_in, tensors_in
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats

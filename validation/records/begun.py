@@ -1,6 +1,6 @@
 """What gradients a step began with: what has grown since must come from calls that are seen."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,10 @@ _CALLED = (
     "torch.compile returned"
 )
 _COMPILED = "its compile() hides them; compile the modules in it, or pass and call what torch.compile returns of it"
+_SILENT = (
+    " has parameters to be trained, and ran without gradients, as under no_grad: where that is meant, call "
+    "requires_grad_(False) on them"
+)
 
 
 class Begun:
@@ -61,6 +65,13 @@ class Begun:
                 )
             if len(calls[stage]) >= 2 * microbatches and on_its_own(calls[stage]):
                 raise RecordError(several_calls(stage, "on what it gave itself"))
+
+    def without_gradients(self, own: RankStages, calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
+        """Which stages ran without gradients and have something to train: nobody knows whether that is meant."""
+        for stage, module in own.modules.items():
+            silent = bool(calls[stage]) and all(call.silent and not call.ran for call in calls[stage])
+            if silent and any(one.requires_grad for one in module.parameters()):
+                yield f"stage {stage}{_SILENT}"
 
     def note_unreached(self, own: RankStages, stage: OwnStage) -> None:
         """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""

@@ -1,5 +1,6 @@
 """Communication hooks of DDP: what they are known to make of the gradients that they reduce."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -8,6 +9,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+from pipeproof.observers.watching import Watcher
+from pipeproof.records.rank_part import RankStages
 
 _CASTS = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
 _BUILT_IN = MappingProxyType({str(BuiltinCommHookType.FP16_COMPRESS): torch.float16})
@@ -33,6 +37,17 @@ class CommHook:
     def told(self) -> str:
         """Why it is not known what gradients must be."""
         return f"DDP's communication hook {self.name} may have made others of them: check a run without it"
+
+
+def hooks_of(own: RankStages, watchers: Mapping[int, Watcher]) -> dict[str, CommHook]:
+    """The hooks through which DDP reduces a rank's gradients, by name, if any; ``watchers`` saw its calls."""
+    found: dict[str, CommHook] = {}
+    for stage, module in own.modules.items():
+        replicas = watchers[stage].replicas(module)
+        if replicas is not None and (hook := comm_hook_of(replicas)) is not None:
+            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            found |= {own.rename(stage, name): hook for name in names}
+    return found
 
 
 def comm_hook_of(replicas: DistributedDataParallel) -> CommHook | None:

@@ -41,6 +41,7 @@ from pipeproof.records.chain_start import ChainStart, names_in, placement_of, pr
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
 from pipeproof.records.early_step import EarlyStep
+from pipeproof.records.equal_weights import EqualWeights
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
 from pipeproof.records.own_gradients import OwnGradients
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
@@ -224,7 +225,7 @@ class ComposedCheck(CheckedStep):
         again.own_losses = self._watched.own_losses
         here = self._once_more(again, named)
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
-        due = self._summed(stages)
+        due = self._summed(stages, here)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, {k: chain.stages[k] for k in calls}, in_parts=lines.together > 1)
         sums = self._shards, self._replicas, self._shares
@@ -233,6 +234,8 @@ class ComposedCheck(CheckedStep):
         gradients = replace(gradients, begun=self._begun, lost=self._lost, only=self._only)
         for own in stages:
             part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
+        for why in self._begun.without_gradients(self._own, calls):
+            self._ledger.doubt("presence", why)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
@@ -292,14 +295,22 @@ class ComposedCheck(CheckedStep):
             again.as_agreed()
         return here
 
-    def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
+    def _summed(self, stages: Sequence[OwnStage], here: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        hooks = self._watched.comm_hooks(self._own.rename)
+        hooks = self._watched.comm_hooks(self._own)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
-        both = self._exchange, self._first
-        self._shares = StageShares(*both, self._places, self._own.places, self._bound_s, replica=self._lines.own)
+        if self._one_name is None:
+            contents, alone = self._shards.named(self._weights), self._way.divided(sums)
+            equal = EqualWeights.of(
+                self._shards, contents, self._first, (here, alone), self._gather, self._run.replicas
+            )
+            self._first = equal.first(self._first)
+            if self._exchange.rank == 0 and equal.told:
+                self._ledger.remark("gradient", equal.told)
+        both, own = (self._exchange, self._first), self._own.places
+        self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
 
     @property

@@ -63,6 +63,7 @@ class OwnGradients:
         names = self._comparable(stage)
         if not stage.closed:
             return part
+        self._skip_untrained(stage)
         wanting = [name for name, one in stage.model.named_parameters() if one.requires_grad]
         if wanting and stage.unreached == wanting:
             self.ledger.remark("presence", f"stage {stage.stage}{_UNREACHED}")
@@ -91,6 +92,16 @@ class OwnGradients:
         alone = {full: name for full, name in names.items() if full not in shared}
         whole = {full: one for full, one in self.way.undivided(due).items() if full in wrong - shared}
         return self._explained(part, stage, numbers, alone, whole, seen)
+
+    def _skip_untrained(self, stage: OwnStage) -> None:
+        """Where one stage alone is run again, and has nothing to train of its own, no law about that applies."""
+        every = {self.own.rename(stage.stage, name): one for name, one in stage.model.named_parameters()}
+        alone = {name: one for name, one in every.items() if name not in self.shares.stages_of(every)}
+        told = f"stage {stage.stage}, which alone was run again, has no weights of its own"
+        if self.only is not None and not alone:
+            self.ledger.skip("presence", told)
+        if self.only is not None and not any(one.requires_grad for one in alone.values()):
+            self.ledger.skip("gradient", f"{told} to train" if alone else told)
 
     def _hooked(
         self, names: Mapping[str, str], seen: Mapping[str, Any], due: Due, allowed: AllowedOf

@@ -7,8 +7,8 @@ from pipeproof.foreign.own_calls import counting, with_own_loss
 from pipeproof.observers.calls import Call
 from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.observers.watching import Watcher
-from pipeproof.records.comm_hooks import CommHook, comm_hook_of
-from pipeproof.records.rank_part import Rename
+from pipeproof.records.comm_hooks import CommHook, hooks_of
+from pipeproof.records.rank_part import RankStages
 
 
 class WatchedStages:
@@ -37,15 +37,9 @@ class WatchedStages:
         found = {k: self._watchers[k].own_loss(one) for k, one in self._modules.items()}
         return {k: one for k, one in found.items() if one is not None}
 
-    def comm_hooks(self, rename: Rename) -> dict[str, CommHook]:
-        """The hooks through which DDP reduces this rank's gradients, by name, if any."""
-        found: dict[str, CommHook] = {}
-        for stage, module in self._modules.items():
-            replicas = self._watchers[stage].replicas(module)
-            if replicas is not None and (hook := comm_hook_of(replicas)) is not None:
-                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-                found |= {rename(stage, name): hook for name in names}
-        return found
+    def comm_hooks(self, own: RankStages) -> dict[str, CommHook]:
+        """The hooks through which DDP reduces the gradients of this rank's ``own`` stages, by name, if any."""
+        return hooks_of(own, self._watchers)
 
     def close(self) -> None:
         """From now on watch nothing."""

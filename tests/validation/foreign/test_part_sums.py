@@ -40,7 +40,7 @@ def test_what_is_missing_is_not_looked_at() -> None:
     assert not sketched(1, ["a", "b"], {"a": None, "b": PART}, {"a": WHOLE, "b": None})
 
 
-@pytest.mark.parametrize("over", [(0, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("over", [(0, 2), (0, 1, 2, 3), (0, 3), (0, 1, 3)])
 def test_the_ranks_over_which_gradients_were_added_up_are_named(over: tuple[int, ...]) -> None:
     """Of two stages with two replicas each, rank 0 adds up over ``over`` and takes the mean."""
     draw = torch.Generator().manual_seed(2)

@@ -74,3 +74,17 @@ def test_a_module_that_is_called_on_several_inputs_is_refused() -> None:
             (MSE(inner(x) * inner(other), target) / 3).backward()
         check.gradients()
     assert "stage 0's module is called on several inputs of each microbatch" in str(check.verdict), str(check.verdict)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_stage_that_ran_without_gradients_is_unknown_unless_it_is_frozen(trained: bool) -> None:
+    first, last = layers(torch.tanh, torch.sin)
+    first.requires_grad_(trained)
+    with check_step({0: first, 1: last}, DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            with torch.no_grad():
+                sent = first(x)
+            (MSE(last(sent), target) / 3).backward()
+        check.gradients()
+    assert check.verdict.verdict == ("unknown" if trained else "pass"), str(check.verdict)
+    assert ("call requires_grad_(False)" in str(check.verdict)) == trained
