@@ -291,6 +291,11 @@ class Storages:
         """Those in which tensors lie."""
         self._all |= {one.cdata: one for one in (_Weak(tensor.untyped_storage()) for tensor in tensors)}
 
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """No longer those in which tensors lie."""
+        for tensor in tensors:
+            self._all.pop(tensor.untyped_storage()._cdata, None)
+
     def meet(self, tensors: Iterable[Tensor]) -> bool:
         """Whether some of the tensors lie in one of these."""
         return any(tensor.untyped_storage()._cdata in self._all for tensor in tensors)

@@ -26,9 +26,9 @@ _READ = frozenset(
     "__format__ __setitem__".split()
 )
 _TO_HOST = _READ - {"backward", "isend", "send", "__setitem__"} | frozenset(  # for which a program waits for a device
-    "cpu nonzero argwhere unique unique_consecutive masked_select bincount repeat_interleave is_nonzero __complex__ "
-    "__contains__ __dlpack__".split()
+    "cpu nonzero argwhere unique unique_consecutive masked_select bincount is_nonzero __complex__ __contains__".split()
 )
+_ELSEWHERE = frozenset(("copy_", "__setitem__"))  # what they write into may lie on another device than what they read
 Works = Sequence[SimulatedWork]
 
 
@@ -67,10 +67,11 @@ class Uses(TorchFunctionMode):
         if (ahead := self._network.scheduler.ahead) is None:
             return func(*args, **named)
         name, taken = getattr(func, "__name__", ""), [*tensors_in((args, tuple(named.values())))]
-        if name in _TO_HOST or (name in ("__getitem__", "__setitem__") and _chooses(args[1])):
-            self._network.works.asks(taken)
-        elif name == "untyped_storage" or (name == "to" and _names_host((*args[1:], *named.values()))):
-            self._network.works.catch_up(surely=False)  # as pickle does; on a device it may be a copy to it, or from it
+        to_host = name == "cpu" or _names_host((*args[1:], *named.values()))
+        if (waits := _waits(name, args)) is not False:
+            self._network.works.asks(taken, surely=waits is True)
+        elif name == "to" and to_host:
+            self._network.works.asks(taken, surely=False)  # on a device it may be a copy to it, or from it
         if getattr(func, "__module__", "") == dist.distributed_c10d.__name__:  # which waits, and asks for nothing
             return func(*args, **named)
         ahead.inside[self._rank] += 1
@@ -78,8 +79,10 @@ class Uses(TorchFunctionMode):
             result = func(*args, **named)
         finally:
             ahead.inside[self._rank] -= 1
-        if ahead.on_device.meet(taken):  # and so does what is made of that
-            ahead.on_device.add(tensors_in([result, args[0] if name == "__setitem__" else ()]))
+        if to_host:
+            ahead.on_device.drop(taken)  # here a copy on the host may be the same memory: where that lies nobody knows
+        elif ahead.on_device.meet(taken) and name not in _ELSEWHERE:  # what is made of that lies there, too
+            ahead.on_device.add(tensors_in([result]))
         return result
 
     def _look(self, name: str, used: Iterable[Tensor], result: object, pending: Works) -> None:
@@ -102,14 +105,26 @@ def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[
     yield from tensors_in((*args, *named.values()))
 
 
-def _chooses(index: object) -> bool:
-    """Whether how much an index takes depends on numbers."""
-    return any(one.dtype is torch.bool for one in tensors_in(index))
+def _waits(name: str, args: Sequence[Any]) -> bool | None:
+    """Whether a program waits here for a device on which all lies that it gives; None where that is not known."""
+    if name == "untyped_storage":  # as pickle calls it
+        return None
+    if name not in ("__getitem__", "__setitem__"):
+        return name in _TO_HOST
+    index = [*tensors_in(args[1])]
+    if not any(one.dtype is torch.bool for one in index):  # else how much it takes depends on numbers
+        return False
+    if name == "__getitem__" or len(index) > 1:
+        return True
+    value = args[2]
+    if not isinstance(value, Tensor):  # a number is put under a mask on the device itself
+        return False
+    return None if value.numel() == 1 else True
 
 
 def _names_host(given: Iterable[object]) -> bool:
     """Whether a place that is given is the host."""
-    return any(str(one).startswith("cpu") for one in given if not isinstance(one, Tensor))
+    return any(str(one).startswith("cpu") for one in given if isinstance(one, str | torch.device))
 
 
 def _note_writes(concerned: Works) -> None:
