@@ -145,7 +145,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """Reduce each tensor in place."""
         operation = _operation(opts)
-        told = f"{_named(operation)}, {_sizes(tensors)}"
+        told = f"{meanings.named(operation)}, {_sizes(tensors)}"
         return self._call("all_reduce", tensors, tensors, meanings.all_reduced(operation), told)
 
     allreduce_coalesced = allreduce
@@ -153,7 +153,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         """Reduce each tensor in place, on one rank."""
         meaning = meanings.reduced_to(opts.reduceOp, opts.rootRank)
-        told = f"{_named(opts.reduceOp)}, to {opts.rootRank}, {_sizes(tensors)}"
+        told = f"{meanings.named(opts.reduceOp)}, to {opts.rootRank}, {_sizes(tensors)}"
         return self._call("reduce", tensors, tensors if self.rank() == opts.rootRank else [], meaning, told)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
@@ -197,7 +197,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
         """Everybody gets its part of what everybody's tensors make together."""
         given, operation = [tensor for tensors in inputs for tensor in tensors], _operation(opts)
-        told = f"{_named(operation)}, {_sizes(given)}"
+        told = f"{meanings.named(operation)}, {_sizes(given)}"
         return self._call("reduce_scatter", given, outputs, meanings.reduced_and_scattered(operation), told)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SimulatedWork:
@@ -211,7 +211,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> SimulatedWork:
         """So for several."""
         operation = _operation(opts)
-        told = f"{_named(operation)}, {_sizes(inputs)}"
+        told = f"{meanings.named(operation)}, {_sizes(inputs)}"
         return self._call("reduce_scatter_tensor", inputs, outputs, meanings.reduced_and_cut(operation), told)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -272,11 +272,6 @@ def _dense(tensors: list[Tensor]) -> list[Tensor]:
 
 def _operation(opts: Any) -> Any:
     return dist.ReduceOp.SUM if opts is None else opts.reduceOp
-
-
-def _named(operation: Any) -> str:
-    known = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-    return next((name for name in known if operation == getattr(dist.ReduceOp, name)), str(operation))
 
 
 def _sizes(tensors: Sequence[Tensor]) -> str:

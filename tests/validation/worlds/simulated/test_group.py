@@ -165,9 +165,14 @@ def divided(context: RankContext) -> None:
     dist.monitored_barrier()
 
 
-def test_what_is_not_there_says_so(simulated: World) -> None:
-    with pytest.raises(RankFailed, match="monitored_barrier"):
-        simulated.run(divided, ranks=2)
+def premultiplied(context: RankContext) -> None:
+    dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
+
+
+@pytest.mark.parametrize(("job", "said"), [(divided, "ProcessGroup.monitored_barrier"), (premultiplied, "PREMUL_SUM")])
+def test_what_is_not_there_says_so(job: Callable[..., None], said: str, simulated: World) -> None:
+    with pytest.raises(RankFailed, match=f"the simulated world has no [a-z ]*{said}: run this on real ranks"):
+        simulated.run(job, ranks=2)
 
 
 def scatters_less(context: RankContext) -> None:
