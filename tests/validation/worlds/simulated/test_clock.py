@@ -141,9 +141,9 @@ def waits_really(context: RankContext) -> list[object]:
     """Python's own waits for what is no rank's, with a bound."""
 
     async def nap() -> str:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
         try:
-            await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+            await asyncio.wait_for(asyncio.Event().wait(), 0.05)
         except TimeoutError:
             return "late"
         return "came"
@@ -165,7 +165,7 @@ def waits_really(context: RankContext) -> list[object]:
 
 
 def test_what_waits_for_real_things_by_a_bound_waits_so_long(simulated: World) -> None:
-    assert simulated.run(waits_really, ranks=2, timeout_s=10) == [["late", 0, []]] * 2
+    assert simulated.run(waits_really, ranks=2, timeout_s=3) == [["late", 0, []]] * 2
 
 
 def refused(context: RankContext, secs: Any) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import random
 import re
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from queue import Queue
 from threading import Thread
 from types import SimpleNamespace
@@ -151,10 +151,8 @@ def goes_on(context: RankContext) -> None:
 
 def never_gives_up(context: RankContext) -> None:
     while True:
-        try:
+        with suppress(BaseException):
             both_receive(context)
-        except BaseException:
-            time.sleep(1)
 
 
 def profiles(context: RankContext) -> None:
