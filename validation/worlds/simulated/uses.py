@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipeproof.worlds.simulated.network import Network
-from pipeproof.worlds.simulated.races import overlap
+from pipeproof.worlds.simulated.races import Version, overlap, versions, within
 from pipeproof.worlds.simulated.torch_inside import has_memory, places_of
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.simulated.works import read_early
@@ -49,6 +49,7 @@ class Uses(TorchFunctionMode):
     ) -> Any:
         unmet = self._network.works.unmet(self._rank)
         named = kwargs or {}
+        before = [(work, versions(work.due)) for work in unmet]
         result = self._called(func, args, named)
         if unmet:
             taken = [*tensors_in((args, tuple(named.values())))]
@@ -57,6 +58,8 @@ class Uses(TorchFunctionMode):
             if concerned:
                 name = getattr(func, "__name__", "")
                 self._look(name, _used(name, args, named), result, [work for work in concerned if work.due])
+                for work, then in before:
+                    work.rewritten |= work in concerned and _rewrites(taken, work.due, then)
                 _note_writes(concerned)
         if self._network.fine:
             self._network.scheduler.pause()
@@ -132,6 +135,16 @@ def _note_writes(concerned: Works) -> None:
     for work in concerned:
         if not work.wrote and work.disturbed:
             work.wrote = own_stack()
+
+
+def _rewrites(taken: Sequence[Tensor], due: Sequence[Tensor], before: Sequence[Version]) -> bool:
+    """Whether a function that has read none of it has written there. One that gave it another shape wrote nothing.
+
+    Of a tensor that is more than what is due another part may have been written.
+    """
+    pairs = zip(due, before, versions(due), strict=True)
+    changed = [one for one, then, now in pairs if now[0] != then[0] and now[1:] == then[1:]]
+    return any(within(other, one) for one in changed for other in taken)
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:

@@ -28,7 +28,8 @@ class SimulatedWork(Work):
     what has come is written into them when they are waited for, as late as any transport may. ``posted_as``: what its
     call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds. ``on_stream``: a
     device comes to it, after all that it waits for. Who waits for it then makes that wait, but where ``holds_program``;
-    ``left`` tells that its rank has gone on without what it brings.
+    ``left`` tells that its rank has gone on without what it brings. ``rewritten``: a function has written into what is
+    due, if only the same bits, as a number added to what is no number leaves them.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SimulatedWork(Work):
         self.over = False  # on the network
         self.met = False  # by its rank
         self.left = False
-        self.holds_program = False
+        self.holds_program = self.rewritten = False
         self.error: Race | None = None
         self._scheduler = scheduler
         self._wait = wait
@@ -213,11 +214,12 @@ class SimulatedWork(Work):
     @property
     def disturbed(self) -> bool:
         """Whether what it holds has been written or freed."""
-        return any(held.freed or held.changed for held in (self.given, self.awaited))
+        return self.rewritten or any(held.freed or held.changed for held in (self.given, self.awaited))
 
     def _look_into(self, held: Held) -> None:
         """Note the race that its rank has made, where there is none yet."""
-        if self.error is not None or (not (freed := held.freed) and not held.changed):
+        changed = held.changed or (self.rewritten and held is self.awaited)
+        if self.error is not None or (not (freed := held.freed) and not changed):
             return
         kind, did, line = (
             ("freed-in-flight", "freed or resized", "freed")
