@@ -12,6 +12,7 @@ import torch
 
 from pipeproof.worlds.belongings import Belonging, belongings, belongs_to_rank
 from pipeproof.worlds.simulated.own_modules import OwnModules
+from pipeproof.worlds.simulated.torch_inside import SWITCHES
 
 _numpys: Any = np.random  # its stubs leave out what sets its generator
 _Value = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -20,8 +21,6 @@ _VALUES: tuple[_Value, ...] = (
     (random.getstate, random.setstate),
     (_numpys.get_bit_generator, _numpys.set_bit_generator),  # as an object: its state takes longer than a step
 )
-_attention: Any = torch.backends.cuda  # whose flags are those of a CPU's attention, too
-_ATTENTION = [(f"{name}_sdp_enabled", f"enable_{name}_sdp") for name in ("flash", "mem_efficient", "math", "cudnn")]
 _SWITCHES: tuple[_Value, ...] = (  # which people set for a block of code, and in there ranks take turns
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -30,7 +29,7 @@ _SWITCHES: tuple[_Value, ...] = (  # which people set for a block of code, and i
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
-    *((getattr(_attention, get), getattr(_attention, put)) for get, put in _ATTENTION),
+    *SWITCHES,
 )
 
 belongs_to_rank(sys, "stdout", "stderr", fresh=lambda stream: stream)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler as profilers
-from torch.cuda import nccl
 from torch.distributed import c10d_logger, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -27,6 +26,7 @@ from torch.library import Library, get_kernel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.profiler import profiler
 from torch.torch_version import TorchVersion
 from torch.utils import checkpoint
 
@@ -45,7 +45,7 @@ _HOOKS = [name for name in vars(modules) if name.startswith("_global_") and isin
 _OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
 _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
-_VERSION = "version"  # of NCCL, for which a profiler asks
+_TOLD = "_get_distributed_info"  # in a profile, such as NCCL's version
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _GLOO, _NCCL = "ProcessGroupGloo", "ProcessGroupNCCL"
 _BACKWARD = "_engine_run_backward"  # through which Python comes to all of them
@@ -54,6 +54,10 @@ _NUMBERS = (  # operators that are done once their numbers, or how many they are
     "_local_scalar_dense _unique2 bincount equal masked_select nonzero repeat_interleave.Tensor unique_consecutive "
     "unique_dim".split()
 )
+SWITCHES = [  # of attention: what asks for it, and what sets it
+    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+    for name in ("flash", "mem_efficient", "math", "cudnn")
+]
 MESSAGES = ("send", "recv", "recv_anysource")
 OLDEST = "2.13"  # before it, DTensor ends a process whose ranks are threads
 P = ParamSpec("P")
@@ -129,7 +133,7 @@ def standing_in(
     changed = (*groups, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
     kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
     kept += [(dist, _GLOO, getattr(dist, _GLOO)), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
-    kept += [(nccl, _VERSION, vars(nccl)[_VERSION])]
+    kept += [(profiler._KinetoProfile, _TOLD, vars(profiler._KinetoProfile)[_TOLD])]
     mesh: Any = device_mesh.DeviceMesh
     kept += [(mesh, "__init__", mesh.__init__)]
     kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
@@ -147,7 +151,7 @@ def standing_in(
     setattr(c10d, _BATCH, noted)
     mesh.__init__ = _mesh_of_a_rank(mesh.__init__)
     c10d.is_nccl_available = lambda: True
-    setattr(nccl, _VERSION, lambda: (0, 0, 0))
+    setattr(profiler._KinetoProfile, _TOLD, lambda _: None)
     setattr(c10d, _RECORDS, lambda *_, **__: None)
     c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
     setattr(dist, _GLOO, bare)
