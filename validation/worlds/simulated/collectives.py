@@ -59,7 +59,7 @@ class Collectives:
     def call(self, communicator: Communicator, rank: int, call: Call) -> SimulatedWork:
         """The next collective of the rank that has the turn. Raises the race where others call another."""
         scheduler, stack = self._network.scheduler, own_stack()
-        on_stream = self._network.on_stream(communicator) and call.name != BARRIER  # for which NCCL's programs wait
+        on_stream = self._network.on_stream(communicator)
         number = communicator.calls[rank]
         communicator.calls[rank] += 1
         meeting = self._meetings.setdefault((communicator.number, number), _Meeting())
@@ -71,7 +71,7 @@ class Collectives:
 
         self._look(communicator, call, stack)
         work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called", on_stream=on_stream)
-        work.communicator = communicator
+        work.communicator, work.holds_program = communicator, call.name == BARRIER  # for which NCCL's programs wait
         self._network.works.add(work)
         meeting.first = meeting.first or (call, work)
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
+from pipeproof.worlds.stack import Stack, own_stack
+
 MEETING = "communicator"  # the key under which the first to come leaves its number, which nobody else sees
 
 
@@ -12,13 +14,14 @@ MEETING = "communicator"  # the key under which the first to come leaves its num
 class Communicator:
     """One that ranks have in common. ``members``: each rank's number in the world, by that in here, once it is in.
 
-    ``on_host``: programs wait there, and no device for them.
+    ``made``: where each of these made its group. ``on_host``: programs wait there, and no device for them.
     """
 
     number: int
     size: int
     on_host: bool
     members: dict[int, int] = field(default_factory=dict)
+    made: dict[int, Stack] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)  # of collectives, by the rank's number in here
 
     def global_rank(self, rank: int) -> int | None:
@@ -43,4 +46,5 @@ class Communicators:
         if size == self._ranks and rank == world_rank:
             found.members |= {one: one for one in range(size) if one not in found.members}  # also those still to come
         found.members[rank] = world_rank
+        found.made[world_rank] = own_stack()
         return found

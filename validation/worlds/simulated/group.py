@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from pipeproof.worlds.simulated.collectives import BARRIER, Call, Collectives
 from pipeproof.worlds.simulated.communicator import Communicators
 from pipeproof.worlds.simulated.meanings import AnotherRanks, NotSimulated
 from pipeproof.worlds.simulated.network import Network
+from pipeproof.worlds.simulated.races import race
 from pipeproof.worlds.simulated.torch_inside import arrived
 from pipeproof.worlds.simulated.work import SimulatedWork
 
@@ -79,6 +81,18 @@ class Bare:
             raise NotSimulated("receive from any rank where messages have no tags, as NCCL has none")
         return self._net.network.receive(self._communicator, self._rank, None, tag, _dense(tensors))
 
+    def agree(self, ranks: Sequence[int]) -> None:
+        """Raises the race where others have come than these ranks of the world."""
+        own, communicator = self._owner, self._communicator
+        for number, rank in communicator.members.items():
+            if rank != ranks[number]:
+                said = (
+                    f"rank {own} made a group of ranks {', '.join(map(str, ranks))} where rank {rank} made another one"
+                )
+                lines = {f"rank_{one}_made_its": communicator.made.get(one, ()) for one in (own, rank)}
+                found = race("desynchronised", own, f"{said}: all ranks must make groups in one order", **lines)
+                self._net.network.scheduler.tell(found)
+
     def call(
         self, name: str, brought: Sequence[Tensor], due: Sequence[Tensor], meaning: meanings.Meaning, told: object = ""
     ) -> SimulatedWork:
@@ -118,7 +132,18 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._store, self._name = store, ""
         self.bare = Bare(store, rank, size, on_host=self.on_host or _blocking())
         self.options = SimpleNamespace()
-        self._call = self.bare.call
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name}>"  # torch tells it to users, and one run is to be as another
+
+    def agreed(self) -> "SimulatedGroup":
+        """The same. Raises the race where one who has come to it made it of other ranks."""
+        with suppress(KeyError):  # it is still being made
+            self.bare.agree(dist.get_process_group_ranks(self))
+        return self
+
+    def _call(self, *given: Any) -> SimulatedWork:
+        return self.agreed().bare.call(*given)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -145,7 +170,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """Reduce each tensor in place."""
         operation = _operation(opts)
-        told = f"{_named(operation)}, {_sizes(tensors)}"
+        told = f"{meanings.named(operation)}, {_sizes(tensors)}"
         return self._call("all_reduce", tensors, tensors, meanings.all_reduced(operation), told)
 
     allreduce_coalesced = allreduce
@@ -153,7 +178,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         """Reduce each tensor in place, on one rank."""
         meaning = meanings.reduced_to(opts.reduceOp, opts.rootRank)
-        told = f"{_named(opts.reduceOp)}, to {opts.rootRank}, {_sizes(tensors)}"
+        told = f"{meanings.named(opts.reduceOp)}, to {opts.rootRank}, {_sizes(tensors)}"
         return self._call("reduce", tensors, tensors if self.rank() == opts.rootRank else [], meaning, told)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
@@ -197,7 +222,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
         """Everybody gets its part of what everybody's tensors make together."""
         given, operation = [tensor for tensors in inputs for tensor in tensors], _operation(opts)
-        told = f"{_named(operation)}, {_sizes(given)}"
+        told = f"{meanings.named(operation)}, {_sizes(given)}"
         return self._call("reduce_scatter", given, outputs, meanings.reduced_and_scattered(operation), told)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SimulatedWork:
@@ -211,7 +236,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> SimulatedWork:
         """So for several."""
         operation = _operation(opts)
-        told = f"{_named(operation)}, {_sizes(inputs)}"
+        told = f"{meanings.named(operation)}, {_sizes(inputs)}"
         return self._call("reduce_scatter_tensor", inputs, outputs, meanings.reduced_and_cut(operation), told)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -252,7 +277,7 @@ def messages() -> dict[str, Any]:
 def _instead(name: str, original: Any) -> Any:
     def posted(group: dist.ProcessGroup, tensors: list[Tensor], *arguments: Any) -> Any:
         if isinstance(group, SimulatedGroup):
-            return getattr(group.bare, name)(list(map(arrived, tensors)), *arguments)
+            return getattr(group.agreed().bare, name)(list(map(arrived, tensors)), *arguments)
         return original(group, tensors, *arguments)
 
     return posted
@@ -272,11 +297,6 @@ def _dense(tensors: list[Tensor]) -> list[Tensor]:
 
 def _operation(opts: Any) -> Any:
     return dist.ReduceOp.SUM if opts is None else opts.reduceOp
-
-
-def _named(operation: Any) -> str:
-    known = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-    return next((name for name in known if operation == getattr(dist.ReduceOp, name)), str(operation))
 
 
 def _sizes(tensors: Sequence[Tensor]) -> str:

@@ -23,6 +23,9 @@ _OPERATIONS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+
+
 class NotSimulated(NotImplementedError):
     """What the simulated world does not have."""
 
@@ -40,11 +43,16 @@ class AnotherRanks(RuntimeError):
         )
 
 
+def named(operation: Any) -> str:
+    """What torch calls a reduction, the same in every run."""
+    return next((name for name in _NAMES if operation == getattr(dist.ReduceOp, name)), type(operation).__name__)
+
+
 def reduced(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
     """Tensors of all ranks, one of each, as one: added in the order of ranks. Raises ``NotSimulated``."""
     found = next((one for name, one in _OPERATIONS.items() if operation == name), None)
     if found is None:
-        raise NotSimulated(f"reduction {operation}")
+        raise NotSimulated(f"reduction {named(operation)}")
     average = operation == dist.ReduceOp.AVG
 
     def combine(tensors: Sequence[Tensor]) -> Tensor:

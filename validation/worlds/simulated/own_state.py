@@ -1,6 +1,8 @@
 """What a rank finds as it left it when its turn comes: random numbers, the default type, and what belongs to a rank."""
 
 import random
+import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -8,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeproof.worlds.belongings import Belonging, belongings
+from pipeproof.worlds.belongings import Belonging, belongings, belongs_to_rank
 from pipeproof.worlds.simulated.own_modules import OwnModules
+from pipeproof.worlds.simulated.torch_inside import SWITCHES
 
 _numpys: Any = np.random  # its stubs leave out what sets its generator
 _Value = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -18,6 +21,20 @@ _VALUES: tuple[_Value, ...] = (
     (random.getstate, random.setstate),
     (_numpys.get_bit_generator, _numpys.set_bit_generator),  # as an object: its state takes longer than a step
 )
+_SWITCHES: tuple[_Value, ...] = (  # which people set for a block of code, and in there ranks take turns
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda both: torch.set_anomaly_enabled(*both),
+    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    *SWITCHES,
+)
+
+belongs_to_rank(sys, "stdout", "stderr", fresh=lambda stream: stream)
+belongs_to_rank(warnings, "filters", fresh=lambda filters: [*filters])
+belongs_to_rank(warnings, "showwarning", "_showwarnmsg_impl", fresh=lambda shown: shown)
 
 
 class OwnState:
@@ -27,6 +44,7 @@ class OwnState:
         self._own = own
         self._modules: dict[str, ModuleType] = {}
         self._values = values
+        self._switches = [get() for get, _ in _SWITCHES]
         self._dtype = torch.get_default_dtype()
         self._belonging = belonging
 
@@ -49,6 +67,9 @@ class OwnState:
         self._own.put(self._modules)
         for (_, put), value in zip(_VALUES, self._values, strict=True):
             put(value)
+        for (get, put), value in zip(_SWITCHES, self._switches, strict=True):
+            if get() != value:
+                put(value)
         if torch.get_default_dtype() is not self._dtype:
             torch.set_default_dtype(self._dtype)
         for one, value in self._belonging:
@@ -60,5 +81,6 @@ class OwnState:
         """Keep all of it as it is now."""
         self._modules = self._own.here()
         self._values = [get() for get, _ in _VALUES]
+        self._switches = [get() for get, _ in _SWITCHES]
         self._dtype = torch.get_default_dtype()
         self._belonging = [(one, one.value) for one in belongings()]

@@ -4,18 +4,23 @@ from pipeproof.worlds.simulated.scheduler import Scheduler
 
 WHOLE = 5  # times the bound of one that stands still: a slow machine is no hang, and what never ends is cut
 _LOOK_S = 0.25
+END_BOUND_S = 5.0  # for ranks that are told to give up
 _LOOKS = 10  # at the least, within a bound
 
 
 def held_up(scheduler: Scheduler, *, timeout_s: float, whole_s: float) -> str:
     """Wait until a run has ended. Empty then; else what is said of the rank that has the turn, as it goes on.
 
-    Time counts in looks at the run, so that none passes while the machine sleeps. Who only asks moves nothing on.
+    Time counts in looks at the run, so that none passes while the machine sleeps. Who only asks moves nothing on. Of a
+    run that is over it is known how it ended: who does not give up then, as one that catches all, is not waited for.
     """
     look_s = min(_LOOK_S, timeout_s / _LOOKS)
-    looks = came_back = moved = turns = steps = 0
+    looks = came_back = moved = turns = steps = over = 0
     while not scheduler.done.wait(look_s):
         looks += 1
+        over += scheduler.over
+        if over * look_s >= min(END_BOUND_S, timeout_s):
+            return "does not give up"
         if scheduler.turns != turns:
             turns, came_back = scheduler.turns, looks
         if scheduler.steps != steps:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.processes import Processes
-from pipeproof.worlds.rank_report import RankReport
+from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.patience import WHOLE
 from pipeproof.worlds.simulated.play import Manner, Order, Played, play
 
+_WHICH = ", nor did another: simulated ranks share a process, and which of them holds it is not known"
 _SLACK_S = 10.0  # beyond the bound of a run, for the process to say what did not end
 
 
@@ -39,6 +40,8 @@ class Simulated:
         most_s = WHOLE * timeout_s + _SLACK_S
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
+            if answer.ending is Ending.STUCK:  # its stack is that of who waits for the ranks
+                answer = replace(answer, message=answer.message + _WHICH, traceback="")
             return [replace(answer, rank=rank) for rank in range(ranks)]
         played = unpack(answer.payload)
         assert isinstance(played, Played), f"a run gives what was played, not {type(played)}"

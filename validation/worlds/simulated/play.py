@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.pipeline.waiting import current
@@ -26,16 +26,15 @@ from pipeproof.worlds.simulated.meanings import NotSimulated
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.own_modules import OwnModules, attributes
 from pipeproof.worlds.simulated.own_state import OwnState
-from pipeproof.worlds.simulated.patience import WHOLE, held_up
+from pipeproof.worlds.simulated.patience import END_BOUND_S, WHOLE, held_up
 from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import STRANGERS, Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
-from pipeproof.worlds.simulated.torch_inside import asked_for_numbers, before_backwards, standing_in
+from pipeproof.worlds.simulated.torch_inside import asked_for_numbers, before_backwards, one_profiler, standing_in
 from pipeproof.worlds.stack import stack_of
 from pipeproof.worlds.worker import RankContext, obey, stack_text
 
 _MOST_AHEAD = 16  # runs in which programs go ahead of devices: what each foresees is the last one's
-_END_BOUND_S = 5.0  # for ranks that are told to give up
 
 
 @dataclass(frozen=True)
@@ -168,6 +167,7 @@ class _Run:
         order, store, network = self._order, SharedStore(self._scheduler), self._network
         with ExitStack() as opened:
             opened.enter_context(standing_in(GROUPS, Bare, messages(), batch=network.batch))
+            opened.enter_context(one_profiler(_refuse_profiler))
             if self._scheduler.ahead is not None:
                 maybe = partial(network.works.catch_up, surely=False)
                 opened.enter_context(before_backwards(maybe))
@@ -179,13 +179,17 @@ class _Run:
                 thread.start()
             self._scheduler.begin()
             if held := held_up(self._scheduler, timeout_s=order.timeout_s, whole_s=whole_s):
+                if self._scheduler.over:
+                    return Played(self._reports(threads), sound=False, in_time=False)
                 self._note_late()
                 return Played(self._late(threads, held), sound=False, in_time=False)
             for thread in threads:
-                thread.join(_END_BOUND_S)
+                thread.join(END_BOUND_S)
         sound = not any(thread.is_alive() for thread in threads)
-        reports = tuple(self._report(thread, rank) for rank, thread in enumerate(threads))
-        return Played(reports, sound, self._course())
+        return Played(self._reports(threads), sound, self._course())
+
+    def _reports(self, threads: list[Rank]) -> tuple[RankReport, ...]:
+        return tuple(self._report(thread, rank) for rank, thread in enumerate(threads))
 
     def _course(self) -> Course | None:
         if self._history is None or not self._order.manner.noted:
@@ -233,6 +237,10 @@ class _Run:
             stopped = (Ending.STUCK, why) if rank == running else (Ending.STOPPED, "")
             reports.append(thread.report or place.report(rank, *stopped))
         return tuple(reports)
+
+
+def _refuse_profiler() -> NoReturn:
+    raise NotSimulated("torch.profiler of two ranks at once")
 
 
 def _adversary(order: Order, history: History | None) -> Adversary:

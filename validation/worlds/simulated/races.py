@@ -9,6 +9,8 @@ from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.torch_inside import unwatched
 from pipeproof.worlds.stack import Stack
 
+Version = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: the number, its shape and its strides
+
 
 @unwatched
 def poison(tensors: Sequence[Tensor]) -> None:
@@ -43,6 +45,11 @@ def unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     return all(torch.equal(_bits(_bare(one)), _bits(other)) for one, other in zip(tensors, before, strict=True))
 
 
+def versions(tensors: Sequence[Tensor]) -> list[Version]:
+    """How often functions of torch have written into each or its base, where autograd counts, and its shape."""
+    return [(0 if one.is_inference() else one._version, tuple(one.shape), one.stride()) for one in tensors]
+
+
 def fit(contents: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """Whether buffers have as many elements as ``contents``, of the same types."""
     one, other = ([(tensor.numel(), tensor.dtype) for tensor in some] for some in (contents, tensors))
@@ -69,6 +76,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
         return False
     whole = one.is_contiguous() and other.is_contiguous()
     return whole or one.element_size() != other.element_size() or not _elements(one).isdisjoint(_elements(other))
+
+
+@unwatched
+def within(one: Tensor, other: Tensor) -> bool:
+    """Whether all memory of a tensor is another's."""
+    here, there = _span(one), _span(other)
+    return overlap(one, other) and there.start <= here.start and here.stop <= there.stop
 
 
 def race(kind: str, rank: int, said: str, **stacks: Stack) -> Race:

@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
+from threading import Thread, current_thread
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler as profilers
 from torch.distributed import c10d_logger, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -24,7 +26,9 @@ from torch.library import Library, get_kernel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.profiler import profiler
 from torch.torch_version import TorchVersion
+from torch.utils import checkpoint
 
 from pipeproof.pipeline import waiting
 from pipeproof.worlds import posted_messages
@@ -41,13 +45,19 @@ _HOOKS = [name for name in vars(modules) if name.startswith("_global_") and isin
 _OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
 _LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
+_TOLD = "_get_distributed_info"  # in a profile, such as NCCL's version
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _GLOO, _NCCL = "ProcessGroupGloo", "ProcessGroupNCCL"
 _BACKWARD = "_engine_run_backward"  # through which Python comes to all of them
+_BEGIN, _END = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
 _NUMBERS = (  # operators that are done once their numbers, or how many they are, are known to who calls them
     "_local_scalar_dense _unique2 bincount equal masked_select nonzero repeat_interleave.Tensor unique_consecutive "
     "unique_dim".split()
 )
+SWITCHES = [  # of attention: what asks for it, and what sets it
+    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+    for name in ("flash", "mem_efficient", "math", "cudnn")
+]
 MESSAGES = ("send", "recv", "recv_anysource")
 OLDEST = "2.13"  # before it, DTensor ends a process whose ranks are threads
 P = ParamSpec("P")
@@ -73,6 +83,7 @@ belongs_to_rank(os.environ, "_data", fresh=lambda variables: variables.copy())  
 belongs_to_rank(torch.nn.Module, "zero_grad", fresh=lambda method: method)
 belongs_to_rank(torch.optim.Optimizer, "zero_grad", fresh=lambda method: method)
 belongs_to_rank(dist.ProcessGroup, *MESSAGES, fresh=lambda method: method)
+belongs_to_rank(checkpoint, "_enable_checkpoint_early_stop", fresh=lambda early: early)
 belongs_to_rank(waiting, "_note", fresh=lambda _: None)
 belongs_to_rank(
     posted_messages,
@@ -122,6 +133,7 @@ def standing_in(
     changed = (*groups, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
     kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
     kept += [(dist, _GLOO, getattr(dist, _GLOO)), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
+    kept += [(profiler._KinetoProfile, _TOLD, vars(profiler._KinetoProfile)[_TOLD])]
     mesh: Any = device_mesh.DeviceMesh
     kept += [(mesh, "__init__", mesh.__init__)]
     kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
@@ -139,6 +151,7 @@ def standing_in(
     setattr(c10d, _BATCH, noted)
     mesh.__init__ = _mesh_of_a_rank(mesh.__init__)
     c10d.is_nccl_available = lambda: True
+    setattr(profiler._KinetoProfile, _TOLD, lambda _: None)
     setattr(c10d, _RECORDS, lambda *_, **__: None)
     c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
     setattr(dist, _GLOO, bare)
@@ -159,6 +172,32 @@ def standing_in(
                 delattr(holder, name)
             else:
                 setattr(holder, name, value)
+
+
+@contextmanager
+def one_profiler(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """While this is open, ``refuse`` is called where a profiler begins beside another thread's: torch would crash."""
+    kept = {name: vars(profilers)[name] for name in (*_BEGIN, _END)}
+    owner: list[Thread] = []
+
+    def begins(begin: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if owner and owner[0] is not current_thread():
+            refuse()
+        owner[:] = [current_thread()]
+        return begin(*given, **named)
+
+    def ends(*given: Any) -> Any:
+        owner.clear()
+        return kept[_END](*given)
+
+    try:
+        for name in _BEGIN:
+            setattr(profilers, name, partial(begins, kept[name]))
+        setattr(profilers, _END, ends)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(profilers, name, function)
 
 
 def _forget_meshes() -> None:
@@ -290,6 +329,11 @@ class Storages:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Those in which tensors lie."""
         self._all |= {one.cdata: one for one in (_Weak(tensor.untyped_storage()) for tensor in tensors)}
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """No longer those in which tensors lie."""
+        for tensor in tensors:
+            self._all.pop(tensor.untyped_storage()._cdata, None)
 
     def meet(self, tensors: Iterable[Tensor]) -> bool:
         """Whether some of the tensors lie in one of these."""

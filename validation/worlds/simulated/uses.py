@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipeproof.worlds.simulated.network import Network
-from pipeproof.worlds.simulated.races import overlap
+from pipeproof.worlds.simulated.races import Version, overlap, versions, within
 from pipeproof.worlds.simulated.torch_inside import has_memory, places_of
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.simulated.works import read_early
@@ -26,9 +26,9 @@ _READ = frozenset(
     "__format__ __setitem__".split()
 )
 _TO_HOST = _READ - {"backward", "isend", "send", "__setitem__"} | frozenset(  # for which a program waits for a device
-    "cpu nonzero argwhere unique unique_consecutive masked_select bincount repeat_interleave is_nonzero __complex__ "
-    "__contains__ __dlpack__".split()
+    "cpu nonzero argwhere unique unique_consecutive masked_select bincount is_nonzero __complex__ __contains__".split()
 )
+_ELSEWHERE = frozenset(("copy_", "__setitem__"))  # what they write into may lie on another device than what they read
 Works = Sequence[SimulatedWork]
 
 
@@ -49,6 +49,7 @@ class Uses(TorchFunctionMode):
     ) -> Any:
         unmet = self._network.works.unmet(self._rank)
         named = kwargs or {}
+        before = [(work, versions(work.due)) for work in unmet]
         result = self._called(func, args, named)
         if unmet:
             taken = [*tensors_in((args, tuple(named.values())))]
@@ -57,6 +58,8 @@ class Uses(TorchFunctionMode):
             if concerned:
                 name = getattr(func, "__name__", "")
                 self._look(name, _used(name, args, named), result, [work for work in concerned if work.due])
+                for work, then in before:
+                    work.rewritten |= work in concerned and _rewrites(taken, work.due, then)
                 _note_writes(concerned)
         if self._network.fine:
             self._network.scheduler.pause()
@@ -67,10 +70,11 @@ class Uses(TorchFunctionMode):
         if (ahead := self._network.scheduler.ahead) is None:
             return func(*args, **named)
         name, taken = getattr(func, "__name__", ""), [*tensors_in((args, tuple(named.values())))]
-        if name in _TO_HOST or (name in ("__getitem__", "__setitem__") and _chooses(args[1])):
-            self._network.works.asks(taken)
-        elif name == "untyped_storage" or (name == "to" and _names_host((*args[1:], *named.values()))):
-            self._network.works.catch_up(surely=False)  # as pickle does; on a device it may be a copy to it, or from it
+        to_host = name == "cpu" or _names_host((*args[1:], *named.values()))
+        if (waits := _waits(name, args)) is not False:
+            self._network.works.asks(taken, surely=waits is True)
+        elif name == "to" and to_host:
+            self._network.works.asks(taken, surely=False)  # on a device it may be a copy to it, or from it
         if getattr(func, "__module__", "") == dist.distributed_c10d.__name__:  # which waits, and asks for nothing
             return func(*args, **named)
         ahead.inside[self._rank] += 1
@@ -78,8 +82,10 @@ class Uses(TorchFunctionMode):
             result = func(*args, **named)
         finally:
             ahead.inside[self._rank] -= 1
-        if ahead.on_device.meet(taken):  # and so does what is made of that
-            ahead.on_device.add(tensors_in([result, args[0] if name == "__setitem__" else ()]))
+        if to_host:
+            ahead.on_device.drop(taken)  # here a copy on the host may be the same memory: where that lies nobody knows
+        elif ahead.on_device.meet(taken) and name not in _ELSEWHERE:  # what is made of that lies there, too
+            ahead.on_device.add(tensors_in([result]))
         return result
 
     def _look(self, name: str, used: Iterable[Tensor], result: object, pending: Works) -> None:
@@ -102,14 +108,26 @@ def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[
     yield from tensors_in((*args, *named.values()))
 
 
-def _chooses(index: object) -> bool:
-    """Whether how much an index takes depends on numbers."""
-    return any(one.dtype is torch.bool for one in tensors_in(index))
+def _waits(name: str, args: Sequence[Any]) -> bool | None:
+    """Whether a program waits here for a device on which all lies that it gives; None where that is not known."""
+    if name == "untyped_storage":  # as pickle calls it
+        return None
+    if name not in ("__getitem__", "__setitem__"):
+        return name in _TO_HOST
+    index = [*tensors_in(args[1])]
+    if not any(one.dtype is torch.bool for one in index):  # else how much it takes depends on numbers
+        return False
+    if name == "__getitem__" or len(index) > 1:
+        return True
+    value = args[2]
+    if not isinstance(value, Tensor):  # a number is put under a mask on the device itself
+        return False
+    return None if value.numel() == 1 else True
 
 
 def _names_host(given: Iterable[object]) -> bool:
     """Whether a place that is given is the host."""
-    return any(str(one).startswith("cpu") for one in given if not isinstance(one, Tensor))
+    return any(str(one).startswith("cpu") for one in given if isinstance(one, str | torch.device))
 
 
 def _note_writes(concerned: Works) -> None:
@@ -117,6 +135,16 @@ def _note_writes(concerned: Works) -> None:
     for work in concerned:
         if not work.wrote and work.disturbed:
             work.wrote = own_stack()
+
+
+def _rewrites(taken: Sequence[Tensor], due: Sequence[Tensor], before: Sequence[Version]) -> bool:
+    """Whether a function that has read none of it has written there. One that gave it another shape wrote nothing.
+
+    Of a tensor that is more than what is due another part may have been written.
+    """
+    pairs = zip(due, before, versions(due), strict=True)
+    changed = [one for one, then, now in pairs if now[0] != then[0] and now[1:] == then[1:]]
+    return any(within(other, one) for one in changed for other in taken)
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:

@@ -26,8 +26,10 @@ class SimulatedWork(Work):
 
     Neither ``given`` nor ``due`` may be written meanwhile, or freed. ``due`` hold poison, where they are not given too:
     what has come is written into them when they are waited for, as late as any transport may. ``posted_as``: what its
-    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds. ``on_stream``: who
-    waits for it makes a device wait; ``left`` tells that its rank has gone on without what it brings.
+    call did, in a word. ``wrote``: the lines that are known to have written or freed what it holds. ``on_stream``: a
+    device comes to it, after all that it waits for. Who waits for it then makes that wait, but where ``holds_program``;
+    ``left`` tells that its rank has gone on without what it brings. ``rewritten``: a function has written into what is
+    due, if only the same bits, as a number added to what is no number leaves them.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class SimulatedWork(Work):
         self.over = False  # on the network
         self.met = False  # by its rank
         self.left = False
+        self.holds_program = self.rewritten = False
         self.error: Race | None = None
         self._scheduler = scheduler
         self._wait = wait
@@ -114,8 +117,9 @@ class SimulatedWork(Work):
             return True
         if self.over:
             self._scheduler.pause()
+        for_device = self._on_stream and not self.holds_program and timeout == _NO_TIMEOUT
         for work in self.together:
-            if not work.hold(for_device=self._on_stream and timeout == _NO_TIMEOUT):
+            if not work.hold(for_device=for_device):
                 for one in self.together:
                     one._meet() if one.over else one._leave()
                 break
@@ -210,11 +214,12 @@ class SimulatedWork(Work):
     @property
     def disturbed(self) -> bool:
         """Whether what it holds has been written or freed."""
-        return any(held.freed or held.changed for held in (self.given, self.awaited))
+        return self.rewritten or any(held.freed or held.changed for held in (self.given, self.awaited))
 
     def _look_into(self, held: Held) -> None:
         """Note the race that its rank has made, where there is none yet."""
-        if self.error is not None or (not (freed := held.freed) and not held.changed):
+        changed = held.changed or (self.rewritten and held is self.awaited)
+        if self.error is not None or (not (freed := held.freed) and not changed):
             return
         kind, did, line = (
             ("freed-in-flight", "freed or resized", "freed")

@@ -89,10 +89,13 @@ class Works:
             ahead.doubt |= not surely and not work.over
             work.catch_up()
 
-    def asks(self, tensors: Sequence[Tensor]) -> None:
-        """The rank that has the turn asks for numbers in these, for which it waits if they lie on its device."""
+    def asks(self, tensors: Sequence[Tensor], *, surely: bool = True) -> None:
+        """The rank that has the turn asks for numbers in these, for which it waits if they lie on its device.
+
+        Not ``surely``: it may be that it need not, wherever they lie.
+        """
         ahead = self._scheduler.ahead
-        self.catch_up(surely=ahead is not None and ahead.on_device.meet(tensors))
+        self.catch_up(surely=surely and ahead is not None and ahead.on_device.meet(tensors))
 
 
 def read_early(work: SimulatedWork, stack: Stack) -> Race:

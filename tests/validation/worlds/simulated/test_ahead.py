@@ -212,6 +212,43 @@ def of_another(buffer: Tensor) -> object:
     return torch.ones(1).item()
 
 
+def under_a_mask(buffer: Tensor) -> object:
+    """A number is put there by the device itself."""
+    buffer[buffer > 1] = 0
+    return buffer
+
+
+def repeated(buffer: Tensor) -> object:
+    return buffer.repeat_interleave(2)
+
+
+def one_is_on_host(context: RankContext) -> float:
+    """What was copied to the host is there, whatever the device waits for now."""
+    if context.rank:
+        for key in ("go", "on"):
+            store().wait([key])
+            dist.send(torch.ones(1), 0)
+        return 1.0
+    dist.recv(one := torch.zeros(1), 1)
+    store().set("go", "")
+    on_host, like, put = one.cpu(), torch.empty_like(one, device="cpu").fill_(1), torch.zeros(1)
+    put[0] = one[0]
+    dist.recv(torch.zeros(1), 1)
+    total = float(on_host) + float(like) + float(put)
+    store().set("on", "")
+    return total
+
+
+def meet_in_a_barrier(context: RankContext) -> None:
+    """A barrier is a device's, too, which comes to it after the message."""
+    if context.rank == 0:
+        dist.recv(torch.zeros(1), 1)
+        torch.ones(1).item()
+    dist.barrier()
+    if context.rank:
+        dist.send(torch.ones(1), 0)
+
+
 def read_too_early(context: RankContext) -> None:
     if context.rank:
         store().wait(["go"])
@@ -274,6 +311,10 @@ def outcome(world: World, job: Callable[..., object], ranks: int) -> object:
         (partial(asks, number=in_a_list), MAY_END),
         (partial(asks, number=pickled), MAY_END),
         (partial(asks, number=of_another), MAY_END),
+        (partial(asks, number=under_a_mask), MAY_END),
+        (partial(asks, number=repeated), [1.0, 1.0]),
+        (one_is_on_host, MAY_END),
+        (meet_in_a_barrier, HANG),
         (read_too_early, Race),
         (another_collective, Race),
         pytest.param(partial(asks, number=in_an_index), MAY_END, marks=SWEEP),

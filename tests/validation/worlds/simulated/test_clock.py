@@ -1,10 +1,13 @@
 """Virtual time: what a simulated rank sleeps, waits and computes, by its own clock; nothing of it takes real time."""
 
+import asyncio
+import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -132,6 +135,37 @@ def test_who_asks_now_and_then_learns_it_after_it_came(simulated: World) -> None
     for simulated.seed in range(6):
         sent, learnt = simulated.run(polling, ranks=2)
         assert sent == 1 <= learnt < 60
+
+
+def waits_really(context: RankContext) -> list[object]:
+    """Python's own waits for what is no rank's, with a bound."""
+
+    async def nap() -> str:
+        await asyncio.sleep(0.05)
+        try:
+            await asyncio.wait_for(asyncio.Event().wait(), 0.05)
+        except TimeoutError:
+            return "late"
+        return "came"
+
+    event = threading.Event()
+    read, write = os.pipe()
+    with ThreadPoolExecutor(1) as threads:
+        left = threads.submit(event.wait)
+        try:
+            done = len(list(as_completed([left], timeout=0.01)))
+        except TimeoutError:
+            done = 0
+        event.set()
+    dist.barrier()
+    seen = [asyncio.run(nap()), done, wait([read], 0.01)]
+    for one in (read, write):
+        os.close(one)
+    return seen
+
+
+def test_what_waits_for_real_things_by_a_bound_waits_so_long(simulated: World) -> None:
+    assert simulated.run(waits_really, ranks=2, timeout_s=3) == [["late", 0, []]] * 2
 
 
 def refused(context: RankContext, secs: Any) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Everything that torch.distributed calls on a simulated group gives what it gives on real ranks."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,49 @@ def divided(context: RankContext) -> None:
     dist.monitored_barrier()
 
 
-def test_what_is_not_there_says_so(simulated: World) -> None:
-    with pytest.raises(RankFailed, match="monitored_barrier"):
-        simulated.run(divided, ranks=2)
+def premultiplied(context: RankContext) -> None:
+    dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
+
+
+@pytest.mark.parametrize(("job", "said"), [(divided, "ProcessGroup.monitored_barrier"), (premultiplied, "PREMUL_SUM")])
+def test_what_is_not_there_says_so(job: Callable[..., None], said: str, simulated: World) -> None:
+    with pytest.raises(RankFailed, match=f"the simulated world has no [a-z ]*{said}: run this on real ranks"):
+        simulated.run(job, ranks=2)
+
+
+def made_in_another_order(context: RankContext, use: str) -> None:
+    """Two groups of which each rank is in one: those of odd ranks make the other one first."""
+    pairs = [[0, 1], [2, 3]]
+    made = {pair[0]: dist.new_group(pair) for pair in (reversed(pairs) if context.rank % 2 else pairs)}
+    own = made[0 if context.rank < 2 else 2]
+    if use == "sums":
+        dist.all_reduce(torch.ones(1), group=own)
+    elif dist.get_rank(own):
+        dist.recv(torch.ones(1), group=own, group_src=0)
+    else:
+        dist.send(torch.ones(1), group=own, group_dst=1)
+
+
+@pytest.mark.parametrize("use", ["sums", "messages"])
+def test_groups_that_are_made_in_another_order_are_told(use: str, simulated: World) -> None:
+    for simulated.seed in range(4):
+        with pytest.raises(RankFailed) as failed:
+            simulated.run(made_in_another_order, use, ranks=4)
+        cause = failed.value.cause
+        assert isinstance(cause, Race)
+        assert cause.kind == "desynchronised"
+        assert re.match(r"rank (\d) made a group of ranks \d, \d where rank (\d) made another one: all ", cause.said)
+        assert ["new_group(pair)" in line.text for _, line in cause.lines] == [True, True]
+
+
+def names_another(context: RankContext) -> None:
+    dist.broadcast(torch.ones(1), 2, group=dist.new_group([0, 1]))
+
+
+def test_a_group_is_called_the_same_in_every_run(simulated: World) -> None:
+    for _ in range(2):
+        with pytest.raises(RankFailed, match="Global rank 2 is not part of group <SimulatedGloo 1>"):
+            simulated.run(names_another, ranks=2)
 
 
 def scatters_less(context: RankContext) -> None:

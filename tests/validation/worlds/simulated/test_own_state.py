@@ -1,12 +1,19 @@
 """What a process keeps once is each simulated rank's own; what a rank takes of another's is refused by name."""
 
+import contextlib
+import io
 import os
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import attention
+from torch.utils import checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
@@ -42,6 +49,40 @@ def noted_optimizers(context: RankContext) -> int:
 
 def test_hooks_of_all_optimizers_are_those_of_a_ranks_own(simulated: World) -> None:
     assert simulated.run(noted_optimizers, ranks=3) == [1, 1, 1]
+
+
+def switched(context: RankContext) -> list[object]:
+    """What people set for a block of code, as it is in the midst of one in which ranks take turns, and behind it."""
+    first, seen = context.rank == 0, []
+    with (
+        torch.autograd.set_detect_anomaly(first),
+        attention.sdpa_kernel(getattr(attention.SDPBackend, "FLASH_ATTENTION" if first else "MATH")),
+        set_checkpoint_early_stop(first),
+        warnings.catch_warnings(record=True) as warned,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        warnings.simplefilter("always" if first else "ignore")
+        torch.set_float32_matmul_precision("high" if first else "highest")
+        torch.use_deterministic_algorithms(first)
+        torch.set_num_threads(1 + first)
+        for _ in range(2):
+            dist.barrier()
+        sys.stdout.write(f"{context.rank}\n")
+        warnings.warn("said", stacklevel=1)
+        dist.barrier()
+        seen += [torch.is_anomaly_enabled(), torch.backends.cuda.flash_sdp_enabled()]
+        seen += [checkpoint._enable_checkpoint_early_stop, torch.get_float32_matmul_precision() == "high"]
+        seen += [torch.are_deterministic_algorithms_enabled(), torch.get_num_threads() == 2]
+    dist.barrier()
+    return [seen, len(warned or ()), printed.getvalue(), torch.is_anomaly_enabled(), len(warnings.filters)]
+
+
+def test_what_is_set_for_a_block_of_code_is_a_ranks_own_and_gone_after_a_run(simulated: World) -> None:
+    for simulated.seed in range(6):
+        (*one, count), (*other, _) = simulated.run(switched, ranks=2)
+        assert one == [[True] * 6, 1, "0\n", False]
+        assert other == [[False] * 6, 0, "1\n", False]
+        assert simulated.run(switched, ranks=1)[0] == [*one, count], "no run leaves any of it"
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ import random
 import re
 import threading
 import time
+from contextlib import nullcontext, suppress
 from queue import Queue
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import torch.distributed as dist
 
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds import world
-from pipeproof.worlds.rank_report import Ending, RankFailed
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from pipeproof.worlds.simulated.place import Simulated
 from pipeproof.worlds.simulated.torch_inside import too_old
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -146,9 +149,22 @@ def goes_on(context: RankContext) -> None:
         dist.barrier()
 
 
+def never_gives_up(context: RankContext) -> None:
+    while True:
+        with suppress(BaseException):
+            both_receive(context)
+
+
+def profiles(context: RankContext) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        dist.barrier()
+
+
 @pytest.mark.parametrize(
     ("job", "bound_s", "said"),
     [
+        (never_gives_up, 0.5, r"^ranks 0 and 1 wait for each other: "),
+        (profiles, 1.0, r"has no torch\.profiler of two ranks at once"),
         (locks, 1.0, r"rank 1 .*did not come back to the network within 1 s"),
         (asks, 1.0, r"rank 1 .*has had turn after turn, and nothing has moved for 1 s"),
         (goes_on, 0.4, r"still goes on after 2 s, and so does the run"),
@@ -161,6 +177,28 @@ def test_who_blocks_or_dies_is_told_and_the_next_run_is_sound(
     with pytest.raises(RankFailed, match=said):
         simulated.run(job, ranks=2, timeout_s=bound_s)
     assert simulated.run(own_numbers, ranks=2) == simulated.run(own_numbers, ranks=2)
+
+
+def test_where_nobody_knows_which_rank_holds_the_process_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, stuck = Simulated(), RankReport(0, Ending.STUCK, "did not finish within 11 s", "its own")
+    monkeypatch.setattr(place, "_process", SimpleNamespace(run=lambda *_, **__: [stuck]))
+    reports = place.run(b"", label="", ranks=2, timeout_s=0.2, meanwhile=())
+    assert {report.message.partition(",")[2] for report in reports} == {
+        " nor did another: simulated ranks share a process, and which of them holds it is not known"
+    }
+    assert not any(report.traceback for report in reports)
+
+
+def profiles_alone(context: RankContext) -> int:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile if context.rank == 1 else nullcontext():
+        dist.all_reduce(torch.ones(1))
+    return len(profile.events()) if context.rank == 1 else 0
+
+
+def test_one_rank_may_profile(simulated: World) -> None:
+    for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
+        assert simulated.run(profiles_alone, ranks=2)[1] > 0
 
 
 def is_slow(context: RankContext) -> None:

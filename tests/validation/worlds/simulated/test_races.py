@@ -91,6 +91,56 @@ def test_a_buffer_that_is_used_before_its_message_is_waited_for(use: Use, simula
     assert [what for what, _ in race.lines] == ["used", "received"]
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda buffer, work: buffer.mul_(2),
+        lambda buffer, work: buffer[1:].add_(1),
+        lambda buffer, work: torch.nn.functional.relu_(buffer),
+        lambda buffer, work: torch._foreach_mul_([buffer], 2.0),
+        lambda buffer, work: torch.add(buffer, 1, out=buffer),
+    ],
+)
+def test_a_buffer_that_is_changed_in_place_before_its_message_is_waited_for(use: Use, simulated: World) -> None:
+    """What is no number stays none: the bits tell nothing."""
+    with pytest.raises(RankFailed, match="rank 1 wrote into a buffer while a message from rank 0 was on its way"):
+        simulated.run(used, use, ranks=2)
+
+
+def uses_other_parts(context: RankContext) -> list[float]:
+    if context.rank == 0:
+        dist.send(torch.ones(2), 1)
+        return []
+    whole = torch.zeros(3, 2)
+    work = dist.irecv(whole[1], 0)
+    whole[0].add_(1)
+    whole[2] = 2
+    whole.index_add_(0, torch.tensor([0, 2]), torch.ones(2, 2))
+    torch.add(whole[0], 1, out=whole[0])
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    return whole[:, 0].tolist()
+
+
+def test_other_parts_of_what_a_buffer_is_a_part_of_may_be_changed(simulated: World) -> None:
+    assert simulated.run(uses_other_parts, ranks=2)[1] == [3.0, 1.0, 3.0]
+
+
+def reshapes(context: RankContext) -> float:
+    if context.rank == 0:
+        dist.send(torch.ones(4), 1)
+        return 4.0
+    work = dist.irecv(buffer := torch.zeros(4), 0)
+    buffer.unsqueeze_(0)
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    return float(buffer.sum())
+
+
+def test_what_gives_a_buffer_another_shape_writes_nothing(simulated: World) -> None:
+    assert simulated.run(reshapes, ranks=2) == [4.0, 4.0]
+
+
 @pytest.mark.parametrize("use", NO_READS)
 def test_what_asks_for_a_shape_or_makes_a_view_reads_nothing(use: Use, simulated: World) -> None:
     simulated.run(used, use, ranks=2)
