@@ -18,11 +18,16 @@ def backward_stack() -> Stack:
     wait, it may be any of them.
     """
     here = own_stack()
-    if here or torch._C._current_graph_task_id() == -1:
+    if here or not is_inside_a_backward():
         return here
     waiting = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
     callers = [frame for frame in waiting if _waits(frame)]
     return stack_of(callers[0]) if len(callers) == 1 else ()
+
+
+def is_inside_a_backward() -> bool:
+    """Whether a backward runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _waits(frame: FrameType) -> bool:

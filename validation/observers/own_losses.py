@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipeproof.observers.backward_lines import is_inside_a_backward
 from pipeproof.observers.shards import InShards
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.stack import Stack, own_stack
@@ -150,7 +151,7 @@ def _forget(losses: OwnLosses) -> None:
 def _begins(roots: _Ends, gradients: Any, keeps: bool, creates: bool, ends: _Ends, *more: Any, **named: Any) -> Any:
     """Torch's own, which somebody watches. One inside another runs a part of the graph again: the outer one counts."""
     begin = partial(_engine, roots, gradients, keeps, creates, ends, *more, **named)
-    if not _open or torch._C._current_graph_task_id() != -1:
+    if not _open or is_inside_a_backward():
         return begin()
     leaves, numbers = _past(roots, ends)
     if not leaves and not numbers:

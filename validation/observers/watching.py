@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pipeproof.observers.as_they_came import AsTheyCame
-from pipeproof.observers.backward_lines import backward_stack
+from pipeproof.observers.backward_lines import backward_stack, is_inside_a_backward
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
 from pipeproof.observers.hidden import hidden_in
@@ -377,4 +377,4 @@ def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:
 def _mode() -> Mode:
     if not torch.is_grad_enabled():
         return Mode.SILENT
-    return Mode.FORWARD if torch._C._current_graph_task_id() == -1 else Mode.AGAIN
+    return Mode.AGAIN if is_inside_a_backward() else Mode.FORWARD

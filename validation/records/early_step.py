@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.backward_lines import is_inside_a_backward
 from pipeproof.observers.elements import version
 from pipeproof.records.record import RecordError
 
@@ -17,12 +18,19 @@ _EARLY = (
 )
 
 
+_INSIDE = (
+    "an optimizer takes its steps inside backwards, as from a hook on each gradient, so that no stage can be run again "
+    "with the weights that it had: check a step without these hooks"
+)
+
+
 class EarlyStep:
     """Notes the first step of an optimizer that holds any of some parameters, and their gradients as they were then."""
 
     def __init__(self) -> None:
         self._hook: RemovableHandle | None = None
         self._then: list[tuple[Tensor, Tensor | None, int | None]] | None = None
+        self._inside = False  # a backward
 
     def open(self, parameters: Iterable[Tensor]) -> None:
         """From now on note it."""
@@ -32,6 +40,7 @@ class EarlyStep:
             held = (one for group in optimizer.param_groups for one in group["params"])
             if self._then is None and any(id(one) in own for one in held):
                 self._then = [(one, one.grad, _version(one.grad)) for one in own.values()]
+                self._inside = is_inside_a_backward()
 
         self._hook = register_optimizer_step_post_hook(stepped)
 
@@ -41,8 +50,10 @@ class EarlyStep:
             self._hook.remove()
 
     def check(self) -> None:
-        """Raise ``RecordError`` if it came too early. Where gradients grew after it, it came in the midst of the step:
-        that is a fault of the step itself."""
+        """Raise ``RecordError`` if it came too early, or inside a backward. Where gradients grew after it, it came in
+        the midst of the step: that is a fault of the step itself."""
+        if self._inside:
+            raise RecordError(_INSIDE)
         then = self._then
         if then is not None and all(
             one.grad is None or (one.grad is gradient and _version(gradient) == was) for one, gradient, was in then

@@ -204,7 +204,7 @@ def _story(reports: Sequence[RankReport]) -> Sequence[tuple[str, str]]:
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
     alike = len({(report.ending, report.message) for report in reports}) == 1
     if alike and len(reports) > 1 and culprit.ending is not Ending.STUCK:  # each is stuck in a place of its own
-        return [(f"all {len(reports)} ranks {culprit.sentence()}", culprit.traceback)]
+        return [(f"all {len(reports)} ranks {re.sub('^was ', 'were ', culprit.sentence())}", culprit.traceback)]
     lines = [(f"rank {culprit.rank} of {len(reports)} {culprit.sentence()}", culprit.traceback)]
     others = [report for report in reports if report is not culprit]
     for report in sorted(others, key=lambda report: (report.secondary, report.rank)):

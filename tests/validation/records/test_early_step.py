@@ -9,7 +9,7 @@ from torch import nn
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
-from tests.support.pipeline_here import DATA, MSE, Job, layers
+from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 Update = Callable[[torch.optim.Optimizer], None]
 
@@ -53,3 +53,14 @@ def test_a_step_in_the_midst_of_backwards_is_a_fault() -> None:
 
 def test_a_step_of_other_weights_is_nobody_s_business() -> None:
     assert verdict_of(alone, own=False).verdict == "pass"
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_steps_inside_backwards_are_not_judged(microbatches: int) -> None:
+    job = Job(layers(torch.tanh, torch.sin), DATA[:microbatches])
+    for one in nn.ModuleList(job.stages).parameters():
+        optimizer = torch.optim.SGD([one], lr=0.1)
+        one.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    verdict = checked(job)
+    assert verdict.verdict == "unknown", str(verdict)
+    assert "an optimizer takes its steps inside backwards" in str(verdict)
