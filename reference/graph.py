@@ -1,7 +1,7 @@
 """Autograd's graph of one forward: which parameters went into a tensor, how often, and where a stage ends in it."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,17 +19,22 @@ def ends_of(tensors: Iterable[Tensor]) -> list[Edge]:
     return [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
 
 
+def down(edges: Iterable[Edge], ends: Callable[[Node, int], bool]) -> tuple[set[Edge], set[Edge]]:
+    """The edges from these on, away from what was computed last, and those of them at which it ``ends``."""
+    passed, over, todo = set[Edge](), set[Edge](), [*edges]
+    while todo:
+        edge = todo.pop()
+        if edge not in passed and edge not in over:
+            (over if ends(*edge) else passed).add(edge)
+            todo += _before(edge[0]) if edge in passed else ()
+    return passed, over
+
+
 def types_between(before: Iterable[Tensor], tensors: Iterable[Tensor]) -> set[torch.dtype]:
     """The types of what was computed from tensors ``before`` to ``tensors``, as far as gradients flow through it."""
-    seen, found = {node for node, _ in ends_of(before)}, set[torch.dtype]()
-    waiting = [node for node, _ in ends_of(tensors)]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen and not hasattr(node, "variable"):
-            seen.add(node)
-            found |= {one.dtype for one in getattr(node, "_input_metadata", ())}  # of what it put out
-            waiting += [one for one, _ in _before(node)]
-    return found
+    known = {node for node, _ in ends_of(before)}
+    passed, _ = down(ends_of(tensors), lambda node, _: node in known or hasattr(node, "variable"))
+    return {one.dtype for node, _ in passed for one in getattr(node, "_input_metadata", ())}  # of what it put out
 
 
 def depths(ends: Iterable[Edge], stage_of: Mapping[int, int]) -> dict[Node, int]:

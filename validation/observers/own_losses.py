@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeproof.observers.backward_lines import is_inside_a_backward
 from pipeproof.observers.shards import InShards
+from pipeproof.reference.graph import Edge, Node, down
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.stack import Stack, own_stack
 
@@ -27,7 +28,6 @@ _ENGINE = "_engine_run_backward"  # torch begins every backward with it that is 
 _NOTED = "pipeproof: what calls gave and were given"
 _HALF = "pipeproof: a backward that was not for all came through here"
 
-_Edge = tuple[Node, int]
 _Ends = Collection[Tensor | GradientEdge]
 _numbers = count()
 
@@ -84,7 +84,7 @@ class OwnLosses:
         for node, number in given:
             _noted(node).given.setdefault(number, set()).update(own)
         if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with others, gathered for this
-            for node in _leaves(_down(gave - given, lambda *edge: edge in given)[0]):
+            for node in _leaves(down(gave - given, lambda *edge: edge in given)[0]):
                 _noted(node).weight_of.update(own)
 
     def anew(self) -> None:
@@ -101,7 +101,7 @@ class OwnLosses:
 
         What was given is of no matter to a module through which it does not come: its own backward is another one.
         """
-        reached = {id(one.variable) for one in leaves}  # type: ignore[attr-defined]  # which leaves have
+        reached = {id(one.variable) for one in leaves}
         gathered = {number for one in leaves if _NOTED in _kept_by(one) for number in _noted(one).weight_of}
         every = self._modules.items()  # in shards, a module's parameters are others once it is over
         punished = {n for n, one in every if n in gathered or any(id(own) in reached for own in one.parameters())}
@@ -121,8 +121,8 @@ class OwnLosses:
 def comes_to_weights(loss: Tensor, outputs: Iterable[Tensor], weights: Iterable[Tensor]) -> bool:
     """Whether the backward of a ``loss`` of ``outputs`` comes to any of the ``weights`` past these."""
     ends = {*_edges(outputs)}
-    passed, _ = _down(_edges([loss]), lambda *edge: edge in ends)
-    reached = {id(node.variable) for node in _leaves(passed)}  # type: ignore[attr-defined]  # which leaves have
+    passed, _ = down(_edges([loss]), lambda *edge: edge in ends)
+    reached = {id(node.variable) for node in _leaves(passed)}
     return any(id(one) in reached for one in weights)
 
 
@@ -167,31 +167,20 @@ def _past(roots: _Ends, ends: _Ends) -> tuple[list[Node], set[int]]:
     """What a backward from ``roots`` comes to past what calls gave: leaves, and the numbers of modules that were given
     it. Where there are ``ends`` it is for them alone, and what is left of it may begin anywhere on its way."""
     begun = [edge for edge in _edges(roots) if _HALF not in _kept_by(edge[0])]
-    passed, gave = _down(begun, lambda node, number: _NOTED in _kept_by(node) and number in _noted(node).gave)
+    passed, gave = down(begun, lambda node, number: _NOTED in _kept_by(node) and number in _noted(node).gave)
     if ends:
-        for node, _ in _down(gave, lambda node, _: _HALF in _kept_by(node))[0]:
+        for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node))[0]:
             _kept_by(node)[_HALF] = True
         passed &= {*_edges(ends)}
     noted = (_noted(node).given.get(number, ()) for node, number in passed if _NOTED in _kept_by(node))
     return _leaves(passed), set().union(*noted)
 
 
-def _down(edges: Iterable[_Edge], ends: Callable[[Node, int], bool]) -> tuple[set[_Edge], set[_Edge]]:
-    """The edges of a graph from these ones on, and those of them at which it ``ends``."""
-    passed, over, todo = set[_Edge](), set[_Edge](), [*edges]
-    while todo:
-        edge = todo.pop()
-        if edge not in passed and edge not in over:
-            (over if ends(*edge) else passed).add(edge)
-            todo += [(node, number) for node, number in edge[0].next_functions if node and edge in passed]
-    return passed, over
-
-
-def _leaves(edges: Iterable[_Edge]) -> list[Node]:
+def _leaves(edges: Iterable[Edge]) -> list[Node]:
     return [node for node, _ in edges if hasattr(node, "variable")]
 
 
-def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[_Edge]:
+def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Edge]:
     for one in tensors:
         if isinstance(one, GradientEdge):
             yield one.node, one.output_nr
@@ -201,7 +190,8 @@ def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[_Edge]:
 
 
 def _kept_by(node: Node) -> dict[str, Any]:
-    return node.metadata  # type: ignore[return-value]  # torch calls it a method, and it is none
+    kept: dict[str, Any] = node.metadata
+    return kept
 
 
 def _noted(node: Node) -> _Noted:
