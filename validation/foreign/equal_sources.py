@@ -47,7 +47,8 @@ def by_what_flowed(
     other = one_each != among and not _holds_all(stages, found, concerned)  # another order of one stage's may fit
     if several or other:
         return Wired(dict(found), among, concerned)
-    return _tried(stages, found, in_order) if _count(in_order) <= _MOST else Wired(dict(found))
+    wired = _tried(stages, found, in_order) if _count(in_order) <= _MOST else Wired(dict(found))
+    return wired if _holds_all(stages, wired.sources, concerned) else Wired(dict(found), among, concerned)
 
 
 def _holds_all(
@@ -123,8 +124,10 @@ def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Inp
 
 
 def _are_one(came: Sequence[Sketch], sent: Sequence[Sketch]) -> bool:
-    """Whether both add up to the same, but for rounding of the parts, and are anything: parts may cancel."""
-    if not came or not sent or len({(one.shape, one.dtype) for one in (*came, *sent)}) > 1:
+    """Whether both add up to the same, but for rounding of the parts, or are nothing: parts may cancel."""
+    if not came or not sent:
+        return not any(one.norm for one in (*came, *sent))
+    if len({(one.shape, one.dtype) for one in (*came, *sent)}) > 1:
         return False
     size = sum(one.norm for one in came)
     return reduce(Sketch.plus, came).gap(reduce(Sketch.plus, sent)) <= came[0].limit * size

@@ -144,3 +144,14 @@ def test_zeros_that_come_back_are_zeros_beside_what_came_through_other_outputs()
     stages = [*layers(lambda x: (x, torch.tanh(2 * x), torch.sin(3 * x))), Beside(), Layer(torch.add)]
     verdict = checked(Job(stages, route={1: [(0, 1), (0, 0)], 2: [(1, 0), (0, 2)]}))
     assert verdict.verdict == "pass", str(verdict)
+
+
+def the_first(x: Tensor, other: Tensor) -> Tensor:
+    return x * 1.0
+
+
+def test_an_output_that_no_gradient_comes_to_fits_an_input_that_sends_none() -> None:
+    stages = [*layers(lambda x: (torch.tanh(x), torch.tanh(x))), Layer(the_first), Layer(twice_the_first)]
+    stages[1].layer = nn.Identity()  # type: ignore[union-attr]
+    verdict = checked(Job(stages, route={2: [(1, 0), (0, 0)]}))
+    assert verdict.verdict == "unknown", str(verdict)
