@@ -206,6 +206,10 @@ class RankFile:
             raise RecordError(
                 f"{self.path} was altered: step {data.get('number')} has no such form; {_CURE}"
             ) from error
+        losses, microbatches = step.losses, step.microbatches
+        if losses is not None and microbatches is not None and len(losses) != len(microbatches):
+            told = f"step {step.number} has {len(losses)} losses of {len(microbatches)} microbatches"
+            raise RecordError(f"{self.path} was altered: {told}; {_CURE}")
         if not step.problem:
             self._check_weights(step)
         return step

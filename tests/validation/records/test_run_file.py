@@ -50,3 +50,12 @@ def test_of_many_ranks_that_are_not_there_a_few_are_named(file: Path) -> None:
     file.write_text("\n".join([json.dumps({**json.loads(header), "ranks": 10**9}), *steps]) + "\n")
     with pytest.raises(RecordError, match="lacks ranks 1, 2, 3, 4, 5, 6, 7, 8 and 999999991 more: bring"):
         KeptRun(file.parent)
+
+
+def test_losses_that_are_not_one_for_each_microbatch_are_no_step(file: Path) -> None:
+    header, *steps = file.read_text().splitlines()
+    said = json.loads(steps[1])
+    count = len(said["losses"])
+    file.write_text("\n".join([header, steps[0], json.dumps({**said, "losses": said["losses"][1:]})]) + "\n")
+    with pytest.raises(RecordError, match=f"step 1 has {count - 1} losses of {count} microbatches; "):
+        RankFile(file).step(1)
