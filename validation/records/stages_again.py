@@ -25,8 +25,8 @@ _ALIKE = (
 )
 
 _OWN_LOSS = (
-    "stage {} has a loss of its own: a backward{} comes to {}, and not by what the stage gave, so that nobody knows "
-    "what that adds; let the stage itself add that gradient, or hand that loss on to the last stage"
+    "a backward{} comes to {} stage {}, and not by what the stage gave, so that nobody knows what that adds; if it is "
+    "a loss of its own, let the stage itself add that gradient, or hand that loss on to the last stage"
 )
 
 _MULTIPLE = 1e-3  # how far from 1 a factor is that somebody multiplied by
@@ -160,9 +160,8 @@ class StagesAgain:
 
 
 def _told(stage: int, loss: OwnLoss) -> str:
-    where = "its weights" if loss.weights else "what it was given"
-    line = f" at {loss.stack[0].place}" if loss.stack else ""
-    return _OWN_LOSS.format(stage, line, where)
+    where = "the weights of" if loss.weights else "what was given to"
+    return _OWN_LOSS.format(f" at {loss.stack[0].place}" if loss.stack else "", where, stage)
 
 
 def _is_off(own: OwnStage) -> bool:
