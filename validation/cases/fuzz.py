@@ -13,6 +13,7 @@ from hypothesis.errors import Flaky
 
 from pipeproof.cases.any_case import AnyCase, SomeCase
 from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
+from pipeproof.cases.drawing import by_seed_alone
 from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
 from pipeproof.cases.validator import crashed, validate
 from pipeproof.judging.measured import Measured
@@ -241,6 +242,7 @@ def fuzz(
     """
     every: st.SearchStrategy[Any] = cases() if strategy is None else strategy
 
+    @by_seed_alone()
     @seed(seed_)
     @settings(
         max_examples=tally.budget,
