@@ -1,7 +1,10 @@
 """Weights that are one under two names, though nobody said so: as far as numbers tell, they are taken for one."""
 
 import math
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -55,12 +58,60 @@ def test_a_sum_of_them_may_be_wrong() -> None:
     assert verdict_of(times=2.0).verdict == "fail"
 
 
-def test_copies_that_are_not_added_up_are_pointed_at() -> None:
-    """They may be two weights that began alike."""
+def test_copies_that_are_not_added_up_are_in_doubt() -> None:
+    """They are equal, and what is beside them is not: neither a seed nor a copy of their modules makes that."""
     verdict = verdict_of(added=False)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.verdict == "unknown", str(verdict)
     assert "begin alike, and each has its own gradient: 0.layer.weight and 2.layer.weight" in str(verdict)
     assert "pass build=" in verdict.law("gradient").note
+
+
+def seeded(*modules: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(one() for one in modules))
+
+
+WIDE, BIASED = partial(nn.Linear, 8, 8, bias=False), partial(nn.Linear, 8, 8)
+
+
+def block() -> nn.Module:
+    return nn.Sequential(BIASED(), nn.Tanh(), BIASED())
+
+
+COPY = block()
+OF_ONE_SEED = {
+    "the same": [seeded(WIDE, WIDE), seeded(WIDE, WIDE)],
+    "until they draw others": [
+        seeded(BIASED, partial(nn.Linear, 8, 5), partial(nn.Linear, 5, 8)),
+        seeded(BIASED, nn.Tanh, partial(nn.Linear, 8, 6), partial(nn.Linear, 6, 8)),
+    ],
+    "one is all": [seeded(WIDE), seeded(WIDE)],
+    "copies of a module": [nn.Sequential(BIASED(), deepcopy(COPY)), nn.Sequential(BIASED(), deepcopy(COPY))],
+}
+
+
+@pytest.mark.parametrize("stages", OF_ONE_SEED.values(), ids=OF_ONE_SEED)
+def test_stages_of_one_seed_and_copies_of_modules_are_only_pointed_at(stages: list[nn.Module]) -> None:
+    verdict = checked(Job(stages))
+    assert verdict.verdict == "pass", str(verdict)
+    assert "begin alike, and each has its own gradient" in verdict.law("gradient").note
+
+
+class Unembedding(nn.Module):
+    """Has the weight of the first stage's embedding, as copies of it have that are another module's."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_another_module_with_the_weights_of_a_first_one_is_in_doubt() -> None:
+    first = seeded(WIDE)
+    verdict = checked(Job([first, Unembedding(first[0].weight)]))
+    assert verdict.verdict == "unknown", str(verdict)
 
 
 def test_other_weights_have_no_sum_in_common() -> None:
