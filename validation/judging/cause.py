@@ -62,7 +62,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "not-finite": "a tensor is not finite",
         # The model itself.
         "computation": "a stage computed something else from right inputs",
-        "weights-changed": "weights were changed in the midst of the step",
+        "weights-changed": "weights were changed when they should not be",
         "not-repeatable": "a computation gave other bits than it gives when it is repeated",
         "randomness": "random numbers differ from the reference's",
         "misrouted": "tokens went to other experts than their scores say",

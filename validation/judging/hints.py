@@ -76,7 +76,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "stage; else the message to it.",
         "computation": "Compare, layer by layer, what this stage's module computes with what it should.",
         "weights-changed": "What writes to weights before the last backward: an optimizer, a callback, a copy? In "
-        "check_step, gradients() is to be called before the optimizer's step.",
+        "check_step, call gradients() before weights are updated, also where that is done by hand.",
         "not-repeatable": "Run the step again. If it comes again, the module depends on more than its inputs, or its "
         "tensors are written to too early. If not, it was the hardware, or a race on the device.",
         "randomness": "Draw by seed, layer and microbatch, never by the order of draws: fork the generator for each.",
