@@ -4,7 +4,6 @@ Each notes how often it changed anything. What a step does not call, or calls by
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pipeproof.foreign.reductions import Changed, Hit, Left, is_sum, several
+from pipeproof.foreign.reductions import Changed, Hit, Left, differ, is_sum, several
+from pipeproof.observers.elements import is_rounded
+from pipeproof.observers.shards import held_here
 
 Plant = Callable[[Hit], Any]  # a context manager, while which is open the fault is there
 
@@ -62,7 +63,7 @@ def _messages(change: Change, *, at: int | None = None) -> Plant:
                     sent.append([one.detach().clone() for one in tensors])
                     if at in (None, number):
                         made = [change(one, number) for one in sent[-1]]
-                        if not all(map(torch.equal, made, tensors)):
+                        if any(map(differ, made, tensors)):
                             hit()
                             sent.append(made)
                             tensors = made
@@ -171,7 +172,7 @@ def _gradients(change: Callable[[Tensor], Tensor], *, most: int | None = None) -
 
         def flowed(gradient: Tensor) -> Tensor:
             made = change(gradient)
-            if not torch.equal(made, gradient):
+            if differ(made, gradient):
                 hit()
             return made
 
@@ -228,17 +229,24 @@ def _clipping(change: Callable[[Any, dict[str, Any], Hit], Any]) -> Plant:
 
 
 def _unclipped(clip: Any, given: dict[str, Any], hit: Hit) -> Any:
-    norm = clip(**{**given, "max_norm": math.inf})
-    if norm > given["max_norm"]:
-        hit()
+    given["parameters"] = several(given["parameters"])  # it may be what gives them once
+    before = [(one.grad, one.grad.detach().clone()) for one in given["parameters"] if one.grad is not None]
+    norm = clip(**given)
+    for gradient, kept in before:
+        if differ(gradient, kept):
+            hit()
+            gradient.data.copy_(kept)
     return norm
 
 
 def _doubled_norm(clip: Any, given: dict[str, Any], hit: Hit) -> Any:
     norm = clip(**given)
-    if 2 * norm > norm:
+    here = held_here(norm.detach())  # of a DTensor, which is the whole's part that others do not hear of
+    once = here.clone()
+    here.mul_(2)
+    if differ(here, once):
         hit()
-    return 2 * norm
+    return norm
 
 
 @contextmanager
@@ -250,7 +258,7 @@ def _not_updated(hit: Hit) -> Iterator[None]:
 
     def take_back(optimizer: Any, *_: Any) -> None:
         for one, kept in zip(_parameters(optimizer), before.pop(id(optimizer)), strict=True):
-            if not torch.equal(one, kept):
+            if differ(one, kept):
                 hit()
                 one.data.copy_(kept)
 
@@ -262,12 +270,12 @@ def _not_updated(hit: Hit) -> Iterator[None]:
 def _updated_twice(hit: Hit) -> Iterator[None]:
     within: list[bool] = []
 
-    def again(optimizer: Any, *_: Any) -> None:
+    def again(optimizer: Any, given: Any, named: Any) -> None:
         if not within:
             within.append(True)
             once = [one.detach().clone() for one in _parameters(optimizer)]
-            optimizer.step()
-            if not all(map(torch.equal, _parameters(optimizer), once)):
+            optimizer.step(*given[1:], **named)  # it may want a closure
+            if any(map(differ, _parameters(optimizer), once)):
                 hit()
             within.clear()
 
@@ -280,10 +288,10 @@ def _nudged(hit: Hit) -> Iterator[None]:
     done: list[Tensor] = []
 
     def look(module: nn.Module, arguments: Any) -> None:
-        own = [one for one in module._parameters.values() if one is not None and one.is_floating_point()]
+        own = [one for one in module._parameters.values() if one is not None and is_rounded(one.dtype)]
         for one in own if not done else ():
             nudged = one.detach() * 1.01
-            if not done and not torch.equal(nudged, one):
+            if not done and differ(nudged, one):
                 done.append(one)
                 hit()
                 one.data.copy_(nudged)
@@ -297,7 +305,7 @@ def _rounded_outputs(hit: Hit) -> Iterator[None]:
     def look(module: nn.Module, arguments: Any, output: Any) -> Any:
         if module._parameters and isinstance(output, Tensor) and output.dtype is torch.float32:
             rounded = _through_bf16(output)
-            if not torch.equal(rounded, output):
+            if differ(rounded, output):
                 hit()
                 return rounded
         return None
@@ -321,6 +329,8 @@ def _is_other_in_training(module: nn.Module) -> bool:
     """Whether this is a dropout that drops anything, or a layer whose statistics run."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 

@@ -23,6 +23,10 @@ class LetPass(AssertionError):
     """A test that lets faults pass."""
 
 
+class UnchangedError(Exception):
+    """A test failed on a rank on which a fault was to be, and had not changed anything yet."""
+
+
 @dataclass(frozen=True)
 class Tried:
     """A fault that was planted: on which rank (None: on all), what became of it, and how the test failed."""
@@ -89,10 +93,12 @@ def mutated(test: Test, world: World, *, ranks: int, only: Collection[str] = (),
     """
     names = _chosen(only)
     _look_at(test, ranks)
-    try:
-        plain = world.run(_go, test, "", ranks=ranks, timeout_s=timeout_s)
-    except RankFailed as failure:
-        raise WhiteBoxError(f"the test fails as it is, with no fault planted: {_how(failure)}") from failure
+    plain = []
+    for again in ("as it is", "when it runs again, so that it begins with what it left behind"):
+        try:
+            plain = world.run(_go, test, "", ranks=ranks, timeout_s=timeout_s)
+        except RankFailed as failure:
+            raise WhiteBoxError(f"the test fails {again}, with no fault planted: {_how(failure)}") from failure
     marked = any(one.marked for one in plain)
     same = _same([one.given for one in plain], marked=marked)
     run = partial(world.run, partial(_go, marked=marked), test, ranks=ranks, timeout_s=timeout_s)
@@ -131,7 +137,10 @@ def _tried(name: str, run: Callable[..., list[Any]], ranks: int) -> Tried:
         try:
             went = run(name, rank)
         except RankFailed as failure:
-            return replace(one, outcome="caught", rank=rank, how=_how(failure))
+            told = [report.message.partition(": ") for report in failure.reports]
+            before = [why for kind, _, why in told if kind.endswith(UnchangedError.__name__)]
+            how = f"the test failed before this changed anything: {before[0]}" if before else _how(failure)
+            return replace(one, outcome="not judged" if before else "caught", rank=rank, how=how)
         if any(each.hits for each in went):
             return replace(one, outcome="let pass", rank=rank)
     return one
@@ -152,6 +161,10 @@ def _go(context: RankContext, test: Test, name: str, rank: int | None = None, *,
     try:
         with nullcontext() if marked or not planted else _fault(), noting as given:
             test(context)
+    except Exception as error:
+        if planted and not hits:
+            raise UnchangedError(f"{type(error).__name__}: {error}") from error
+        raise
     finally:
         _fault = nullcontext
     return _Went(len(hits), given, marked=bool(_marks))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof.observers.digest import digest
+from pipeproof.observers.shards import held_here
 
 Hit = Callable[[], None]  # called whenever something is changed
 Left = Callable[[Tensor, Tensor], Tensor]  # what becomes of a tensor and of the sum over ranks that it is part of
@@ -19,6 +20,14 @@ Left = Callable[[Tensor, Tensor], Tensor]  # what becomes of a tensor and of the
 def several(given: Any) -> list[Any]:
     """A tensor, or many, or none."""
     return [] if given is None else [given] if isinstance(given, Tensor) else list(given)
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether this rank has other numbers of the two, which are of one form. No other rank is asked."""
+    here, there = (
+        found.to_dense() if found.layout != torch.strided else found for found in map(held_here, (one, other))
+    )
+    return bool(((here != there) & ~(here.isnan() & there.isnan())).any())
 
 
 def is_sum(tensors: Any, *more: Any, **named: Any) -> bool:
@@ -59,7 +68,7 @@ class Changed:
         with self._lock, torch.no_grad():
             for tensor, before in self._pairs:
                 found = self._left(before, tensor)
-                if not torch.equal(found, tensor):
+                if differ(found, tensor):
                     self._hit()
                     tensor.data.copy_(found)
             self._pairs = []
