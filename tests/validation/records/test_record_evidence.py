@@ -152,6 +152,24 @@ def test_a_fault_is_named_beside_the_model_and_from_a_record_alone(name: str, ag
     assert [one.kinds for one in verdict.ruled_out if one.evidence == held] == [()]
 
 
+class Cast(nn.Sequential):
+    """Computes in bf16, with weights in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: torch.Tensor = super().forward(x)
+        return found.float()
+
+
+def test_a_factor_that_autocast_rounds_otherwise_is_named() -> None:
+    model = Cast(*build())
+    with check_step(model, data(), against=SingleDevice(lambda: Cast(*build()), loss_fn)) as check:
+        backward(model, data(), divisor=3)
+        check.gradients()
+    (cause,) = check.verdict.cause
+    assert (cause.kind, cause.parameter, cause.factor) == ("scale", None, pytest.approx(4 / 3, rel=1e-2))
+
+
 @EITHER
 def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any) -> None:
     first, second = step(against, fault=swap).cause
