@@ -170,6 +170,32 @@ def test_a_factor_that_autocast_rounds_otherwise_is_named() -> None:
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", None, pytest.approx(4 / 3, rel=1e-2))
 
 
+class Layer(nn.LSTM):
+    """An LSTM that gives its outputs alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
+def words() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Embedding(23, 16), *(Layer(16, 16, batch_first=True) for _ in range(2)), nn.Linear(16, 23)
+        return nn.Sequential(*layers).bfloat16()
+
+
+def test_what_only_one_weight_of_the_last_stage_shows_in_a_coarse_type_is_that_of_the_stage() -> None:
+    """Exchanged targets change no bias by more than rounding."""
+    draw = torch.Generator().manual_seed(1)
+    given = [tuple(torch.randint(23, (4, 6), generator=draw) for _ in range(2)) for _ in range(M)]
+    model, entropy = words(), lambda y, target: nn.functional.cross_entropy(y.float().flatten(0, 1), target.flatten())
+    with check_step({0: model[:1], 1: model[1:3], 2: model[3:]}, given, against=SingleDevice(words, entropy)) as check:
+        for m, of in enumerate((0, 2, 1, 3)):
+            (entropy(model(given[m][0]), given[of][1]) / M).backward()
+        check.gradients()
+    assert {one.kind for one in check.verdict.cause} == {"swapped-data"}, str(check.verdict)
+
+
 @EITHER
 def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any) -> None:
     first, second = step(against, fault=swap).cause
