@@ -116,7 +116,7 @@ class StepCheck(CheckedStep):
         at.gradient(name, gradient, **where)
         found = self._ledger.compared.get(("gradient", where.get("rank"), where.get("stage"), None, name))
         wrong = len(self._ledger.mismatches) > before
-        self._kept.end(name, gradient, wrong=wrong, apart=0.0 if found is None else found.error)
+        self._kept.end(name, gradient, wrong=wrong, apart=0.0 if found is None else found.apart)
 
     def report(
         self,

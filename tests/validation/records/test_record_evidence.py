@@ -170,6 +170,21 @@ def test_a_factor_that_autocast_rounds_otherwise_is_named() -> None:
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", None, pytest.approx(4 / 3, rel=1e-2))
 
 
+def test_what_explains_all_coarsely_says_more_than_what_gives_a_part() -> None:
+    """Microbatches in halves are rounded otherwise; one is lost, and one gradient is zero."""
+    model = Cast(*build())
+    with check_step(
+        {0: model[:2], 1: model[2:]}, data(), against=SingleDevice(lambda: Cast(*build()), loss_fn)
+    ) as check:
+        for m, (x, target) in enumerate(data()):
+            loss = loss_fn(torch.cat([model(part) for part in x.chunk(2)]), target)
+            (loss / M * (m != 2)).backward()
+        model.get_parameter("3.0.weight").grad.zero_()  # type: ignore[union-attr]
+        check.gradients()
+    found = {(one.kind, one.microbatches, one.parameter) for one in check.verdict.cause}
+    assert found == {("dropped", (2,), None), ("zero", (), "3.0.weight")}, str(check.verdict)
+
+
 class Layer(nn.LSTM):
     """An LSTM that gives its outputs alone."""
 
