@@ -119,8 +119,12 @@ def _late(stages: Stages, orders: Mapping[int, Order], scaled: float) -> float |
 
 
 def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
-    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them."""
+    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them.
+
+    Not what the stage before put out without one, too: that may be it.
+    """
     made = {call.outputs[number].digest for call in before for number in call.giving}
+    made -= {one.digest for call in before for number, one in enumerate(call.outputs) if number not in call.giving}
     cut = {
         number: frozenset(
             k for k, one in enumerate(call.inputs) if k not in call.needing | call.given_again and one.digest in made
