@@ -1,6 +1,5 @@
 """What the commands ``record``, ``compare`` and ``diff`` do: no rank is started."""
 
-import shlex
 from dataclasses import replace
 from functools import partial
 
@@ -59,16 +58,9 @@ def compare_folders(good: str, seen: str, *, also: str | None, until: int | None
     """
     first, second = KeptRun(good), KeptRun(seen)
     third = None if also is None else KeptRun(also)
-    words = [
-        good,
-        seen,
-        *([] if also is None else ["--also", also]),
-        *([] if until is None else ["--until", str(until)]),
-    ]
     with outputs.opened("compare") as files:
-        rerun = f"pipeproof compare {shlex.join(words)}"
         with Terminal().progress("steps") as tell:
-            verdict = compare_runs(first, second, third=third, until=until, rerun=rerun, tell=tell)
+            verdict = compare_runs(first, second, third=third, until=until, tell=tell)
         _tell(verdict)
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 

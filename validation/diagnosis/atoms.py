@@ -4,7 +4,7 @@ A correct gradient is the sum of the nominal atoms, each once: microbatch i's ac
 gradient. The others are what faults put there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -27,7 +27,8 @@ class Update:
     if somebody knows better; ``replicas``: how many of the model there are. ``given``: what each microbatch gives, in
     the order in which it is added up and in its own type, where that is known. ``computed_in``: the narrowest type that
     the reference computes in, asked for where it matters. ``coarse``: a type as coarsely as which gradients are taken
-    to be rounded, if it is narrower than their own.
+    to be rounded, if it is narrower than their own. ``passing``: those of which what was observed is near enough to
+    what is due, though it is not that.
     """
 
     observed: Mapping[Site, Gradient]
@@ -45,6 +46,7 @@ class Update:
     given: Sequence[Contribution] = ()
     computed_in: Callable[[], torch.dtype | None] = lambda: None
     coarse: torch.dtype | None = None
+    passing: Collection[Site] = frozenset()
 
     @cached_property
     def shared(self) -> frozenset[Site]:

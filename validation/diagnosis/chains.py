@@ -105,11 +105,13 @@ def _followed(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterat
 def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> list[Reading]:
     """The exchanges that a chain can come from, as kind, stage and detail, the likeliest first."""
     i, last = chain.term.activation, update.now.stages - 1
-    if chain.stage == last and chain.term.what == "pair":
-        return _forward_readings(chain, last, by_use=_by_use(stages[last]))
+    kinds = _by_use(stages[chain.stage])
+    if chain.stage == last and (chain.term.what == "pair" or chain.term in stages[last].undecided):
+        forward = _forward_readings(chain, last, by_use=kinds)  # targets are exchanged more easily than gradients there
+        other = [] if chain.term.what == "pair" else [("swapped-gradients", last, "")]
+        return [*forward, *other]
     if chain.followed:
         return [("swapped-gradients" if chain.followed[0] == i else "swapped-activations", chain.stage, "")]
-    kinds = _by_use(stages[chain.stage])
     return [(kind, chain.stage, "") for kind in kinds]
 
 

@@ -18,6 +18,7 @@ from pipeproof.judging.tolerance import FP32, Floor, coarsest, precision_of, rou
 from pipeproof.reference.step import Gradient
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
+_ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 DECIDED = 0.05  # a coefficient known no better than this is undecided
 # ... or, where rounding itself is coarse, no better than so many times that, and never worse than this.
 _COARSE, _COARSEST = 8.0, 0.2
@@ -290,6 +291,11 @@ class System:
 def weights(terms: Mapping[Term, float], atoms: Sequence[Atom]) -> list[float]:
     """The coefficients of ``atoms``, 0 for those that have none."""
     return [terms.get(atom.term, 0.0) for atom in atoms]
+
+
+def kept_of(terms: Mapping[Term, float]) -> dict[Term, float]:
+    """``terms`` without those that should not be there and hardly are."""
+    return {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
 
 
 def of_noise(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> bool:

@@ -15,6 +15,7 @@ from pipeproof.diagnosis.combination import (
     alike,
     decided,
     fit,
+    kept_of,
     level,
     limit_of,
     of_noise,
@@ -26,16 +27,17 @@ from pipeproof.diagnosis.combination import (
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known, Terms
 from pipeproof.diagnosis.likeness import of_terms, plainly
+from pipeproof.diagnosis.microbatch_weights import SAME
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
 from pipeproof.diagnosis.rounding import added_up_in
 from pipeproof.diagnosis.single_numbers import as_others
-from pipeproof.judging.tolerance import error, precision_of, rounding_of, stands_for_none
+from pipeproof.judging.tolerance import LEAD, error, precision_of, rounding_of, stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 
-_ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
 _EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a factor that all have
+_LED = 4 * LEAD  # units of rounding: by so much a factor that is not 1 lies from it
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
 _UNFOUNDED = 0.5  # of a gradient: no rounding takes that away
@@ -75,7 +77,8 @@ class Explainer:
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
         found = self._explained()
-        found = (self._multiple(found) or found) if found.undecided else found
+        hidden = not found.explained and found.residual <= found.limit  # by rounding, which may have made it so
+        found = (self._multiple(found) or found) if found.undecided or hidden else found
         return replace(found, names=tuple(self._names), whole=self._whole(found))
 
     def _as_added(self, odd: tuple[Likeness, ...]) -> tuple[Likeness, ...]:
@@ -117,14 +120,13 @@ class Explainer:
             return None
         squares = sum(due.square().sum().item() for _, due in pairs)
         factor = sum((one * due).sum().item() for one, due in pairs) / squares if squares else 0.0
-        types = [due.dtype for name in seen if (due := self._due[name]) is not None]
-        unit = max(precision_of(one).unit for one in (*types, self._update.coarse) if one is not None)
         rows = torch.nn.functional.normalize(system.rows, dim=1)
         like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > _LIKE
         if not factor or like:
             return None
-        made = self._simple({atom.term: simple(factor, unit * abs(factor), unit) for atom in atoms}, system, atoms)
-        late = all(error(one, factor * due) <= unit for one, due in pairs)  # multiplied once all was added up
+        told = simple(factor, self._unit * abs(factor), self._unit)
+        made = self._simple({atom.term: told for atom in atoms}, system, atoms)
+        late = all(error(one, factor * due) <= self._unit for one, due in pairs)  # multiplied once all was added up
         if not late and not self._agree(found, made, factor, system):
             return None
         return replace(made, explained=True, odd=self._absences(made), compared=len(self._names))
@@ -132,7 +134,7 @@ class Explainer:
     def _agree(self, found: Explanation, made: Explanation, factor: float, system: System) -> bool:
         """Whether ``made``, by one factor that is not 1, leaves but rounding, and what was ``found`` is near to it."""
         even = all(abs(c - factor * term.nominal) <= _EVEN * abs(factor) for term, c in found.coefficients.items())
-        apart = abs(factor - 1.0) > _EVEN
+        apart = abs(factor - 1.0) > min(_EVEN, max(SAME, _LED * self._unit))
         return even and apart and made.explained and len(self._holding(made, system)) == len(self._names)
 
     def _explained(self) -> Explanation:
@@ -152,9 +154,15 @@ class Explainer:
             return left
         for atoms, sparse in self._attempts():
             tried.append(self._attempt(atoms, sparse=sparse))
-            if tried[-1].complete:
+            if tried[-1].complete and not tried[-1].pairs_modules:
                 return tried[-1]
-        return next((one for one in tried if one.explained), None) or self._each_within() or tried[0]
+        complete = (one for one in tried if one.complete)
+        return (
+            next(complete, None)
+            or next((one for one in tried if one.explained), None)
+            or self._each_within()
+            or tried[0]
+        )
 
     def _left(self) -> Explanation | None:
         """A correct stage on top of what was there before: where these are alike, no coefficients tell them apart."""
@@ -283,7 +291,7 @@ class Explainer:
         for k, coefficient in zip(chosen, found.coefficients, strict=True):
             terms[atoms[k].term] = terms.get(atoms[k].term, 0.0) + coefficient
         if found.hopeless(limit):
-            return replace(self._simple(_kept(terms), system, atoms), explained=False)
+            return replace(self._simple(kept_of(terms), system, atoms), explained=False)
         unclear = alike(system.rows, chosen, limit)
         bounds = {
             atoms[k].term: float("inf") if k in unclear else bound
@@ -298,12 +306,15 @@ class Explainer:
         self, system: System, atoms: list[Atom], terms: Mapping[Term, float], bounds: Mapping[Term, float]
     ) -> Explanation:
         """``terms`` without what rounding put there, with as few different numbers as leave nothing but rounding."""
-        kept = _kept(terms)
-        simple = {term: self._round(c, bounds.get(term, 0.0)) for term, c in kept.items()}
-        even = dict(zip(simple, level(list(simple.values()), [bounds.get(t, 0.0) for t in simple]), strict=True))
+        kept = kept_of(terms)
+        within = [bounds.get(term, 0.0) for term in kept]
+        simple = {term: self._round(c, bound) for (term, c), bound in zip(kept.items(), within, strict=True)}
+        even, as_found = (dict(zip(kept, level(list(some.values()), within), strict=True)) for some in (simple, kept))
         tried = [self._simple(each, system, atoms) for each in (simple, even, kept, terms)]
         explained = [each for each in tried if each.explained]
-        return min(explained, default=tried[2], key=lambda each: len(set(each.coefficients.values())))
+        found = min(explained, default=tried[2], key=lambda each: len(set(each.coefficients.values())))
+        other = self._simple(as_found, system, atoms)
+        return other if other.explained and found.is_by_chance(other, LEAD * self._unit) else found
 
     def _simple(self, terms: Mapping[Term, float], system: System, atoms: list[Atom]) -> Explanation:
         """``terms`` as an explanation of the parameters of ``system``."""
@@ -339,6 +350,12 @@ class Explainer:
         return [0.0, *(sign * n for sign in (1, -1) for n in (1.0, 2.0, 3.0, 4.0, 0.5, count, 1 / count))]
 
     @cached_property
+    def _unit(self) -> float:
+        """How its coarsest gradients are rounded."""
+        types = [self._update.coarse, *(None if due is None else due.dtype for due in self._due.values())]
+        return max((precision_of(one).unit for one in types if one is not None), default=0.0)
+
+    @cached_property
     def _largest(self) -> float:
         """The largest element of all gradients that are due."""
         return max((g.abs().max().item() for g in self._due.values() if g is not None and g.numel()), default=0.0)
@@ -364,7 +381,8 @@ class Explainer:
         seen, parts, at = self._seen[name], found.parts(name), Label.of_gradient((self._stage, name))
         assert seen is not None, "only gradients that are there are compared"
         right = self._nominal_sum(name)
-        if right is not None and error(seen.double().cpu(), right) <= self._limits[name]:
+        passing = (self._stage, name) in self._update.passing  # which says more than what rounding leaves in general
+        if right is not None and (passing or error(seen.double().cpu(), right) <= self._limits[name]):
             return Likeness("right", at)
         if not parts:
             return Likeness("different", at)
@@ -380,8 +398,3 @@ class Explainer:
             self._within[name] = paired_within(seen, pairs, now.microbatches, self._limits[name])
         found = self._within[name]
         return odd if found is None else Likeness("paired", odd.at, pairs=found.pairs)
-
-
-def _kept(terms: Mapping[Term, float]) -> dict[Term, float]:
-    """``terms`` without those that should not be there and hardly are."""
-    return {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}

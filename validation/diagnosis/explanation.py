@@ -10,6 +10,8 @@ from pipeproof.diagnosis.atoms import Atom, Term, Wrong
 from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Gradient, Stage
 
+_FARTHER = 2.0  # times as much as another may a simple factor leave
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -40,6 +42,23 @@ class Explanation:
     def complete(self) -> bool:
         """Whether it says something of every parameter."""
         return self.explained and all(one.is_known for one in self.odd)
+
+    @property
+    def pairs_modules(self) -> bool:
+        """Whether single modules are said to have paired otherwise than their stage: that may be all of it as well."""
+        return any(one.kind == "paired" for one in self.odd)
+
+    def is_by_chance(self, other: "Explanation", lead: float) -> bool:
+        """Whether its one factor of all is only near to that of the ``other``, which leaves far less.
+
+        ``lead``: how far, relative to it, rounding may lead from one factor to another. That all is there once is never
+        by chance.
+        """
+        told, better = (set(one.coefficients.values()) for one in (self, other))
+        if len(told) != 1 or len(better) != 1 or told <= {0.0, 1.0, -1.0}:
+            return False
+        apart = abs(min(told) - min(better)) > lead * abs(min(better))
+        return apart and self.residual > _FARTHER * other.residual
 
     def predicted(self, name: str) -> Gradient:
         """What the coefficients make of parameter ``name``; None where no atom says anything."""

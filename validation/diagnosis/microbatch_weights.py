@@ -10,6 +10,7 @@ from pipeproof.pipeline.sizes import digits
 
 _DIGITS = 6  # of a factor, at most
 SAME = 1e-3  # factors found at two places that differ by no more, relatively, are one
+_LEADS = 1e-2  # farther from the factor of a whole stage no rounding leads, whatever it does to microbatches
 ONE = 1e-5  # a coefficient that differs from 1 by no more is 1: where rounding leaves more, it was told to be
 
 
@@ -91,7 +92,7 @@ def uniform(update: Update, factor: float, within: float) -> Fault:
     if factor == -1.0:
         return Fault("sign", factor=-1.0)
     room = max(SAME, within)
-    return Fault("scale", factor=factor, detail=factor_words(update, factor, room), within=room)
+    return Fault("scale", factor=factor, detail=factor_words(update, factor, min(room, _LEADS)), within=room)
 
 
 def _counted(update: Update, ratio: float, within: float, *, in_place: bool) -> bool:
@@ -175,4 +176,5 @@ def factor_words(update: Update, factor: float, within: float = SAME) -> str:
 def _digits(factor: float, within: float) -> str:
     """``factor`` in the fewest digits that tell it as exactly as rounding leaves it."""
     told = (digits(factor, many) for many in range(1, _DIGITS if within > SAME else 1))
-    return next((one for one in told if abs(float(one) - factor) <= within * abs(factor)), digits(factor, _DIGITS))
+    plain = (one for one in told if "e+" not in one)
+    return next((one for one in plain if abs(float(one) - factor) <= within * abs(factor)), digits(factor, _DIGITS))

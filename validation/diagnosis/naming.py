@@ -237,10 +237,9 @@ def _unknown(
         if one.unfounded:
             yield f"stage {one.stage}: what the reference's microbatches give does not add up to its own gradients"
         elif not one.explained:
-            yield (
-                f"stage {one.stage}: no combination of what the reference knows makes its gradients; the best leaves "
-                f"{one.residual:.1e} of them, rounding {one.limit:.1e}"
-            )
+            known = "no combination of what the reference knows makes its gradients"
+            told = known if one.residual > one.limit else "rounding hides what its gradients are made of"
+            yield f"stage {one.stage}: {told}; the best leaves {one.residual:.1e} of them, rounding {one.limit:.1e}"
         elif one.undecided:
             terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"

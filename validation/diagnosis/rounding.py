@@ -5,6 +5,7 @@ values of that type times one number: so many significant bits, or, where they w
 of one size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ _BINADES = 4  # below the largest element: further down fp16 may have fewer bits
 _ON = 1e-3  # of a step
 _FEW = 8
 _NARROW = 2.0**-7  # more than rounding to bf16 changes
+_NO_MORE = 1e-2  # of an element: as many on a grid are found where all lie beside it
+_CHANCE = 1e-4
 _CLOSE = 0.3  # what differs by more was not rounded
 
 
@@ -41,7 +44,8 @@ def rounded_as(seen: Tensor, whole: Tensor) -> Rounded | None:
         return None
     for name, dtype in ROUNDED_TO.items():
         allowed = max(_NARROW, 2 * torch.finfo(dtype).eps)
-        if _holds(seen, dtype) and not _narrow(whole) and 0.0 < error(seen, whole) <= allowed:
+        told = _holds(seen, dtype) and not _narrow(whole) and _needs_more(whole, dtype)
+        if told and 0.0 < error(seen, whole) <= allowed:
             return Rounded(name)
     wide = all(dtype.itemsize < seen.dtype.itemsize for dtype in NARROWER.values()) and seen.dtype == whole.dtype
     if not wide or not bool(seen.isfinite().all()):
@@ -77,6 +81,17 @@ def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
 def _narrow(tensor: Tensor) -> bool:
     """Whether every element is a number of a narrow type, as in a tensor of that type."""
     return any(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) for dtype in NARROWER.values())
+
+
+def _needs_more(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether so many of its elements have more digits than ``dtype`` that it is no chance if all have no more."""
+    return _is_no_chance(int((tensor.to(dtype).to(tensor.dtype) != tensor).sum()), int(tensor.count_nonzero()))
+
+
+def _is_no_chance(count: int, of: int) -> bool:
+    """Whether numbers among which ``count`` of so many lie beside a grid would hardly all lie on it: sums of coarse
+    numbers mostly do."""
+    return 0 < count and of * math.log((of - count + _NO_MORE) / of) <= math.log(_CHANCE)
 
 
 def _at_some_scale(seen: Tensor, whole: Tensor) -> Rounded | None:
@@ -121,6 +136,7 @@ def _floating(size: Tensor, step: Tensor, bits: int) -> Tensor:
 
 
 def _off(seen: Tensor, whole: Tensor, widths: Tensor) -> bool:
-    """Whether ``seen`` lies no further from ``whole`` than half a step, and is not just that."""
+    """Whether ``seen`` lies no further from ``whole`` than half a step, and many elements are not just that."""
     gap = (seen - whole).abs()
-    return bool((gap <= widths * (0.5 + _ON)).all()) and bool((gap > widths * _ON).any())
+    beside = int((gap > widths * _ON).sum())
+    return bool((gap <= widths * (0.5 + _ON)).all()) and _is_no_chance(beside, int(whole.count_nonzero()))

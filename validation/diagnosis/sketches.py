@@ -34,6 +34,11 @@ def nearest_sketch(seen: Sketch, known: Mapping[int, Sketch]) -> int | None:
     return number if first <= _SOME and _APART * first <= second else None
 
 
+def is_far_nearer(seen: Sketch, one: Sketch, other: Sketch) -> bool:
+    """Whether ``seen`` is so much nearer to ``one`` than to ``other`` that sketches tell it."""
+    return _APART * seen.distance(one) <= seen.distance(other)
+
+
 def recognised(seen: Sketch, known: Mapping[int, Sketch]) -> set[int]:
     """The numbers of those tensors of ``known`` of which ``seen`` was made by what is no exchange."""
     found = {number for number, one in known.items() if of_sketches(seen, one) is not None}

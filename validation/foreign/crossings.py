@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
 
-from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
+from pipeproof.diagnosis.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
 from pipeproof.foreign.call_matching import Column, Order, Which, at_once, columns, every_call, orders, without_trial
 from pipeproof.foreign.survey import Both, is_part
@@ -119,8 +119,12 @@ def _late(stages: Stages, orders: Mapping[int, Order], scaled: float) -> float |
 
 
 def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
-    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them."""
+    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them.
+
+    Not what the stage before put out without one, too: that may be it.
+    """
     made = {call.outputs[number].digest for call in before for number in call.giving}
+    made -= {one.digest for call in before for number, one in enumerate(call.outputs) if number not in call.giving}
     cut = {
         number: frozenset(
             k for k, one in enumerate(call.inputs) if k not in call.needing | call.given_again and one.digest in made
@@ -288,7 +292,7 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     forward = column.where in (*FORWARD_POINTS, KEPT)
     told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
     late = context.late if column.where in (RECEIVED, HANDED_ON) else None
-    owners = sorted(column.owners(seen) - {microbatch})
+    owners = sorted(m for m in column.owners(seen) - {microbatch} if is_far_nearer(seen, column.known[m], expected))
     if math.prod(seen.shape) == 1:  # one number is near others by chance
         owners = [one for one in owners if column.known[one].digest == seen.digest]
     made = _empty(seen, told) or _rounded(seen, expected, late) or _times(seen, expected, late)
@@ -310,6 +314,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     activation, gradient = (column.places, column.elsewhere) if forward else (column.elsewhere, column.places)
     for flow, of in ((activation, ""), (gradient, "gradient of ")):
         for place, owner in flow.find(seen) if seen.norm else ():
+            if not is_far_nearer(seen, flow.by_place[place][owner], expected):
+                continue  # coarse types are like many that are alike
             if (place, owner) == (column.place, microbatch) or (passed_on and owner == microbatch):
                 continue  # nearly its own, or made of it
             if owner == microbatch and is_part(place, column.place):

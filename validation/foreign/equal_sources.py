@@ -71,9 +71,9 @@ def _tried(
     copies = {one: _copies(stages, one) for one in concerned}
     adds_up = cache(partial(_holds, stages))
 
-    def holds(chosen: Sequence[Output]) -> bool:
+    def holds(chosen: Sequence[Output], *, all_used: bool = True) -> bool:
         more = [(one, tuple(at for at, its in zip(among, chosen, strict=True) if its == one)) for one in concerned]
-        return all(adds_up(one, (*fixed[one], *inputs)) for one, inputs in more)
+        return all(adds_up(one, (*fixed[one], *inputs), used=all_used) for one, inputs in more)
 
     def is_likely(chosen: Sequence[Output]) -> bool:
         given = Counter((consumer, output) for (consumer, _), output in zip(among, chosen, strict=True))
@@ -86,7 +86,7 @@ def _tried(
     wired = {**found, **dict(zip(among, (holding or likely)[0], strict=True))}
     if holding == likely:
         return Wired(wired)
-    if not holding and (holding := list(filter(holds, ways))):
+    if not holding and (holding := [way for way in ways if holds(way, all_used=False)]):
         wired |= dict(zip(among, holding[0], strict=True))
     told = {at for k, at in enumerate(among) if len({way[k] for way in (*likely, *holding)}) > 1}
     return Wired(wired, {at: those for at, those in among.items() if at in told})
@@ -109,8 +109,11 @@ def _in_order(chosen: Collection[tuple[Input, Output]]) -> bool:
     return all(one[1] <= other[1] for one, other in combinations(outputs, 2) if one[0] == other[0])
 
 
-def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Input]) -> bool:
-    """Whether what flowed to an ``output`` is, call by call, what came of these ``inputs``; of none, nothing tells."""
+def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Input], *, used: bool = True) -> bool:
+    """Whether what flowed to an ``output`` is, call by call, what came of these ``inputs``.
+
+    Of none, nothing tells, if it is ``used``; if it need not be, nothing may have flowed there.
+    """
     stage, number = output
     handed: dict[bytes, list[Sketch]] = {}
     for consumer, at in inputs:
@@ -120,7 +123,7 @@ def _holds(stages: Mapping[int, StageSeen], output: Output, inputs: Sequence[Inp
                 handed.setdefault(call.inputs[at].digest, []).extend(those)
     giving = [call for call in stages[stage].calls if number in call.giving]
     pairs = [(handed.get(call.outputs[number].digest, []), call) for call in giving]
-    return bool(inputs) and all(_are_one(call.received(number, sent), sent) for sent, call in pairs)
+    return (bool(inputs) or not used) and all(_are_one(call.received(number, sent), sent) for sent, call in pairs)
 
 
 def _are_one(came: Sequence[Sketch], sent: Sequence[Sketch]) -> bool:

@@ -18,9 +18,21 @@ from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import types_in
-from pipeproof.reference.step import Contribution, LossError, Recipe, Reference, Site
+from pipeproof.reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
+
+
+def computed_in(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> torch.dtype | None:
+    """The narrowest type that ``model`` computes in, by autocast or by hand; None where it is not narrow."""
+    owner = {name: 0 for name, _ in model.named_parameters(remove_duplicate=False)}
+    reference = Reference(model, owner=owner, recipe=Recipe(loss=loss))
+    try:
+        with one_thread():
+            types = types_in(lambda: reference.contribute(batches))
+    except Exception:  # no one type: it is the user's code, which may not run so
+        return None
+    return max(types & _NARROW, key=lambda one: torch.finfo(one).eps, default=None)
 
 
 class SecondModel:
@@ -179,14 +191,7 @@ class ReferenceRun:
     @cached_property
     def computed_in(self) -> torch.dtype | None:
         """The narrowest type that the model computes in, by autocast or by hand; None where it is not narrow."""
-        model, owner = self._built(), dict.fromkeys(self._parameters, 0)
-        reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss))
-        try:
-            with one_thread():
-                types = types_in(lambda: reference.contribute(self.batches[:1]))
-        except Exception:  # no one type: it is the user's code, which may not run so
-            return None
-        return max(types & _NARROW, key=lambda one: torch.finfo(one).eps, default=None)
+        return computed_in(self._built(), self.batches[:1], self._task.loss)
 
     def note_handed_on(self, cuts: Cuts) -> None:
         """Note in the places of gradients what each of these stages hands on: that takes another run.

@@ -6,7 +6,9 @@ from itertools import combinations
 
 from pipeproof.foreign.chain import Chain, place_of
 from pipeproof.foreign.sources import TARGETS, Source, is_target
+from pipeproof.judging.cause import listed
 from pipeproof.judging.ledger import Ledger
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 
 _LAW = "boundaries"
 _UNSURE = ", and at most what flowed back tells which: check a later step, in which they differ"
@@ -47,11 +49,29 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
 
 def on_several_inputs(chain: Chain) -> Iterator[int]:
     """The stages that were called several times for each microbatch, each time on something else that was sent."""
-    sent = {one.digest for source, those in chain.sources.sent.items() if not is_target(source) for one in those}
+    sent = _sent(chain)
     for stage, seen in chain.stages.items():
         given = {tuple(one.digest for one in call.inputs) for call in seen.calls}
         if chain.microbatches and sum(sent.issuperset(one) for one in given) >= 2 * chain.microbatches:
             yield stage
+
+
+def called_too_often(chain: Chain) -> Iterator[str]:
+    """Where stages were called more often than there are microbatches, on what nobody sent and no microbatch brings."""
+    sent, count = _sent(chain), chain.microbatches
+    for stage, seen in chain.stages.items():
+        unknown = [m == UNKNOWN_MICROBATCH for m in chain.orders[stage].numbers]
+        given = [{one.digest for one in call.inputs} for call in seen.calls]
+        strange = [k + 1 for k, one in enumerate(given) if unknown[k] and sent.isdisjoint(one)]
+        if strange and len(given) > count:
+            told = f"stage {stage} was called {len(given)} times, and {count} microbatches were given"
+            which = f"call {strange[0]}" if len(strange) == 1 else f"each of calls {listed(strange)}"
+            yield f"{told}: what {which} was given is none of theirs; pass all microbatches that the step runs"
+
+
+def _sent(chain: Chain) -> set[bytes]:
+    """The digests of all that stages put out and microbatches bring, but for targets."""
+    return {one.digest for source, those in chain.sources.sent.items() if not is_target(source) for one in those}
 
 
 def several_calls(stage: int, how: str) -> str:

@@ -1,5 +1,6 @@
 """What a verdict rests on, in numbers: every comparison that was measured, and what each action took and made."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -30,6 +31,11 @@ class Compared:
     limit: float | None = None
     found: float | None = None
     due: float | None = None
+
+    @property
+    def apart(self) -> float:
+        """``error``; infinite where it is not sought, as of rounding alone, though bits do not agree."""
+        return math.inf if self.floor is not None and not self.error else self.error
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Digests are compared first. Where they differ, a third run tells what rounding a
 """
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,7 +46,6 @@ def compare_runs(
     *,
     third: KeptRun | None = None,
     until: int | None = None,
-    rerun: str = "",
     tell: Callable[[str], None] = lambda step: None,
 ) -> Verdict:
     """The verdict on ``seen``, judged by ``good``, step by step, up to the first that does not agree.
@@ -61,6 +61,8 @@ def compare_runs(
     found = _Runs(good, seen, None if third is None else Growth(good, third), until)
     found.compare(tell)
     title = f"{seen} against {good}" + ("" if third is None else f", rounding by {third}")
+    words = [f"{good}", f"{seen}", *([] if third is None else ["--also", f"{third}"])]
+    rerun = shlex.join(["pipeproof", "compare", *words, *([] if until is None else ["--until", f"{until}"])])
     verdict = concluded(found.ledger, title, otherwise=precision_in(good), rerun=rerun, seconds=perf_counter() - began)
     mismatches = tuple(replace(one, step=one.operation - 1) for one in found.proven_first(verdict))
     verdict = replace(verdict, mismatches=mismatches)

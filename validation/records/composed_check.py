@@ -26,7 +26,7 @@ from pipeproof.foreign.own_calls import StageSeen, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data
-from pipeproof.foreign.wiring import on_several_inputs, several_calls
+from pipeproof.foreign.wiring import called_too_often, on_several_inputs, several_calls
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
@@ -213,8 +213,10 @@ class ComposedCheck(CheckedStep):
         calls = {stage: own[len(own) - len(own_chain[stage].calls) :] for stage, own in calls.items()}
         own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
-        for stage in on_several_inputs(chain):
-            self.refuse(several_calls(stage, "on several inputs of each microbatch"))
+        on_several = "on several inputs of each microbatch"
+        of_several = (several_calls(stage, on_several) for stage in on_several_inputs(chain))
+        for why in (*called_too_often(chain), *of_several):
+            self.refuse(why)
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
         first = self._only or 0
         if lines.together > 1 and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):

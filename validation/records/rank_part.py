@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.judging.judge import Where
-from pipeproof.judging.tolerance import Floor, error, same_bits
+from pipeproof.judging.tolerance import Floor, same_bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard, held_here, is_plain, shard_of
 from pipeproof.records.record import (
@@ -287,19 +287,17 @@ class Kept:
             else:
                 self.notes.untold.add(name)
 
-    def end(self, name: str, gradient: Tensor | None, due: Tensor | None, *, wrong: bool) -> None:
-        """Keep a gradient that is ``wrong``, or passes and is not what is ``due``: coarse types hide half a fault."""
+    def end(self, name: str, gradient: Tensor | None, *, wrong: bool, apart: float = 0.0) -> None:
+        """Keep a gradient that is ``wrong``, or passes and is so far ``apart`` from what is due that it is no other sum
+        of the same: coarse types hide half a fault. Those that are wrong go first."""
         notes = self.notes
-        if not wrong and gradient is not None and due is not None and error(gradient, due) > _SUM:
-            if self._fits(gradient):
-                notes.near[name] = self._keep(f"near gradient {name}", gradient)
-            else:
-                notes.right.add(name)
+        if not wrong and gradient is not None and apart > _SUM and self._fits(gradient):
+            notes.near[name] = self._keep(f"near gradient {name}", gradient)
         elif not wrong:
             notes.right.add(name)
         elif gradient is None:
             notes.wrong[name] = None
-        elif self._fits(gradient):
+        elif self._fits(gradient) or self._fits_without_near(gradient):
             notes.wrong[name] = self._keep(f"wrong gradient {name}", gradient)
         else:
             notes.left_out.add(name)
@@ -313,6 +311,18 @@ class Kept:
         fits = gradient.nbytes <= self._room
         self._room -= gradient.nbytes * fits
         return fits
+
+    def _fits_without_near(self, gradient: Tensor) -> bool:
+        """Whether it does once gradients that pass are let go, taken for what is due."""
+        near, held = self.notes.near, {name: self.tensors[one].nbytes for name, one in self.notes.near.items()}
+        if self._room + sum(held.values()) < gradient.nbytes:
+            return False
+        while self._room < gradient.nbytes:
+            name, address = near.popitem()
+            del self.tensors[address]
+            self._room += held[name]
+            self.notes.right.add(name)
+        return self._fits(gradient)
 
     def _keep(self, what: str, gradient: Tensor) -> str:
         address = f"{what} of rank {self._rank}"

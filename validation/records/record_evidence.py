@@ -40,7 +40,7 @@ class Step:
     ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
     ``shards``: where each rank's part of a gradient lay; ``replicas``: who worked on what, where that is known.
     ``had``: by name the ranks and stages that began the step with something in ``.grad``; None where that is not known
-    of all.
+    of all. ``near``: those of ``seen`` that pass, and are not what is due.
     """
 
     due: RecordedOperation
@@ -56,6 +56,7 @@ class Step:
     shards: Mapping[str, Mapping[int, Shard]] = field(default_factory=dict)
     replicas: Replicas | None = None
     had: Mapping[str, Collection[RankStage]] | None = None
+    near: Collection[str] = frozenset()
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
@@ -152,7 +153,8 @@ class Step:
         due, begun = self.expected.gradients, {self.site(name): one for name, one in self.begun.items()}
         before = {site: self.due.before[site[1]] for site in due if site[1] in self.due.before}
         now = Sums([due], before, [_UNKNOWN] * len(self.due.microbatches), unpaired=_UNPAIRED)
-        return Update(self.gradients, due, now, old=begun, placement=self.placement)
+        passing = frozenset(map(self.site, self.near))
+        return Update(self.gradients, due, now, old=begun, placement=self.placement, passing=passing)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -205,6 +207,7 @@ def checked(
         max_norm=record.max_norm,
         model=model,
         had=_had(places, notes),
+        near=near.keys() - wrong.keys(),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.loss_of_all import LossOfAll
+from pipeproof.foreign.reference_run import computed_in
 from pipeproof.foreign.task import (
     WhiteBoxError,
     check_builds,
@@ -142,7 +143,15 @@ class ReferenceBeside:
             now = Traced(self.model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return replace(step.of_record, now=now, tied=copies_apart(self.model, owner))
+        return replace(
+            step.of_record, now=now, tied=copies_apart(self.model, owner), computed_in=lambda: self._computed_in
+        )
+
+    @property
+    def _computed_in(self) -> torch.dtype | None:
+        assert self.model is not None, "a step was compared with what this model gave"
+        with drawing_apart(), buffers_kept(self._loss_fn):
+            return computed_in(copied(self.model), [self._batch(0)], self._loss)
 
     def repeated(self) -> frozenset[str]:
         """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""

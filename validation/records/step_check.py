@@ -112,10 +112,11 @@ class StepCheck(CheckedStep):
                         self._compare(self._at, name, gradient)
 
     def _compare(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
-        before = len(self._ledger.mismatches)
-        at.gradient(name, gradient, **self._own.where(name, self._exchange.rank))
-        assert self._expected is not None, "it is what gradients are compared with"
-        self._kept.end(name, gradient, self._expected.gradients[name], wrong=len(self._ledger.mismatches) > before)
+        before, where = len(self._ledger.mismatches), self._own.where(name, self._exchange.rank)
+        at.gradient(name, gradient, **where)
+        found = self._ledger.compared.get(("gradient", where.get("rank"), where.get("stage"), None, name))
+        wrong = len(self._ledger.mismatches) > before
+        self._kept.end(name, gradient, wrong=wrong, apart=0.0 if found is None else found.apart)
 
     def report(
         self,

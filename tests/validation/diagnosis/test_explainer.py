@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.cases.case import Case
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.attribution import attribute
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import Record
+from pipeproof.reference.step import Gradient, Site
 from tests.support.steps import loss_fn, pairs
+from tests.validation.diagnosis.test_attribution import BIAS, UP, attributed, known, only, summed
 
 WIDTH = 8
 NONES = "no gradient where zeros are due: "
@@ -112,3 +116,39 @@ def with_gradient(record: Record, name: str, change: Callable[[Tensor], Tensor |
     one = record.operations[0]
     gradients = {**one.gradients, name: change(one.gradients[name])}  # type: ignore[arg-type]
     return replace(record, operations=(replace(one, gradients=gradients),))
+
+
+def times(factor: float, stages: Collection[int]) -> Callable[[dict[Site, Gradient]], None]:
+    def after(gradients: dict[Site, Gradient]) -> None:
+        for site, one in gradients.items():
+            if site[0] in stages and one is not None:
+                one *= factor
+
+    return after
+
+
+def test_a_factor_near_1_is_told_of_every_stage_also_where_rounding_hides_each_microbatch() -> None:
+    cause = only(attributed(after=times(0.97, range(3)), dtype=torch.bfloat16))
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", None, pytest.approx(0.97, rel=1e-2))
+
+
+def test_a_factor_that_is_near_a_simple_one_is_not_taken_for_it() -> None:
+    """As where each stage is clipped by its own norm."""
+    cause = only(attributed(after=times(0.4936, [1]), dtype=torch.bfloat16))
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", 1, pytest.approx(0.4936, rel=2e-3))
+    assert cause.detail == "0.49 times"
+    assert only(attributed(after=times(0.5, [1]), dtype=torch.bfloat16)).factor == 0.5
+
+
+def test_what_passes_beside_what_is_wrong_is_right() -> None:
+    right, traced = known(torch.bfloat16)
+    due, seen = summed(right), summed(right)
+    one, other = seen[UP], seen[BIAS]
+    assert one is not None
+    assert other is not None
+    one += 0.1 * one.std() * torch.randn(one.shape, generator=torch.Generator().manual_seed(0))
+    other.zero_()
+    update = Update(seen, due, traced, placement=(0, 1, 2))
+    assert any(UP[1] in told for told in attribute(update).unknown)
+    found = attribute(replace(update, passing={UP}))
+    assert ([(cause.kind, cause.parameter) for cause in found.causes], found.unknown) == ([("zero", BIAS[1])], ())

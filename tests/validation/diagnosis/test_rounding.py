@@ -49,6 +49,14 @@ def test_other_changes_are_no_rounding(seen: Tensor) -> None:
     assert told(seen, WHOLE) is None
 
 
+def test_a_few_coarse_numbers_that_a_narrower_type_holds_by_chance_are_not_rounded() -> None:
+    """Sums of bf16 have few digits: all of 16 may be in a narrower type, and one that is due may not."""
+    seen = torch.arange(16.0) + 16.25
+    due = seen + torch.tensor([2.0**-9, *[0.0] * 15])
+    assert told(seen, due) is None
+    assert told(seen, due + 2.0**-9) == "bf16-rounded"
+
+
 def test_fp32_is_a_narrower_type_of_fp64_alone() -> None:
     whole = WHOLE.double() / 3
     assert told(whole.float().double(), whole) == "fp32-rounded"

@@ -16,8 +16,8 @@ from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.sketch import sketch
 from pipeproof.observers.watching import Watcher
 from pipeproof.reference.data import Batch
-from tests.support.steps import loss_fn
-from tests.support.two_ranks import all_forward_all_backward, half, judged, named, plain
+from tests.support.steps import loss_fn, pairs
+from tests.support.two_ranks import all_forward_all_backward, half, judged, model_of, named, plain
 
 MICROBATCHES = 3
 
@@ -257,3 +257,34 @@ def test_a_reference_that_scales_alike_goes_on_to_the_operation_that_is_wrong(wh
     )
     assert [(one.kind, one.microbatches) for one in verdict.cause] == [("dropped", (2,))], verdict
     assert {one.operation for one in verdict.mismatches} == {2}
+
+
+class Little(nn.Module):
+    """Adds so little that the gradients of all its inputs and outputs are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.tanh(self.layer(x))
+
+
+def in_bf16() -> nn.Module:
+    return model_of(Little).bfloat16()
+
+
+def sent_in_fp8(model: nn.Sequential, microbatches: list[Any]) -> Any:
+    def narrowed(_: int, gradient: Tensor) -> Tensor:
+        return gradient.to(torch.float8_e4m3fn).to(gradient.dtype)
+
+    stage = watch(half(model))
+    return stage, all_forward_all_backward(stage, microbatches, passed=narrowed)
+
+
+def test_a_message_that_is_far_from_its_own_is_not_therefore_that_of_a_place_a_little_nearer(
+    whitebox: WhiteBox,
+) -> None:
+    data = [tuple(one.bfloat16() for one in pair) for pair in pairs(4, rows=4, width=32)]
+    verdict = whitebox.validate(sent_in_fp8, reference=in_bf16, microbatches=data, ranks=2, loss_fn=loss_fn)
+    assert {kind for kind, *_ in named(verdict)} == {"altered"}, verdict

@@ -155,3 +155,25 @@ def test_an_output_that_no_gradient_comes_to_fits_an_input_that_sends_none() -> 
     stages[1].layer = nn.Identity()  # type: ignore[union-attr]
     verdict = checked(Job(stages, route={2: [(1, 0), (0, 0)]}))
     assert verdict.verdict == "unknown", str(verdict)
+
+
+def and_clone(x: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.tanh(x)
+    return made, made.clone()
+
+
+def and_detached(x: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.tanh(x)
+    return made, made.detach()
+
+
+@pytest.mark.parametrize("twice", [and_clone, and_detached])
+def test_an_equal_output_that_goes_nowhere_is_open_and_no_fault(twice: Callable[[Tensor], Any]) -> None:
+    stages = layers(twice, torch.tanh, twice_the_first)
+    verdict = checked(Job(stages, route={1: [(0, 0)], 2: [(1, 0), (0, 0)]}))
+    assert (verdict.verdict, verdict.cause) == ("unknown", ()), str(verdict)
+
+
+def test_what_was_put_out_detached_too_did_not_lose_its_gradient_on_the_way() -> None:
+    stages = layers(and_detached, torch.tanh, twice_the_first)
+    assert not checked(Job(stages, route={1: [(0, 1)], 2: [(1, 0), (0, 0)]})).cause

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
+from tests.support.pipeline_here import DATA, Job, checked, layers
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +113,11 @@ def test_an_order_that_is_another_in_every_call_is_told(at: int, told: str, worl
     verdict = world.run(chain_step, Chained(given=given(at, 1, 0), inputs=2), ranks=2)[0]
     assert verdict.verdict == "pass"
     assert f"{told}: that order was taken as meant" in str(verdict)
+
+
+@pytest.mark.parametrize("given", [1, 2])
+def test_more_calls_than_microbatches_were_given_are_told_so(given: int) -> None:
+    verdict = checked(Job(layers(torch.tanh, torch.tanh)), given=DATA[:given])
+    assert verdict.verdict == "unknown", str(verdict)
+    assert f"stage 0 was called 3 times, and {given} microbatches were given: what" in str(verdict)
+    assert "is none of theirs; pass all microbatches that the step runs" in str(verdict)

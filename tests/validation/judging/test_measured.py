@@ -1,6 +1,7 @@
 """What a verdict rests on, as values: what each action took and made, in the order in which it was."""
 
 import json
+import math
 
 import pytest
 
@@ -94,3 +95,15 @@ def test_it_is_plain_data_that_leaves_out_what_does_not_apply() -> None:
     assert data["weights"][0]["cells"] == [{"own": 1.0, "others": [], "behind": 0.0}]
     assert Measured().as_dict() == {"compared": [], "ran": None, "stage": None, "weights": []}
     assert versions()["torch"].startswith("2.")
+
+
+@pytest.mark.parametrize(
+    ("one", "apart"),
+    [
+        (Compared("gradient", 1, "pass"), 0.0),
+        (Compared("gradient", 1, "pass", floor=1e-9), math.inf),
+        (Compared("gradient", 1, "pass", floor=1e-9, error=1e-7), 1e-7),
+    ],
+)
+def test_rounding_alone_that_is_not_the_same_to_the_bit_is_apart_however_far(one: Compared, apart: float) -> None:
+    assert one.apart == apart

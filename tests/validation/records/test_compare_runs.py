@@ -54,6 +54,7 @@ def test_equal_runs_are_equal_bit_for_bit(folder: Path, judged: Callable[..., Ve
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert verdict.law("gradient").checked == verdict.law("updated-parameters").checked == STEPS * 10
     assert verdict.law("microbatches").exact == verdict.law("grad-norm").exact == STEPS
+    assert verdict.replay == f"pipeproof compare {folder / 'good'} {folder / 'same'} --until {STEPS - 1}"
 
 
 def test_a_run_that_went_on_from_a_checkpoint_is_equal(folder: Path, judged: Callable[..., Verdict]) -> None:

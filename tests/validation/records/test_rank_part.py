@@ -209,13 +209,19 @@ def test_what_was_there_before_and_was_not_kept_is_noted() -> None:
     assert (set(kept.notes.begun), kept.notes.untold) == ({"small"}, {"large"})
     kept.begin({"large": None})
     assert not kept.notes.untold
-    kept.end("small", torch.ones(4), torch.zeros(4), wrong=True)  # nothing was added since
+    kept.end("small", torch.ones(4), wrong=True)  # nothing was added since
     assert (set(kept.notes.begun), kept.notes.untold) == (set(), {"small"})
 
 
-def test_what_passes_and_is_not_what_is_due_is_kept_as_it_is() -> None:
+def test_what_passes_and_is_not_what_is_due_is_kept_as_it_is_while_there_is_room() -> None:
     kept, due = Kept(0, room=40), torch.ones(4)
     for name, off in (("same", 0.0), ("summed", 1e-7), ("near", 1e-2), ("nearer", 1e-3), ("much", 1e-2)):
-        kept.end(name, due + off, due, wrong=False)
+        kept.end(name, due + off, wrong=False, apart=off)
     assert (kept.notes.right, set(kept.notes.near)) == ({"same", "summed", "much"}, {"near", "nearer"})
     assert torch.equal(kept.tensors[kept.notes.near["near"]], due + 1e-2)
+    kept.end("wrong", 2 * due, wrong=True)
+    assert (set(kept.notes.wrong), set(kept.notes.near), set(kept.notes.left_out)) == ({"wrong"}, {"near"}, set())
+    assert "nearer" in kept.notes.right
+    kept.end("large", torch.ones(32), wrong=True)
+    assert (set(kept.notes.near), kept.notes.left_out) == ({"near"}, {"large"}), "nothing is let go in vain"
+    assert set(kept.tensors) == {*kept.notes.wrong.values(), *kept.notes.near.values()}

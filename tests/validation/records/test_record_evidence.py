@@ -152,6 +152,65 @@ def test_a_fault_is_named_beside_the_model_and_from_a_record_alone(name: str, ag
     assert [one.kinds for one in verdict.ruled_out if one.evidence == held] == [()]
 
 
+class Cast(nn.Sequential):
+    """Computes in bf16, with weights in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: torch.Tensor = super().forward(x)
+        return found.float()
+
+
+def test_a_factor_that_autocast_rounds_otherwise_is_named() -> None:
+    model = Cast(*build())
+    with check_step(model, data(), against=SingleDevice(lambda: Cast(*build()), loss_fn)) as check:
+        backward(model, data(), divisor=3)
+        check.gradients()
+    (cause,) = check.verdict.cause
+    assert (cause.kind, cause.parameter, cause.factor) == ("scale", None, pytest.approx(4 / 3, rel=1e-2))
+
+
+def test_what_explains_all_coarsely_says_more_than_what_gives_a_part() -> None:
+    """Microbatches in halves are rounded otherwise; one is lost, and one gradient is zero."""
+    model = Cast(*build())
+    with check_step(
+        {0: model[:2], 1: model[2:]}, data(), against=SingleDevice(lambda: Cast(*build()), loss_fn)
+    ) as check:
+        for m, (x, target) in enumerate(data()):
+            loss = loss_fn(torch.cat([model(part) for part in x.chunk(2)]), target)
+            (loss / M * (m != 2)).backward()
+        model.get_parameter("3.0.weight").grad.zero_()  # type: ignore[union-attr]
+        check.gradients()
+    found = {(one.kind, one.microbatches, one.parameter) for one in check.verdict.cause}
+    assert found == {("dropped", (2,), None), ("zero", (), "3.0.weight")}, str(check.verdict)
+
+
+class Layer(nn.LSTM):
+    """An LSTM that gives its outputs alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
+def words() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Embedding(23, 16), *(Layer(16, 16, batch_first=True) for _ in range(2)), nn.Linear(16, 23)
+        return nn.Sequential(*layers).bfloat16()
+
+
+def test_what_only_one_weight_of_the_last_stage_shows_in_a_coarse_type_is_that_of_the_stage() -> None:
+    """Exchanged targets change no bias by more than rounding."""
+    draw = torch.Generator().manual_seed(1)
+    given = [tuple(torch.randint(23, (4, 6), generator=draw) for _ in range(2)) for _ in range(M)]
+    model, entropy = words(), lambda y, target: nn.functional.cross_entropy(y.float().flatten(0, 1), target.flatten())
+    with check_step({0: model[:1], 1: model[1:3], 2: model[3:]}, given, against=SingleDevice(words, entropy)) as check:
+        for m, of in enumerate((0, 2, 1, 3)):
+            (entropy(model(given[m][0]), given[of][1]) / M).backward()
+        check.gradients()
+    assert {one.kind for one in check.verdict.cause} == {"swapped-data"}, str(check.verdict)
+
+
 @EITHER
 def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any) -> None:
     first, second = step(against, fault=swap).cause

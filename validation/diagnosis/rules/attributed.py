@@ -59,7 +59,8 @@ def attributed(evidence: Evidence) -> list[Cause]:
     causes = [told_apart(cause, evidence) for cause in found.causes]
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
         own = evidence.playable is not None
-        causes = (played_through(evidence) if own else replayed(evidence) or inside(evidence)) or causes
+        whole = played_through(evidence) if own else replayed(evidence) or inside(evidence)
+        causes = whole or (_coarsely(evidence) if causes and not own else []) or causes
         causes = causes or ([] if own else other_forward(evidence) or _coarsely(evidence))
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pipeproof.diagnosis.combination import told_within
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.judging.cause import Cause, listed
@@ -56,7 +57,7 @@ def _unsummed(groups: Groups, stage_of: Mapping[int, int]) -> Sequence[str]:
 
 
 def _whole(groups: Groups, due: torch.Tensor, *, replicas: int) -> str:
-    """That what the groups have is ``due`` together, in words; empty if it is not.
+    """That what the groups have is ``due`` together, in words; empty if it is not, or if any has that already.
 
     ``replicas``: how many of each stage have their own, where stages have, too.
     """
@@ -64,14 +65,15 @@ def _whole(groups: Groups, due: torch.Tensor, *, replicas: int) -> str:
     whole = torch.stack(parts).sum(dim=0)
     made = [("sum", whole), ("mean", whole / len(parts))]
     made += [("sum over stages, averaged over replicas,", whole / replicas)]
-    if len(parts) < 2 or not all(one.any() for one in parts):
+    limit, wanted = max(_ALIKE, told_within(due.dtype)), due.double().cpu()
+    if len(parts) < 2 or not all(one.any() and error(one, wanted) > limit for one in parts):
         return ""
     who = " and ".join(f"ranks {listed(ranks)}" for ranks, _ in groups)
     told = f"{who} each have a gradient of their own"
     if len(groups) == sum(len(ranks) for ranks, _ in groups):
         told = f"ranks {listed(rank for ranks, _ in groups for rank in ranks)} keep gradients of their own"
     for what, one in made:
-        if error(one, due.double().cpu()) < _ALIKE:
+        if error(one, wanted) < limit:
             return f"{told}, and their {what} is expected"
     return ""
 

@@ -180,3 +180,36 @@ def test_a_factor_of_every_copy_is_no_one_stages(
 def test_a_factor_of_one_copy_alone_is_of_its_stage(world: World) -> None:
     (cause,) = told(world, 1, times=3.0).cause
     assert (cause.kind, cause.place, cause.factor) == ("scale", "rank 0, stage 0", 3.0), str(cause)
+
+
+def in_bf16() -> nn.Module:
+    return build(Apart).bfloat16()
+
+
+def replicated(context: RankContext, reduced: bool, noisy: bool) -> Verdict:
+    """Two replicas of a model in bf16, with two microbatches each."""
+    data = [(x.bfloat16(), target.bfloat16()) for x, target in pairs(COUNT)[context.rank :: 2]]
+    model = in_bf16()
+    with check_step({0: model}, data, against=SingleDevice(in_bf16, loss_fn)) as check:
+        for x, target in data:
+            (loss_fn(model(x), target) / len(data)).backward()
+        for one in (p.grad for p in model.parameters() if p.grad is not None):
+            if reduced:
+                dist.all_reduce(one)
+                one /= 2
+            if noisy and context.rank:
+                one *= 1 + 2**-7
+        check.gradients()
+    return check.verdict
+
+
+@pytest.mark.parametrize(
+    ("reduced", "noisy", "kinds"), [(False, False, {"not-reduced"}), (True, False, set()), (True, True, set())]
+)
+def test_gradients_in_bf16_that_no_rank_reduced_are_told_from_others(
+    reduced: bool, noisy: bool, kinds: set[str]
+) -> None:
+    with World(kind="simulated", silent=True) as world:
+        verdict = world.run(replicated, reduced, noisy, ranks=2)[0]
+    assert {one.kind for one in verdict.cause} == kinds, str(verdict)
+    assert verdict.law("replicas").outcome == ("pass" if reduced and not noisy else "fail")
