@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.written_views import WrittenView
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.again import Called
 from pipeproof.worlds.posted_messages import Came
@@ -30,8 +31,11 @@ class Flows:
     _own: set[int] = field(default_factory=set)
     _early: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
 
-    def made(self, tensor: Tensor, note: Note) -> None:
-        """``tensor`` is the call's own: note the gradients that flow to it."""
+    def made(self, tensor: Tensor, note: Note, came: Callable[[], None] = lambda: None) -> None:
+        """``tensor`` is the call's own: note the gradients that flow to it.
+
+        Where it is a view to which somebody has written, these come by what it was a view of: ``came`` is told so.
+        """
 
         def flowed(gradient: Tensor) -> None:
             backward = torch._C._current_graph_task_id()
@@ -43,6 +47,14 @@ class Flows:
             self._early = [one for one in self._early if one[0] != backward]
 
         tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+        if (view := WrittenView.of(tensor)) is not None and tensor._base is not None:
+
+            def flowed_behind(gradient: Tensor) -> None:
+                if torch._C._current_graph_task_id() not in self._own and view.was_written:
+                    came()
+                    flowed(view.part_of(gradient))
+
+            tensor._base.register_hook(flowed_behind)  # type: ignore[no-untyped-call]  # in torch
 
     def borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
         """``tensor`` may belong to other calls as well: note what flows to it in this one's backwards.
@@ -91,6 +103,7 @@ class Call:
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
+    ``trained``: those of ``backwards`` came to weights of the module.
     ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
     ``parts``: by place, what its backwards brought there; ``in_parts``: by input, those of its gradient, where they
     were put ``together``.
@@ -123,6 +136,18 @@ class Call:
     repeated: Mapping[int, int] = field(default_factory=dict)
     given_again: frozenset[int] = frozenset()
     hidden: str = ""
+    trained: bool = False
+
+    def count(self, time: int, *, trains: bool) -> None:
+        """Count a backward that is over. One that ``trains`` no weights is a half of another, or looked at a gradient.
+
+        So it counts where none does that trains some.
+        """
+        if trains and not self.trained:
+            self.backwards.clear()
+        if trains or not self.trained:
+            self.backwards.append(time)
+        self.trained = self.trained or trains
 
     @property
     def ran(self) -> list[int]:

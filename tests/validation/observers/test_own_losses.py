@@ -14,7 +14,7 @@ from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.pipeline_here import DATA, MSE, Layer
+from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked
 
 Back = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]  # a stage, what it was given and gave, and what flows back
 PART = 1 / len(DATA)
@@ -77,6 +77,13 @@ def before(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
     gave.backward(flow)
 
 
+def in_torchs_engine(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
+    """As a runtime does that has freed what it sent."""
+    engine: Any = torch.autograd.Variable
+    run, ends = engine._execution_engine.run_backward, ((gave, stage.balance), (flow, torch.ones(())))
+    run(*ends, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True)
+
+
 def weights_punished(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
     gave.backward(flow)
     (0.01 * sum(one.square().sum() for one in stage.parameters())).backward()
@@ -134,7 +141,7 @@ def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
 
 @pytest.mark.parametrize(
     "back",
-    [together, summed, after, before, weights_punished, balance_by_hand, input_punished],
+    [together, summed, after, before, in_torchs_engine, weights_punished, balance_by_hand, input_punished],
     ids=lambda one: one.__name__,
 )
 def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
@@ -161,6 +168,91 @@ def test_a_loss_that_punishes_weights_is_one_of_each_stage() -> None:
     verdict = verdict_of(usual, last=of_all_weights)
     assert verdict.verdict == "unknown", str(verdict)
     assert all(f"comes to the weights of stage {k}, and not by" in str(verdict) for k in range(3))
+
+
+class Heading(Balanced):
+    """Has a head with which the loss computes, as one that never makes all logits at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_loss_of_the_head_explains_no_loss_that_comes_to_other_weights(balanced: bool) -> None:
+    torch.manual_seed(0)
+    stages = [Layer(), Heading()]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(stages[1].head(output), target)
+
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            gave = stages[0](x)
+            given = gave.detach().requires_grad_()
+            (loss_fn(stages[1](given), target) * PART + (stages[1].balance if balanced else 0.0)).backward()
+            gave.backward(given.grad)
+        check.gradients()
+    assert check.verdict.verdict == ("unknown" if balanced else "pass"), str(check.verdict)
+
+
+@pytest.mark.parametrize(("creates", "found"), [(False, "pass"), (True, "unknown")])
+def test_a_gradient_that_is_asked_for_first_is_no_backward_of_the_stage(creates: bool, found: str) -> None:
+    """As for a map of what matters, or for a loss that punishes it: it is added to no weight's."""
+    torch.manual_seed(0)
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            gave = stages[0](x)
+            given = gave.detach().requires_grad_()
+            loss = MSE(output := stages[1](given), target) * PART
+            of = output.sum() if creates else loss
+            (flow,) = torch.autograd.grad(of, given, retain_graph=True, create_graph=creates)
+            (loss + flow.square().mean() if creates else loss).backward()
+            gave.backward(given.grad)
+        check.gradients()
+    assert check.verdict.verdict == found, str(check.verdict)
+
+
+def slope(layer: nn.Module, x: Tensor) -> Tensor:
+    made, back = torch.func.vjp(layer, x)
+    return made + back(torch.ones_like(made))[0]
+
+
+@pytest.mark.parametrize("inside", [slope, lambda layer, x: layer(x) * measured(layer, x)])
+def test_a_stage_that_asks_for_gradients_is_judged(inside: Any) -> None:
+    stages = [Layer(), Slope(inside), Layer()]
+    verdict = checked(Job(stages))
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def measured(layer: nn.Module, x: Tensor) -> float:
+    """Something of gradients, where nobody may write to tensors."""
+    weight = next(layer.parameters())
+    loss = layer(x.detach()).sum()
+    with torch.inference_mode():
+        return float(torch.autograd.grad(loss, weight)[0].mean())
+
+
+def adding(layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = layer(x)
+    if torch.is_grad_enabled():
+        made.square().mean().backward(retain_graph=True)
+    return made
+
+
+def test_a_stage_that_adds_gradients_in_its_forward_is_not_known() -> None:
+    verdict = checked(Job([Layer(), Slope(adding), Layer()]))
+    assert verdict.verdict == "unknown", str(verdict)
+
+
+class Slope(Layer):
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        return self.inside(self.layer, x)
 
 
 def in_shards(context: RankContext) -> Verdict:
