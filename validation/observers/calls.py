@@ -10,6 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from pipeproof.observers.own_losses import goes_on
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.written_views import WrittenView
 from pipeproof.pipeline.action import Kind
@@ -29,6 +30,7 @@ class Flows:
     """
 
     _own: set[int] = field(default_factory=set)
+    _ended: bool = False  # whether any came to what the call was given
     _early: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
 
     def made(self, tensor: Tensor, note: Note, came: Callable[[], None] = lambda: None) -> None:
@@ -37,8 +39,11 @@ class Flows:
         Where it is a view to which somebody has written, these come by what it was a view of: ``came`` is told so.
         """
 
+        last = -1  # the backward that came to it as it is
+
         def flowed(gradient: Tensor) -> None:
-            backward = torch._C._current_graph_task_id()
+            nonlocal last
+            backward = last = torch._C._current_graph_task_id()
             self._own.add(backward)
             note(gradient)()
             for other, write in self._early:
@@ -50,7 +55,7 @@ class Flows:
         if (view := WrittenView.of(tensor)) is not None and tensor._base is not None:
 
             def flowed_behind(gradient: Tensor) -> None:
-                if torch._C._current_graph_task_id() not in self._own and view.was_written:
+                if torch._C._current_graph_task_id() != last and view.was_written:
                     came()
                     flowed(view.part_of(gradient))
 
@@ -64,7 +69,8 @@ class Flows:
 
         def flowed(gradient: Tensor) -> None:
             backward = torch._C._current_graph_task_id()
-            if backward in self._own:
+            if backward in self._own or (self._own and not self._ended and goes_on()):
+                self._ended = True
                 note(gradient)()
             elif handed_on:
                 self._early.append((backward, note(gradient)))

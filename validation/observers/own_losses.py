@@ -9,7 +9,8 @@ the ``metadata`` of the graph's nodes, which lives as long as they do and keeps 
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
@@ -44,7 +45,7 @@ class OwnLoss:
     """Where the first such backward was called for.
 
     ``weights``: it came to the module's, else to what it was given. ``apart``: one came not through what it gave.
-    ``given``: one did, and came to what it was given as well. ``named``: the weights to which any came, where it has
+    ``given``: one came to what it was given. ``named``: the weights to which any came, where it has
     them whole.
     """
 
@@ -109,7 +110,7 @@ class OwnLosses:
         for node, number in given:
             _noted(node).given.setdefault(number, set()).update(own)
         if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with others, gathered for this
-            for node in _leaves(down(gave - given, lambda *edge: edge in given)[0]):
+            for node in _leaves(down(gave - given, lambda *edge: edge in given, _FAR)[0]):
                 _noted(node).weight_of.update(own)
 
     def anew(self) -> None:
@@ -124,8 +125,7 @@ class OwnLosses:
         """A backward begins that comes to ``leaves``, and to what modules of these numbers were ``given``, past what
         calls gave; once it is over, tell where it was called for, and whether it adds gradients to those of tensors.
 
-        What was given is of no matter to a module through which it does not come: its own backward is another one. What
-        a call itself asks for, and adds to none, is a part of that call, and is asked for again with it.
+        What a call itself asks for, and adds to none, is a part of that call, and is asked for again with it.
         """
         reached = {id(one.variable) for one in leaves}
         gathered = {number for one in leaves if _NOTED in _kept_by(one) for number in _noted(one).weight_of}
@@ -137,7 +137,7 @@ class OwnLosses:
             for number, flowed in before.items():
                 module, weights = self._modules[number], number in punished
                 through = self._flowed(module) > flowed
-                to_given = through and number in given
+                to_given = number in given
                 if (weights or to_given) and (adds or not _is_called_now(module)):
                     found = OwnLoss(weights, not through, stack, to_given, frozenset(_names(module, reached)))
                     self._found[module] = self._found[module].and_also(found) if module in self._found else found
@@ -193,7 +193,11 @@ class _Engine(torch._C._ImperativeEngine):
         if not self.looks or not _open or is_inside_a_backward():
             return begin(*given, **named)
         said = dict(zip(_SAID, given, strict=False)) | named
-        leaves, numbers = _past(said["tensors"], said.get("inputs", ()))
+        begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _kept_by(edge[0])]
+        if not begun:
+            with _going_on():
+                return begin(*given, **named)
+        leaves, numbers = _past(begun, said.get("inputs", ()))
         if not leaves and not numbers:
             return begin(*given, **named)
         told = [one.begins(leaves, numbers) for one in _open]
@@ -208,6 +212,25 @@ class _Engine(torch._C._ImperativeEngine):
         while isinstance(engine, _Engine):
             engine = engine.inner
         return engine
+
+
+_halves = 0  # how many backwards run that go on where another ended
+belongs_to_rank(__name__, "_halves", fresh=lambda _: 0)
+
+
+def goes_on() -> bool:
+    """Whether a backward runs that goes on with another, which was not for all and came by there."""
+    return _halves > 0
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    global _halves
+    _halves += 1
+    try:
+        yield
+    finally:
+        _halves -= 1
 
 
 _open: tuple[OwnLosses, ...] = ()
@@ -236,10 +259,9 @@ def _forget(losses: OwnLosses) -> None:
     _engine = None
 
 
-def _past(roots: _Ends, ends: _Ends) -> tuple[list[Node], set[int]]:
-    """What a backward from ``roots`` comes to past what calls gave: leaves, and the numbers of modules that were given
-    it. Where there are ``ends`` it is for them alone, and what is left of it may begin anywhere on its way."""
-    begun = [edge for edge in _edges(roots) if _HALF not in _kept_by(edge[0])]
+def _past(begun: Sequence[Edge], ends: _Ends) -> tuple[list[Node], set[int]]:
+    """What a backward that has ``begun`` there comes to past what calls gave: leaves, and the numbers of modules that
+    were given it. Where there are ``ends`` it is for them alone, and what is left may begin anywhere on its way."""
     passed, gave = down(begun, _is_given, _FAR)
     if written := {edge for node, _ in passed for edge in _written(node)}:
         passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), _FAR)

@@ -24,7 +24,8 @@ class Balanced(Layer):
     """Keeps an auxiliary loss, of something that it gives no part of."""
 
     def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        gates, left = self.layer(x).chunk(2, 1)
+        self.hidden = self.layer(x)
+        gates, left = self.hidden.chunk(2, 1)
         self.balance = left.square().mean() * PART
         return torch.cat([gates, gates.tanh()], 1)
 
@@ -99,6 +100,18 @@ def input_punished(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> Non
     torch.autograd.backward([gave, given.square().mean()], [flow, None])
 
 
+def input_punished_after(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
+    gave.backward(flow)
+    given.square().mean().backward()
+
+
+def step_by_step(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
+    """Gradients of what is between first, and what they give to weights last of all."""
+    (between,) = torch.autograd.grad(gave, stage.hidden, flow, retain_graph=True)
+    (given.grad,) = torch.autograd.grad(stage.hidden, given, between, retain_graph=True)
+    torch.autograd.backward(stage.hidden, between, inputs=list(stage.parameters()))
+
+
 def no_more(stages: Sequence[nn.Module]) -> Any:
     return 0.0
 
@@ -133,7 +146,7 @@ def verdict_of(
     return check.verdict
 
 
-@pytest.mark.parametrize("back", [usual, multiplied, weights_later, by_hand])
+@pytest.mark.parametrize("back", [usual, multiplied, weights_later, by_hand, step_by_step])
 def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
     verdict = verdict_of(back)
     assert verdict.verdict == "pass", str(verdict)
@@ -141,14 +154,24 @@ def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
 
 @pytest.mark.parametrize(
     "back",
-    [together, summed, after, before, in_torchs_engine, weights_punished, balance_by_hand, input_punished],
+    [
+        together,
+        summed,
+        after,
+        before,
+        in_torchs_engine,
+        weights_punished,
+        balance_by_hand,
+        input_punished,
+        input_punished_after,
+    ],
     ids=lambda one: one.__name__,
 )
 def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
     verdict = verdict_of(back)
     assert verdict.verdict == "unknown", str(verdict)
     assert not verdict.cause
-    what = "what was given to" if back is input_punished else "the weights of"
+    what = "what was given to" if back in (input_punished, input_punished_after) else "the weights of"
     assert "a backward at tests/validation/observers/test_own_losses.py:" in str(verdict)
     assert f"{back.__name__} comes to {what} stage 1, and not by what the stage gave" in str(verdict)
     assert "0.layer" not in str(verdict), "the other stages are judged all the same"

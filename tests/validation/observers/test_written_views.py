@@ -60,6 +60,37 @@ def test_gradients_come_by_what_it_is_a_view_of(then: Callable[[Tensor], Tensor]
     assert verdict.verdict == "pass", str(verdict)
 
 
+class Halves(Layer):
+    """Gives two views of one tensor."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        made = self.layer(x)
+        return made[..., :4], made[..., 4:]
+
+
+class Joined(Layer):
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        return self.layer(torch.cat([x, *others], -1))
+
+
+def test_each_view_of_one_tensor_gets_its_own() -> None:
+    """Who writes to one of them takes both out of the graph."""
+    torch.manual_seed(0)
+    stages = [Layer(), Halves(), Joined()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            gave = stages[0](x)
+            given = gave.detach().requires_grad_()
+            halves = stages[1](given)
+            halves[0].mul_(2.0).mul_(0.5)
+            received = [one.detach().requires_grad_() for one in halves]
+            (MSE(stages[2](*received), target) * PART).backward()
+            torch.autograd.backward(halves, [one.grad for one in received])
+            gave.backward(given.grad)
+        check.gradients()
+    assert check.verdict.verdict == "pass", str(check.verdict)
+
+
 @pytest.mark.parametrize(("times", "backwards", "cause"), [(2.0, 1, "scale"), (1.0, 2, "doubled")])
 def test_a_fault_there_is_told(times: float, backwards: int, cause: str) -> None:
     verdict = verdict_of(as_it_is, times=times, backwards=backwards)
