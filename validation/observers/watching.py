@@ -145,6 +145,8 @@ class Watcher:
         """
         if (one := self._found(module)) is None:
             return None
+        for call in one.calls:
+            call.settle()
         again = any(call.silent and call.ran for call in one.calls)
         return [call for call in one.calls if again or not call.silent] or list(one.calls)
 
@@ -308,6 +310,8 @@ class Watcher:
             if into is call.output_gradients and (came := received_at(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
             kept = None if keep is None or held is None else keep(held)
+            if seen is not None and into is call.output_gradients:
+                call.asked.setdefault(number, (seen, kept))
 
             def write() -> None:
                 if seen is not None and call.again is not None:

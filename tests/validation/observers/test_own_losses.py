@@ -237,6 +237,27 @@ def test_a_gradient_that_is_asked_for_first_is_no_backward_of_the_stage(creates:
     assert check.verdict.verdict == found, str(check.verdict)
 
 
+def both(output: Tensor, target: Tensor) -> Tensor:
+    return MSE(output, target) + output.abs().mean()
+
+
+def test_gradients_of_what_it_gave_that_are_weighed_first_do_not_flow() -> None:
+    """As where a step has several tasks, and looks at the gradient of each."""
+    torch.manual_seed(0)
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(both), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            gave = stages[0](x)
+            given = gave.detach().requires_grad_()
+            output = stages[1](given)
+            losses = MSE(output, target) * PART, output.abs().mean() * PART
+            first, second = (torch.autograd.grad(one, output)[0] for one in losses)
+            output.backward(first + second)
+            gave.backward(given.grad)
+        check.gradients()
+    assert check.verdict.verdict == "pass", str(check.verdict)
+
+
 def slope(layer: nn.Module, x: Tensor) -> Tensor:
     made, back = torch.func.vjp(layer, x)
     return made + back(torch.ones_like(made))[0]
