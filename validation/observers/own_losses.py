@@ -163,8 +163,12 @@ def weights_of(loss: Tensor, outputs: Iterable[Tensor], module: nn.Module) -> se
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether the backward that runs comes to weights of ``module``: one may only be asked for other gradients."""
-    return any(_comes_to(one) for one in module.parameters() if one.requires_grad)
+    """Whether the backward that runs comes to weights of ``module``: one may only be asked for other gradients.
+
+    Not of those in shards: it computes with others.
+    """
+    own = (one for one in module.parameters() if one.requires_grad and not isinstance(one, InShards))
+    return any(map(_comes_to, own))
 
 
 def _comes_to(weight: Tensor) -> bool:

@@ -8,6 +8,8 @@ import weakref
 
 from torch import Tensor
 
+from pipeproof.observers.shards import InShards
+
 WRITES = "CopySlices"  # the type of the node that autograd puts behind what such a view was of
 
 
@@ -21,7 +23,7 @@ class WrittenView:
     @staticmethod
     def of(tensor: Tensor) -> "WrittenView | None":
         """None where it is no view, or one through which gradients cannot be told by those of its base."""
-        base = tensor._base if tensor._is_view() else None
+        base = tensor._base if tensor._is_view() and not isinstance(tensor, InShards) else None
         if base is None or base.grad_fn is None or not base.is_contiguous() or tensor.numel() > base.numel():
             return None
         return WrittenView(tensor, base)
