@@ -325,3 +325,48 @@ def test_backwards_by_several_outputs_are_one() -> None:
         check.gradients()
     assert check.verdict.verdict == "unknown", "nobody told of that loss, and all the rest is right"
     assert "nobody is known to have received it: output 1 of stage 1" in str(check.verdict)
+
+
+ENGINE: Any = torch.autograd.Variable
+
+
+class Counting:
+    """Somebody else in the engine's place."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.ran = inner, 0
+
+    def run_backward(self, *given: Any, **named: Any) -> Any:
+        self.ran += 1
+        return self.inner.run_backward(*given, **named)
+
+
+def test_whoever_takes_the_engines_place_meanwhile_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINE, "_execution_engine", ENGINE._execution_engine)
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format):
+        other = Counting(ENGINE._execution_engine)
+        ENGINE._execution_engine = other
+    assert ENGINE._execution_engine is other, "it is not ours to take away"
+    assert verdict_of(after).verdict == "unknown"
+    assert other.ran == len(DATA) * (4 + 3), "of each of three stages and one loss, and of each stage again"
+    assert ENGINE._execution_engine is other
+
+
+def test_torchs_engine_is_back_after_a_check_however_that_ends() -> None:
+    before = ENGINE._execution_engine
+    with pytest.raises(KeyError), check_step(Layer(), DATA, against=Composed(MSE)):  # noqa: PT012
+        assert ENGINE._execution_engine is not before
+        raise KeyError
+    assert ENGINE._execution_engine is before
+
+
+def checked_there(context: RankContext) -> str:
+    return verdict_of(after).verdict
+
+
+def test_simulated_ranks_inside_a_check_have_none_that_is_open() -> None:
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format):
+        found = World(kind="simulated").run(checked_there, ranks=1)
+    assert found == ["unknown"]
