@@ -34,6 +34,7 @@ def test_a_copy_of_a_watched_stage_is_not_watched(made: Any, hooked: bool) -> No
     assert not watcher.calls(stage)
     stage(x).sum().backward()
     assert len(watcher.calls(stage) or []) == 1
+    watcher.close()
     assert torch.equal(stage.layer.weight.grad, another.layer.weight.grad)
 
 
