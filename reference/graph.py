@@ -1,5 +1,6 @@
 """Autograd's graph of one forward: which parameters went into a tensor, how often, and where a stage ends in it."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,10 +20,15 @@ def ends_of(tensors: Iterable[Tensor]) -> list[Edge]:
     return [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
 
 
-def down(edges: Iterable[Edge], ends: Callable[[Node, int], bool]) -> tuple[set[Edge], set[Edge]]:
-    """The edges from these on, away from what was computed last, and those of them at which it ``ends``."""
+def down(
+    edges: Iterable[Edge], ends: Callable[[Node, int], bool], most: float = math.inf
+) -> tuple[set[Edge], set[Edge]]:
+    """The edges from these on, away from what was computed last, and those of them at which it ``ends``.
+
+    After so many it goes no further.
+    """
     passed, over, todo = set[Edge](), set[Edge](), [*edges]
-    while todo:
+    while todo and len(passed) < most:
         edge = todo.pop()
         if edge not in passed and edge not in over:
             (over if ends(*edge) else passed).add(edge)

@@ -48,10 +48,14 @@ def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
     return trained if len(trained) >= microbatches or len(calls) > microbatches else list(calls)
 
 
-def with_own_loss(call: Call) -> Call:
-    """``call`` of a stage with a loss of its own, in a backward apart: nobody saw all that it handed back."""
+def with_own_loss(call: Call, *, apart: bool) -> Call:
+    """``call`` of a stage with a loss of its own, if nobody saw what it handed back: as in a backward ``apart``.
+
+    Or an input's gradient was asked for before, as for a loss that punishes it: which was handed back is not known.
+    """
+    several = any(len(those) > 1 for (is_output, _), those in call.parts.items() if not is_output)
     parts = {at: those for at, those in call.parts.items() if at[0]}
-    return replace(call, input_gradients={}, in_parts={}, parts=parts)
+    return replace(call, input_gradients={}, in_parts={}, parts=parts) if apart or several else call
 
 
 def hidden(stages: Mapping[int, Sequence[Call]]) -> str:

@@ -18,9 +18,9 @@ from pipeproof.foreign.run_once_more import RunOnceMore
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
-from pipeproof.observers.calls import Call
-from pipeproof.observers.elements import is_rounded
-from pipeproof.observers.own_losses import comes_to_weights
+from pipeproof.observers.calls import Call, Flows
+from pipeproof.observers.elements import is_rounded, version
+from pipeproof.observers.own_losses import weights_of
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
@@ -63,7 +63,8 @@ class OwnStage:
         self._loss_is_cast = any(self._kept(k).state.casts for k in range(len(self._calls)))  # until that is seen not
         self._cast_is_known = self._draws_others = False
         self._loss_type: torch.dtype | None = None
-        self.loss_has_weights: bool | None = None  # whether the loss is of the stage's weights, too
+        self._loss_writes = True  # to what it is given, until one does not
+        self.loss_weights: set[str] | None = None  # those of the stage that the loss is of, too
         self._noted, self._more = dict[Point, Tensor](), dict[int, Tensor]()
         self._speaks: bool | None = None
         self.links: list[Link] = []
@@ -263,20 +264,22 @@ class OwnStage:
         """The loss, which notes what the last stage gave, and what flows back to that."""
         assert self._ending is not None, "only the last stage has one"
         made = tensors_in(output)
-        noted = self._noted = {(MADE, n): one for n, one in enumerate(made)}
+        as_made = [one.detach() for one in made]  # a hook that has the very tensor at which it is keeps both for ever
+        noted = self._noted = {(MADE, n): one.clone() if self._loss_writes else one for n, one in enumerate(as_made)}
+        versions = [*map(version, made)]
         hooked = self._model.__dict__["stage"]._backward_pre_hooks  # they are given it next, and may write to it
         for n, one in enumerate(made):
             if one.requires_grad and n not in repeats(made):  # of one tensor, what flows to it is told once
-                note = partial(noted.__setitem__, (RECEIVED, n))
-                one.register_hook((lambda flow, note=note: note(flow.clone())) if hooked else note)  # type: ignore[no-untyped-call]  # in torch
+                write = partial(noted.__setitem__, (RECEIVED, n))
+                Flows().made(one, partial(lambda note, flow: partial(note, flow.clone() if hooked else flow), write))
         if self._draws_others:
             draw_some()
         state = self._kept(0).state
         with state.cast() if self._loss_is_cast else nullcontext(), self._model.looking(state, "the loss"):
             found = self._ending.loss(output, target)
-        self._loss_type = found.dtype
-        if self.loss_has_weights is None:
-            self.loss_has_weights = comes_to_weights(found, made, self._model.parameters())
+        self._loss_type, self._loss_writes = found.dtype, versions != list(map(version, made))
+        if self.loss_weights is None:
+            self.loss_weights = weights_of(found, made, self._model)
         return found
 
     def _again(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.hook import Hook
+
 _End = tuple[int, int]  # of a tensor: the number of what made it, and which of its results it is
 
 
@@ -24,7 +26,7 @@ class AsTheyCame:
         """Be asked before the hooks that ``module`` has, if any."""
         if not module._backward_pre_hooks:
             return []  # such a hook would change what the module returns
-        return [module.register_full_backward_pre_hook(self._comes, prepend=True)]
+        return [module.register_full_backward_pre_hook(Hook(module, self._comes), prepend=True)]
 
     def to(self, output: Tensor) -> Callable[[Tensor], Tensor]:
         """What tells the gradient that came by the one that a hook at ``output`` is given."""
@@ -33,9 +35,6 @@ class AsTheyCame:
         end = output.grad_fn._sequence_nr(), output.output_nr
         self._ends.add(end)
         return lambda gradient: self._came.pop((torch._C._current_graph_task_id(), end), gradient)
-
-    def __deepcopy__(self, memo: object) -> "AsTheyCame":
-        return self  # the copy of a module that is watched has its hooks
 
     def _comes(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         behind = torch._C._current_autograd_node().next_functions

@@ -10,7 +10,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from pipeproof.observers.own_losses import goes_on
 from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.written_views import WrittenView
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.again import Called
 from pipeproof.worlds.posted_messages import Came
@@ -28,21 +30,47 @@ class Flows:
     """
 
     _own: set[int] = field(default_factory=set)
+    _ended: bool = False  # whether any came to what the call was given
     _early: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
 
-    def made(self, tensor: Tensor, note: Note) -> None:
-        """``tensor`` is the call's own: note the gradients that flow to it."""
+    def made(self, tensor: Tensor, note: Note, came: Callable[[], None] = lambda: None) -> None:
+        """``tensor`` is the call's own: note the gradients that flow to it, and on from there.
+
+        A backward that is only asked for the gradient there ends there. Where it is a view to which somebody has
+        written, gradients come by what it was a view of: ``came`` is told so.
+        """
+        last = -1  # the backward that came to it as it is
+        waiting = dict[int, Callable[[], None]]()  # what backwards brought that may end there
 
         def flowed(gradient: Tensor) -> None:
+            nonlocal last
+            last = torch._C._current_graph_task_id()
+            waiting[last] = note(gradient)
+            if not runs:
+                goes_through()
+
+        def goes_through(*_: object) -> None:
             backward = torch._C._current_graph_task_id()
+            if (write := waiting.pop(backward, None)) is None:
+                return
             self._own.add(backward)
-            note(gradient)()
-            for other, write in self._early:
-                if other == backward:
-                    write()
+            for one in (write, *(early for other, early in self._early if other == backward)):
+                one()
             self._early = [one for one in self._early if one[0] != backward]
 
         tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+        runs = tensor.grad_fn is not None  # what computed it is then told of backwards, if they go through it
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(goes_through)
+        if (view := WrittenView.of(tensor)) is not None and tensor._base is not None:
+
+            def flowed_behind(gradient: Tensor) -> None:
+                if torch._C._current_graph_task_id() != last and view.was_written:
+                    came()
+                    flowed(view.part_of(gradient))
+                    goes_through()
+
+            tensor._base.register_hook(flowed_behind)  # type: ignore[no-untyped-call]  # in torch
 
     def borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
         """``tensor`` may belong to other calls as well: note what flows to it in this one's backwards.
@@ -52,7 +80,8 @@ class Flows:
 
         def flowed(gradient: Tensor) -> None:
             backward = torch._C._current_graph_task_id()
-            if backward in self._own:
+            if backward in self._own or (self._own and not self._ended and goes_on()):
+                self._ended = True
                 note(gradient)()
             elif handed_on:
                 self._early.append((backward, note(gradient)))
@@ -91,6 +120,8 @@ class Call:
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
     where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
+    ``asked``: by output, the first gradient that came to it, and a copy of that, whether or not the backward went on.
+    ``trained``: those of ``backwards`` came to weights of the module.
     ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
     ``parts``: by place, what its backwards brought there; ``in_parts``: by input, those of its gradient, where they
     were put ``together``.
@@ -123,6 +154,27 @@ class Call:
     repeated: Mapping[int, int] = field(default_factory=dict)
     given_again: frozenset[int] = frozenset()
     hidden: str = ""
+    trained: bool = False
+    asked: dict[int, tuple[Sketch, Tensor | None]] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """All is seen: what was ``asked`` for is what came to outputs from which no backward went on."""
+        for number, (seen, kept) in self.asked.items():
+            self.output_gradients.setdefault(number, seen)
+            if kept is not None and self.again is not None:
+                self.again.flows.setdefault(number, kept)
+        self.asked = {}
+
+    def count(self, time: int, *, trains: bool) -> None:
+        """Count a backward that is over. One that ``trains`` no weights is a half of another, or looked at a gradient.
+
+        So it counts where none does that trains some.
+        """
+        if trains and not self.trained:
+            self.backwards.clear()
+        if trains or not self.trained:
+            self.backwards.append(time)
+        self.trained = self.trained or trains
 
     @property
     def ran(self) -> list[int]:

@@ -9,6 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from pipeproof.observers.shards import InShards
 
+_DEPTH = 3  # of objects in objects: one may have the whole job in it
+_SIMPLE = {str, int, float, bool, bytes, type(None)}  # have nothing in them, and there may be many
+
 
 def hidden_in(values: object) -> str:
     """What has tensors that want a gradient, and is not looked into, by its type: empty if there is none."""
@@ -24,18 +27,36 @@ def can_be_read(tensor: Tensor) -> bool:
 def _hides(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.requires_grad and not leaf.is_meta and not can_be_read(leaf)
-    own = [] if isinstance(leaf, nn.Module | type) else [*_members(leaf)]
-    tensors = (one for one in tree_leaves(own) if isinstance(one, Tensor))
-    return any(one.requires_grad and not isinstance(one, nn.Parameter) for one in tensors)
+    inside = (one for one in _inside(leaf) if isinstance(one, Tensor) and not isinstance(one, nn.Parameter))
+    return any(one.requires_grad for one in inside)
+
+
+def _inside(leaf: object) -> Iterator[object]:
+    """What is in an object, and in objects in it: no deeper than somebody nests what a stage gives."""
+    found, seen = [leaf], {id(leaf)}
+    for _ in range(_DEPTH):
+        members = [one for own in found for one in tree_leaves([*_members(own)])]
+        found = [*{id(one): one for one in members if type(one) not in _SIMPLE and id(one) not in seen}.values()]
+        seen |= {*map(id, found)}
+        yield from found
 
 
 def _members(leaf: object) -> Iterator[object]:
     """What an object has, as a class of a user's own may keep it."""
+    if isinstance(leaf, Tensor | nn.Module | type):
+        return
     yield from getattr(leaf, "__dict__", {}).values()
-    slots = [one.__dict__.get("__slots__", ()) for one in type(leaf).__mro__]
-    names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
-    yield from (getattr(leaf, name, None) for name in names)
+    for one in type(leaf).__mro__:
+        slots = one.__dict__.get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else slots
+        yield from (getattr(leaf, _mangled(name, one), None) for name in names)
     if isinstance(leaf, Mapping):
         yield from leaf.values()
     elif isinstance(leaf, list | tuple | set | frozenset):
         yield from leaf
+
+
+def _mangled(name: str, owner: type) -> str:
+    """A private ``name`` as Python keeps it."""
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{owner.__name__.lstrip('_')}{name}" if private else name

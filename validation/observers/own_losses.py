@@ -4,29 +4,37 @@ The gradients of most modules are those of what flowed back to their outputs. On
 attribute, or whose weights the loss punishes, has others besides, and nobody can tell these by its outputs.
 
 Every backward begins at roots. From there its graph is walked down, no further than to what watched calls gave: in a
-usual step that is a node or two. What calls gave and were given is noted in the ``metadata`` of the graph's nodes,
-which lives as long as they do and keeps nothing alive.
+usual step that is a node or two. What is very far down is not looked for. What calls gave and were given is noted in
+the ``metadata`` of the graph's nodes, which lives as long as they do and keeps nothing alive.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeproof.observers.backward_lines import is_inside_a_backward
 from pipeproof.observers.shards import InShards
+from pipeproof.observers.written_views import WRITES
 from pipeproof.reference.graph import Edge, Node, down
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.stack import Stack, own_stack
 
-_ENGINE = "_engine_run_backward"  # torch begins every backward with it that is called for in Python
+_ENGINE = "_execution_engine"  # of ``Variable``: every backward that is called for in Python begins there
+_SAID = "tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad"
 _NOTED = "pipeproof: what calls gave and were given"
 _HALF = "pipeproof: a backward that was not for all came through here"
+
+_FAR = 20_000  # edges: torch 2.13 ends the process as it frees a graph of which Python has seen 50,000 in a row
+_CALL = nn.Module.__call__.__code__
 
 _Ends = Collection[Tensor | GradientEdge]
 _numbers = count()
@@ -37,23 +45,38 @@ class OwnLoss:
     """Where the first such backward was called for.
 
     ``weights``: it came to the module's, else to what it was given. ``apart``: one came not through what it gave.
+    ``given``: one came to what it was given. ``named``: the weights to which any came, where it has
+    them whole.
     """
 
     weights: bool
     apart: bool
     stack: Stack
+    given: bool = False
+    named: frozenset[str] = frozenset()
+
+    def is_of(self, weights: Collection[str]) -> bool:
+        """Whether a loss of what the module gave, and of these of its ``weights``, comes to no more than it did."""
+        return bool(self.weights and weights and not self.given and self.named <= {*weights})
+
+    def and_also(self, later: "OwnLoss") -> "OwnLoss":
+        """With a ``later`` one."""
+        given, apart = self.given or later.given, self.apart or later.apart
+        return replace(self, given=given, apart=apart, named=self.named | later.named)
 
 
 @dataclass(frozen=True)
 class _Noted:
     """Of the results of one node: those that a call gave, and by number the modules that each was given to.
 
-    ``weight_of``: of a node that is a weight as it was gathered, the modules that it is one of.
+    ``weight_of``: of a node that is a weight as it was gathered, the modules that it is one of. ``viewed``: those of
+    which a call gave a view.
     """
 
     gave: set[int] = field(default_factory=set)
     given: dict[int, set[int]] = field(default_factory=dict)
     weight_of: set[int] = field(default_factory=set)
+    viewed: set[int] = field(default_factory=set)
 
 
 class OwnLosses:
@@ -78,13 +101,16 @@ class OwnLosses:
         if not _open:
             return
         own = {number for number, one in self._modules.items() if one is module}
-        given, gave = {*_edges(inputs)}, {*_edges(outputs)}
+        every = [*outputs]
+        given, gave = {*_edges(inputs)}, {*_edges(every)}
+        for node, number in _edges(one._base for one in every if one._is_view() and one._base is not None):
+            _noted(node).viewed.add(number)
         for node, number in gave:
             _noted(node).gave.add(number)
         for node, number in given:
             _noted(node).given.setdefault(number, set()).update(own)
         if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with others, gathered for this
-            for node in _leaves(down(gave - given, lambda *edge: edge in given)[0]):
+            for node in _leaves(down(gave - given, lambda *edge: edge in given, _FAR)[0]):
                 _noted(node).weight_of.update(own)
 
     def anew(self) -> None:
@@ -95,11 +121,11 @@ class OwnLosses:
         """Look at no more backwards."""
         _forget(self)
 
-    def begins(self, leaves: Collection[Node], given: Collection[int]) -> Callable[[Stack], None]:
+    def begins(self, leaves: Collection[Node], given: Collection[int]) -> Callable[[Stack, bool], None]:
         """A backward begins that comes to ``leaves``, and to what modules of these numbers were ``given``, past what
-        calls gave; once it is over, tell where it was called for.
+        calls gave; once it is over, tell where it was called for, and whether it adds gradients to those of tensors.
 
-        What was given is of no matter to a module through which it does not come: its own backward is another one.
+        What a call itself asks for, and adds to none, is a part of that call, and is asked for again with it.
         """
         reached = {id(one.variable) for one in leaves}
         gathered = {number for one in leaves if _NOTED in _kept_by(one) for number in _noted(one).weight_of}
@@ -107,73 +133,158 @@ class OwnLosses:
         punished = {n for n, one in every if n in gathered or any(id(own) in reached for own in one.parameters())}
         before = {number: self._flowed(one) for number, one in every}
 
-        def over(stack: Stack) -> None:
+        def over(stack: Stack, adds: bool) -> None:
             for number, flowed in before.items():
                 module, weights = self._modules[number], number in punished
                 through = self._flowed(module) > flowed
-                if weights or (through and number in given):
-                    known = self._found.setdefault(module, OwnLoss(weights, not through, stack))
-                    self._found[module] = replace(known, apart=known.apart or not through)
+                to_given = number in given
+                if (weights or to_given) and (adds or not _is_called_now(module)):
+                    found = OwnLoss(weights, not through, stack, to_given, frozenset(_names(module, reached)))
+                    self._found[module] = self._found[module].and_also(found) if module in self._found else found
 
         return over
 
 
-def comes_to_weights(loss: Tensor, outputs: Iterable[Tensor], weights: Iterable[Tensor]) -> bool:
-    """Whether the backward of a ``loss`` of ``outputs`` comes to any of the ``weights`` past these."""
+def _is_called_now(module: nn.Module) -> bool:
+    """Whether a call of ``module`` has brought this thread here. A call that raised has ended, and told nobody."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def weights_of(loss: Tensor, outputs: Iterable[Tensor], module: nn.Module) -> set[str]:
+    """The names of the ``module``'s weights to which the backward of a ``loss`` of ``outputs`` comes past these."""
     ends = {*_edges(outputs)}
-    passed, _ = down(_edges([loss]), lambda *edge: edge in ends)
-    reached = {id(node.variable) for node in _leaves(passed)}
-    return any(id(one) in reached for one in weights)
+    passed, _ = down(_edges([loss]), lambda *edge: edge in ends, _FAR)
+    return _names(module, {id(node.variable) for node in _leaves(passed)})
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether the backward that runs comes to weights of ``module``: one may only be asked for other gradients.
+
+    Not of those in shards: it computes with others.
+    """
+    own = (one for one in module.parameters() if one.requires_grad and not isinstance(one, InShards))
+    return any(map(_comes_to, own))
+
+
+def _comes_to(weight: Tensor) -> bool:
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node, _ in _edges([weight]))
+    except RuntimeError:
+        return True  # torch only says of leaves that this backward is asked for that it does not say
+
+
+def _names(module: nn.Module, weights: Collection[int]) -> set[str]:
+    return {name for name, one in module.named_parameters() if id(one) in weights}
+
+
+class _Engine(torch._C._ImperativeEngine):
+    """Torch's own, or what somebody put there, and who looks at its backwards.
+
+    Whoever took its place meanwhile still calls it when nobody looks any more.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.looks = inner, True
+
+    def run_backward(self, *given: Any, **named: Any) -> Any:
+        """Torch's. One inside another runs a part of the graph again: the outer one counts."""
+        begin = self.inner.run_backward
+        if not self.looks or not _open or is_inside_a_backward():
+            return begin(*given, **named)
+        said = dict(zip(_SAID, given, strict=False)) | named
+        begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _kept_by(edge[0])]
+        if not begun:
+            with _going_on():
+                return begin(*given, **named)
+        leaves, numbers = _past(begun, said.get("inputs", ()))
+        if not leaves and not numbers:
+            return begin(*given, **named)
+        told = [one.begins(leaves, numbers) for one in _open]
+        result = begin(*given, **named)
+        for tell in told:
+            tell(own_stack(), bool(said.get("accumulate_grad")))
+        return result
+
+    @staticmethod
+    def below(engine: Any) -> Any:
+        """What is looked at by an ``engine``, or that itself."""
+        while isinstance(engine, _Engine):
+            engine = engine.inner
+        return engine
+
+
+_halves = 0  # how many backwards run that go on where another ended
+belongs_to_rank(__name__, "_halves", fresh=lambda _: 0)
+
+
+def goes_on() -> bool:
+    """Whether a backward runs that goes on with another, which was not for all and came by there."""
+    return _halves > 0
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    global _halves
+    _halves += 1
+    try:
+        yield
+    finally:
+        _halves -= 1
 
 
 _open: tuple[OwnLosses, ...] = ()
-_engine: Any = None  # torch's own, while any is open
+_engine: _Engine | None = None  # the one that looks, while any is open
 belongs_to_rank(__name__, "_open", fresh=lambda _: ())
 belongs_to_rank(__name__, "_engine", fresh=lambda _: None)
-belongs_to_rank(torch.autograd, _ENGINE, fresh=lambda engine: engine)
+belongs_to_rank(Variable, _ENGINE, fresh=_Engine.below)
 
 
 def _listen(losses: OwnLosses) -> None:
     global _open, _engine
-    if not _open:
-        _engine = vars(torch.autograd)[_ENGINE]
-        setattr(torch.autograd, _ENGINE, _begins)
+    if _engine is None:
+        _engine = _Engine(vars(Variable)[_ENGINE])
+        setattr(Variable, _ENGINE, _engine)
     _open = (*(one for one in _open if one is not losses), losses)
 
 
 def _forget(losses: OwnLosses) -> None:
-    global _open
-    was, _open = _open, tuple(one for one in _open if one is not losses)
-    if was and not _open and vars(torch.autograd)[_ENGINE] is _begins:
-        setattr(torch.autograd, _ENGINE, _engine)
+    global _open, _engine
+    _open = tuple(one for one in _open if one is not losses)
+    if _open or _engine is None:
+        return
+    _engine.looks = False
+    if vars(Variable)[_ENGINE] is _engine:
+        setattr(Variable, _ENGINE, _engine.inner)
+    _engine = None
 
 
-def _begins(roots: _Ends, gradients: Any, keeps: bool, creates: bool, ends: _Ends, *more: Any, **named: Any) -> Any:
-    """Torch's own, which somebody watches. One inside another runs a part of the graph again: the outer one counts."""
-    begin = partial(_engine, roots, gradients, keeps, creates, ends, *more, **named)
-    if not _open or is_inside_a_backward():
-        return begin()
-    leaves, numbers = _past(roots, ends)
-    if not leaves and not numbers:
-        return begin()
-    told = [one.begins(leaves, numbers) for one in _open]
-    result = begin()
-    for tell in told:
-        tell(own_stack())
-    return result
-
-
-def _past(roots: _Ends, ends: _Ends) -> tuple[list[Node], set[int]]:
-    """What a backward from ``roots`` comes to past what calls gave: leaves, and the numbers of modules that were given
-    it. Where there are ``ends`` it is for them alone, and what is left of it may begin anywhere on its way."""
-    begun = [edge for edge in _edges(roots) if _HALF not in _kept_by(edge[0])]
-    passed, gave = down(begun, lambda node, number: _NOTED in _kept_by(node) and number in _noted(node).gave)
+def _past(begun: Sequence[Edge], ends: _Ends) -> tuple[list[Node], set[int]]:
+    """What a backward that has ``begun`` there comes to past what calls gave: leaves, and the numbers of modules that
+    were given it. Where there are ``ends`` it is for them alone, and what is left may begin anywhere on its way."""
+    passed, gave = down(begun, _is_given, _FAR)
+    if written := {edge for node, _ in passed for edge in _written(node)}:
+        passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), _FAR)
     if ends:
-        for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node))[0]:
+        for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node), _FAR)[0]:
             _kept_by(node)[_HALF] = True
         passed &= {*_edges(ends)}
     noted = (_noted(node).given.get(number, ()) for node, number in passed if _NOTED in _kept_by(node))
     return _leaves(passed), set().union(*noted)
+
+
+def _is_given(node: Node, number: int) -> bool:
+    return _NOTED in _kept_by(node) and number in _noted(node).gave
+
+
+def _written(node: Node) -> list[Edge]:
+    """Where the graph of what a call gave begins below a ``node``, if that wrote to a view that the call gave."""
+    below = node.next_functions[:1] if type(node).__name__ == WRITES else ()
+    return [(one, number) for one, number in below if _NOTED in _kept_by(one) and number in _noted(one).viewed]
 
 
 def _leaves(edges: Iterable[Edge]) -> list[Node]:
@@ -184,9 +295,11 @@ def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Edge]:
     for one in tensors:
         if isinstance(one, GradientEdge):
             yield one.node, one.output_nr
-        elif one.requires_grad:
-            edge = get_gradient_edge(one)
-            yield edge.node, edge.output_nr
+        elif one.grad_fn is not None:
+            yield one.grad_fn, one.output_nr
+        elif one.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(one):
+            with torch.inference_mode(False):  # torch looks for it by a view, which has none there
+                yield get_gradient_edge(one).node, 0
 
 
 def _kept_by(node: Node) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from pipeproof.observers.backward_lines import backward_stack, is_inside_a_backw
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
 from pipeproof.observers.hidden import hidden_in
-from pipeproof.observers.own_losses import OwnLoss, OwnLosses
+from pipeproof.observers.hook import Hook
+from pipeproof.observers.own_losses import OwnLoss, OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import leaves_in, tensors_in
@@ -116,8 +117,10 @@ class Watcher:
         if id(module) not in self._watched:
             self._watched[id(module)] = _Watched(module, when or (lambda: True))
             first = self._keep is not None  # or a call that is run again has what other hooks made of its inputs twice
-            self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=first, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._called, with_kwargs=True))
+            self._hooks.append(
+                module.register_forward_pre_hook(Hook(module, self._entered), prepend=first, with_kwargs=True)
+            )
+            self._hooks.append(module.register_forward_hook(Hook(module, self._called), with_kwargs=True))
             self._hooks += self._came.before_hooks_of(module)
             if self._keep is not None:
                 self._losses.watch(module)
@@ -135,9 +138,6 @@ class Watcher:
         for one in self._watched.values():
             one.calls, one.waiting = [], []
 
-    def __deepcopy__(self, memo: object) -> "Watcher":
-        return self  # the copy of a module that is watched has its hooks
-
     def calls(self, module: nn.Module) -> list[Call] | None:
         """The forwards of ``module``, or of the one watched module inside it or around it; None if there is none.
 
@@ -145,6 +145,8 @@ class Watcher:
         """
         if (one := self._found(module)) is None:
             return None
+        for call in one.calls:
+            call.settle()
         again = any(call.silent and call.ran for call in one.calls)
         return [call for call in one.calls if again or not call.silent] or list(one.calls)
 
@@ -239,7 +241,7 @@ class Watcher:
         if mode is Mode.FORWARD:
             self._losses.called(module, needing.values(), [*giving.values(), *parts])
         call.unread = bool(parts)
-        self._follow(call, needing, giving, parts)
+        self._follow(module, call, needing, giving, parts)
 
     def _look_again(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Note the inputs that the backward needs once more when it begins; no others can be overwritten."""
@@ -256,16 +258,21 @@ class Watcher:
         made[0].register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
 
     def _follow(
-        self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor], parts: Sequence[Tensor]
+        self,
+        module: nn.Module,
+        call: Call,
+        inputs: Mapping[int, Tensor],
+        outputs: Mapping[int, Tensor],
+        parts: Sequence[Tensor],
     ) -> None:
         """Note the gradients of these, by their numbers, and count the backwards of ``call``.
 
         A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins. ``parts``
         are outputs of which this rank has a part each: through them, too, its own backwards come.
         """
-        flows = Flows()
+        flows, count = Flows(), partial(self._count, module, call)
         for number, tensor in enumerate(parts):
-            flows.made(tensor, self._counting(call, counts=not inputs and not outputs and not number))
+            flows.made(tensor, self._counting(call, count if not inputs and not outputs and not number else None))
         given = {id(tensor) for tensor in inputs.values()}
         own = {k for k, tensor in outputs.items() if id(tensor) not in given} or set(outputs)
         last = min(inputs) if inputs else min(outputs, default=None)
@@ -273,14 +280,14 @@ class Watcher:
         for node in filter(None, ends):
             node.register_prehook(lambda _: self._flowed(call))
         for number, tensor in outputs.items():
-            note = self._noting(call, call.output_gradients, number, counts=not inputs and number == last)
+            note = self._noting(call, call.output_gradients, number, count if not inputs and number == last else None)
             if number in own:
-                flows.made(tensor, _of(self._came.to(tensor), note))
+                flows.made(tensor, _of(self._came.to(tensor), note), partial(self._flowed, call))
             else:
                 flows.borrowed(tensor, note, handed_on=True)
         handed_on = {id(tensor) for tensor in outputs.values()}
         for number, tensor in inputs.items():
-            note = self._noting(call, call.input_gradients, number, counts=number == last)
+            note = self._noting(call, call.input_gradients, number, count if number == last else None)
             flows.borrowed(tensor, note, handed_on=id(tensor) in handed_on)
 
     def _flowed(self, call: Call) -> None:
@@ -290,7 +297,10 @@ class Watcher:
     def _flows(self, module: nn.Module) -> int:
         return sum(len(call.flowed) for call in self._watched[id(module)].calls)
 
-    def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
+    def _count(self, module: nn.Module, call: Call) -> None:
+        call.count(next(self._times), trains=trains(module))
+
+    def _noting(self, call: Call, into: dict[int, Sketch], number: int, count: Callable[[], None] | None) -> Note:
         keep = self._keep if into is call.output_gradients else None
 
         def note(gradient: Tensor) -> Callable[[], None]:
@@ -300,28 +310,30 @@ class Watcher:
             if into is call.output_gradients and (came := received_at(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
             kept = None if keep is None or held is None else keep(held)
+            if seen is not None and into is call.output_gradients:
+                call.asked.setdefault(number, (seen, kept))
 
             def write() -> None:
                 if seen is not None and call.again is not None:
-                    call.note_part((into is call.output_gradients, number), seen, kept, counts=counts)
+                    call.note_part((into is call.output_gradients, number), seen, kept, counts=count is not None)
                 if seen is not None and (self._keep is None or number not in into):  # of halves, the first has it all
                     into[number] = seen
                 if kept is not None and call.again is not None:
                     call.again.flows.setdefault(number, kept)
-                if counts:
-                    call.backwards.append(next(self._times))
+                if count is not None:
+                    count()
 
             return write
 
         return note
 
-    def _counting(self, call: Call, *, counts: bool) -> Note:
+    def _counting(self, call: Call, count: Callable[[], None] | None) -> Note:
         """Of a gradient of which this rank has a part, only that it came."""
 
         def write() -> None:
             call.stacks.setdefault(Kind.BACKWARD, backward_stack())
-            if counts:
-                call.backwards.append(next(self._times))
+            if count is not None:
+                count()
 
         return lambda gradient: write
 

@@ -88,7 +88,7 @@ class StagesAgain:
                 self.stages.append(self._as_meant(own))
                 if self.in_parts and (doubt := in_doubt(own, self.others.get(stage, ()))):
                     own.doubt(doubt)
-                if (loss := self.own_losses.get(stage)) is not None and not (loss.weights and own.loss_has_weights):
+                if (loss := self.own_losses.get(stage)) is not None and not loss.is_of(own.loss_weights or ()):
                     own.doubt(_told(stage, loss))
                 note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there

@@ -28,8 +28,11 @@ class WatchedStages:
     def calls(self, microbatches: int) -> dict[int, list[Call]]:
         """Those of each stage that are about microbatches, of which there are so many."""
         every = {k: counting(self._watchers[k].calls(one) or [], microbatches) for k, one in self._modules.items()}
-        apart = {k for k, one in self.own_losses.items() if one.apart}
-        return {k: list(map(with_own_loss, own)) if k in apart else own for k, own in every.items()}
+        losses = self.own_losses
+        return {
+            k: [with_own_loss(call, apart=losses[k].apart) for call in own] if k in losses else own
+            for k, own in every.items()
+        }
 
     @property
     def own_losses(self) -> dict[int, OwnLoss]:

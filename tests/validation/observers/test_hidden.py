@@ -34,9 +34,27 @@ class Slotted:
     hidden: Any
 
 
+class Private:
+    __slots__ = ("__hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.__hidden = hidden
+
+
 @pytest.mark.parametrize("made", [Output(h=HIDDEN), Several([HIDDEN]), Other(h=HIDDEN), Plain(HIDDEN), Slotted(HIDDEN)])
 def test_its_type_is_told(made: object) -> None:
     assert hidden_in((3, [made])) == type(made).__name__
+
+
+@pytest.mark.parametrize("made", [Private(HIDDEN), Plain([Slotted({"h": HIDDEN})]), Other(h=Plain(HIDDEN))])
+def test_it_is_told_of_what_is_deep_in_it(made: object) -> None:
+    assert hidden_in(made) == type(made).__name__
+
+
+def test_one_that_has_itself_in_it_is_looked_at_once() -> None:
+    made = Plain(None)
+    made.hidden = [made, "x"]
+    assert not hidden_in(made)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.pipeline_here import DATA, MSE, Layer
+from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked
 
 Back = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]  # a stage, what it was given and gave, and what flows back
 PART = 1 / len(DATA)
@@ -24,7 +25,8 @@ class Balanced(Layer):
     """Keeps an auxiliary loss, of something that it gives no part of."""
 
     def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        gates, left = self.layer(x).chunk(2, 1)
+        self.hidden = self.layer(x)
+        gates, left = self.hidden.chunk(2, 1)
         self.balance = left.square().mean() * PART
         return torch.cat([gates, gates.tanh()], 1)
 
@@ -77,6 +79,13 @@ def before(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
     gave.backward(flow)
 
 
+def in_torchs_engine(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
+    """As a runtime does that has freed what it sent."""
+    engine: Any = torch.autograd.Variable
+    run, ends = engine._execution_engine.run_backward, ((gave, stage.balance), (flow, torch.ones(())))
+    run(*ends, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True)
+
+
 def weights_punished(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
     gave.backward(flow)
     (0.01 * sum(one.square().sum() for one in stage.parameters())).backward()
@@ -90,6 +99,18 @@ def balance_by_hand(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> No
 
 def input_punished(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
     torch.autograd.backward([gave, given.square().mean()], [flow, None])
+
+
+def input_punished_after(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
+    gave.backward(flow)
+    given.square().mean().backward()
+
+
+def step_by_step(stage: Any, given: Tensor, gave: Tensor, flow: Tensor) -> None:
+    """Gradients of what is between first, and what they give to weights last of all."""
+    (between,) = torch.autograd.grad(gave, stage.hidden, flow, retain_graph=True)
+    (given.grad,) = torch.autograd.grad(stage.hidden, given, between, retain_graph=True)
+    torch.autograd.backward(stage.hidden, between, inputs=list(stage.parameters()))
 
 
 def no_more(stages: Sequence[nn.Module]) -> Any:
@@ -126,7 +147,7 @@ def verdict_of(
     return check.verdict
 
 
-@pytest.mark.parametrize("back", [usual, multiplied, weights_later, by_hand])
+@pytest.mark.parametrize("back", [usual, multiplied, weights_later, by_hand, step_by_step])
 def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
     verdict = verdict_of(back)
     assert verdict.verdict == "pass", str(verdict)
@@ -134,14 +155,24 @@ def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
 
 @pytest.mark.parametrize(
     "back",
-    [together, summed, after, before, weights_punished, balance_by_hand, input_punished],
+    [
+        together,
+        summed,
+        after,
+        before,
+        in_torchs_engine,
+        weights_punished,
+        balance_by_hand,
+        input_punished,
+        input_punished_after,
+    ],
     ids=lambda one: one.__name__,
 )
 def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
     verdict = verdict_of(back)
     assert verdict.verdict == "unknown", str(verdict)
     assert not verdict.cause
-    what = "what was given to" if back is input_punished else "the weights of"
+    what = "what was given to" if back in (input_punished, input_punished_after) else "the weights of"
     assert "a backward at tests/validation/observers/test_own_losses.py:" in str(verdict)
     assert f"{back.__name__} comes to {what} stage 1, and not by what the stage gave" in str(verdict)
     assert "0.layer" not in str(verdict), "the other stages are judged all the same"
@@ -161,6 +192,112 @@ def test_a_loss_that_punishes_weights_is_one_of_each_stage() -> None:
     verdict = verdict_of(usual, last=of_all_weights)
     assert verdict.verdict == "unknown", str(verdict)
     assert all(f"comes to the weights of stage {k}, and not by" in str(verdict) for k in range(3))
+
+
+class Heading(Balanced):
+    """Has a head with which the loss computes, as one that never makes all logits at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_loss_of_the_head_explains_no_loss_that_comes_to_other_weights(balanced: bool) -> None:
+    torch.manual_seed(0)
+    stages = [Layer(), Heading()]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(stages[1].head(output), target)
+
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            gave = stages[0](x)
+            given = gave.detach().requires_grad_()
+            (loss_fn(stages[1](given), target) * PART + (stages[1].balance if balanced else 0.0)).backward()
+            gave.backward(given.grad)
+        check.gradients()
+    assert check.verdict.verdict == ("unknown" if balanced else "pass"), str(check.verdict)
+
+
+@pytest.mark.parametrize(("creates", "found"), [(False, "pass"), (True, "unknown")])
+def test_a_gradient_that_is_asked_for_first_is_no_backward_of_the_stage(creates: bool, found: str) -> None:
+    """As for a map of what matters, or for a loss that punishes it: it is added to no weight's."""
+    torch.manual_seed(0)
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            gave = stages[0](x)
+            given = gave.detach().requires_grad_()
+            loss = MSE(output := stages[1](given), target) * PART
+            of = output.sum() if creates else loss
+            (flow,) = torch.autograd.grad(of, given, retain_graph=True, create_graph=creates)
+            (loss + flow.square().mean() if creates else loss).backward()
+            gave.backward(given.grad)
+        check.gradients()
+    assert check.verdict.verdict == found, str(check.verdict)
+
+
+def both(output: Tensor, target: Tensor) -> Tensor:
+    return MSE(output, target) + output.abs().mean()
+
+
+def test_gradients_of_what_it_gave_that_are_weighed_first_do_not_flow() -> None:
+    """As where a step has several tasks, and looks at the gradient of each."""
+    torch.manual_seed(0)
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(both), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            gave = stages[0](x)
+            given = gave.detach().requires_grad_()
+            output = stages[1](given)
+            losses = MSE(output, target) * PART, output.abs().mean() * PART
+            first, second = (torch.autograd.grad(one, output)[0] for one in losses)
+            output.backward(first + second)
+            gave.backward(given.grad)
+        check.gradients()
+    assert check.verdict.verdict == "pass", str(check.verdict)
+
+
+def slope(layer: nn.Module, x: Tensor) -> Tensor:
+    made, back = torch.func.vjp(layer, x)
+    return made + back(torch.ones_like(made))[0]
+
+
+@pytest.mark.parametrize("inside", [slope, lambda layer, x: layer(x) * measured(layer, x)])
+def test_a_stage_that_asks_for_gradients_is_judged(inside: Any) -> None:
+    stages = [Layer(), Slope(inside), Layer()]
+    verdict = checked(Job(stages))
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def measured(layer: nn.Module, x: Tensor) -> float:
+    """Something of gradients, where nobody may write to tensors."""
+    weight = next(layer.parameters())
+    loss = layer(x.detach()).sum()
+    with torch.inference_mode():
+        return float(torch.autograd.grad(loss, weight)[0].mean())
+
+
+def adding(layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = layer(x)
+    if torch.is_grad_enabled():
+        made.square().mean().backward(retain_graph=True)
+    return made
+
+
+def test_a_stage_that_adds_gradients_in_its_forward_is_not_known() -> None:
+    verdict = checked(Job([Layer(), Slope(adding), Layer()]))
+    assert verdict.verdict == "unknown", str(verdict)
+
+
+class Slope(Layer):
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        return self.inside(self.layer, x)
 
 
 def in_shards(context: RankContext) -> Verdict:
@@ -189,3 +326,48 @@ def test_backwards_by_several_outputs_are_one() -> None:
         check.gradients()
     assert check.verdict.verdict == "unknown", "nobody told of that loss, and all the rest is right"
     assert "nobody is known to have received it: output 1 of stage 1" in str(check.verdict)
+
+
+ENGINE: Any = torch.autograd.Variable
+
+
+class Counting:
+    """Somebody else in the engine's place."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.ran = inner, 0
+
+    def run_backward(self, *given: Any, **named: Any) -> Any:
+        self.ran += 1
+        return self.inner.run_backward(*given, **named)
+
+
+def test_whoever_takes_the_engines_place_meanwhile_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINE, "_execution_engine", ENGINE._execution_engine)
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format):
+        other = Counting(ENGINE._execution_engine)
+        ENGINE._execution_engine = other
+    assert ENGINE._execution_engine is other, "it is not ours to take away"
+    assert verdict_of(after).verdict == "unknown"
+    assert other.ran == len(DATA) * (4 + 3), "of each of three stages and one loss, and of each stage again"
+    assert ENGINE._execution_engine is other
+
+
+def test_torchs_engine_is_back_after_a_check_however_that_ends() -> None:
+    before = ENGINE._execution_engine
+    with pytest.raises(KeyError), check_step(Layer(), DATA, against=Composed(MSE)):  # noqa: PT012
+        assert type(ENGINE._execution_engine).__module__ == OwnLoss.__module__
+        raise KeyError
+    assert ENGINE._execution_engine is before
+
+
+def checked_there(context: RankContext) -> str:
+    return verdict_of(after).verdict
+
+
+def test_simulated_ranks_inside_a_check_have_none_that_is_open() -> None:
+    stages = [Layer(), Layer()]
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format):
+        found = World(kind="simulated").run(checked_there, ranks=1)
+    assert found == ["unknown"]
