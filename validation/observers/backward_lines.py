@@ -31,4 +31,5 @@ def is_inside_a_backward() -> bool:
 
 
 def _waits(frame: FrameType) -> bool:
-    return frame.f_code.co_name == _ENGINE
+    """Whether a thread there waits for a backward: in torch's call, or in that of who took its engine's place."""
+    return frame.f_code.co_name == _ENGINE or isinstance(frame.f_locals.get("self"), torch._C._ImperativeEngine)
