@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pipeproof.observers.digest import LANES, ROW, keys, rows_of
+from pipeproof.observers.digest import LANES, ROW, keys, wide_rows
 from pipeproof.observers.elements import bits, has_fp64, numbers, plain
 from pipeproof.observers.shards import Bounds
 
@@ -68,7 +68,7 @@ def content_of(tensor: Tensor, shape: Sequence[int], bounds: Bounds) -> bytes:
         if one.rows.numel() == 1:
             lanes = [int(a) * b for a, b in zip((table @ words.double()).tolist(), _factor(int(one.rows)), strict=True)]
         else:
-            sums = torch.cat([part.double() @ table.T for part in rows_of(words, table.shape[1])])
+            sums = torch.cat([part @ table.T for part in wide_rows(words, table.shape[1])])
             moved = sums.long().remainder(_PRIME) * _factors(one.rows).to(sums.device)
             lanes = moved.remainder(_PRIME).sum(0).tolist()
         found = [(a + b) % _PRIME for a, b in zip(found, lanes, strict=True)]
@@ -85,10 +85,9 @@ def shares_of(tensor: Tensor, shape: Sequence[int], bounds: Bounds) -> tuple[flo
     for one in _cut(tensor, shape, bounds):
         flat = numbers(one.part)
         table = one.of_table(_signs(flat.device), flat.numel() // one.part.numel())
-        for first, part in _counted(rows_of(flat, table.shape[1])):
-            wide = part.double()
-            square += float(torch.linalg.vector_norm(wide)) ** 2
-            sums = (wide @ table.T).cpu()
+        for first, part in _counted(wide_rows(flat, table.shape[1])):
+            square += float(torch.linalg.vector_norm(part)) ** 2
+            sums = (part @ table.T).cpu()
             if not int(one.rows[0]) and one.rows.numel() == 1:
                 found += sums[0]  # the first row's have neither turns nor other places
                 continue

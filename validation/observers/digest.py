@@ -34,11 +34,17 @@ def contents(model: nn.Module) -> dict[str, bytes]:
     return {name: digest(held_here(one)) for name, one in model.named_parameters(remove_duplicate=False)}
 
 
-def rows_of(flat: Tensor, row: int) -> Iterator[Tensor]:
-    """It in rows of so many elements, as many together as may be made wide at once: a device has room for more."""
+def wide_rows(flat: Tensor, row: int) -> Iterator[Tensor]:
+    """It in fp64, in rows of so many elements, as many together as fit caches: a device has room for more.
+
+    Each part lies where the one before it lay: to get new memory takes longer than all the sums.
+    """
     whole = flat.view(-1, row)
-    size = max(1, (_AT_ONCE if flat.is_cpu else _AT_ONCE_ON_DEVICE) // row)
-    return (whole[first : first + size] for first in range(0, len(whole), size))
+    size = min(len(whole), max(1, (_AT_ONCE if flat.is_cpu else _AT_ONCE_ON_DEVICE) // row))
+    wide = torch.empty(size, row, dtype=torch.float64, device=flat.device)
+    for first in range(0, len(whole), max(1, size)):
+        part = whole[first : first + size]
+        yield wide[: len(part)].copy_(part)
 
 
 def _short(content: Tensor) -> Tensor:
@@ -51,7 +57,7 @@ def _short(content: Tensor) -> Tensor:
     words = torch.cat([content, odd.new_zeros(1)]) if odd.numel() else content
     words = words.view(torch.int16)
     table, even = keys(words.device), words.numel() // ROW * ROW
-    sums = [part.double() @ table.T for part in rows_of(words[:even], ROW)]
+    sums = [part @ table.T for part in wide_rows(words[:even], ROW)]
     rest = table[:, : words.numel() - even] @ words[even:].double()
     return torch.cat([*sums, rest[None]]).cpu().view(torch.uint8).reshape(-1)
 

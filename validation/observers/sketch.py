@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.observers.additive import SHARES, added_digests, content_of, shares_of
-from pipeproof.observers.digest import digest, rows_of
+from pipeproof.observers.digest import digest, wide_rows
 from pipeproof.observers.elements import bits, has_fp64, is_rounded, numbers, plain
 from pipeproof.observers.likeness import ROUNDED_TO
 from pipeproof.observers.shards import Shard
@@ -214,7 +214,7 @@ def _projections(flat: Tensor) -> Tensor:
     if not even:
         return found
     wide = signs.double()
-    sums = torch.cat([part.double() @ wide for part in rows_of(flat[:even], _ROW)])
+    sums = torch.cat([part @ wide for part in wide_rows(flat[:even], _ROW)])
     return found + (sums * _turns(len(sums)).to(flat.device)).sum(0)
 
 
