@@ -6,10 +6,7 @@ from unittest.mock import patch
 
 from hypothesis.internal.conjecture import data
 
-_PROVIDER, _OF_CODE = (
-    "HypothesisProvider",
-    "_maybe_draw_constant",
-)  # it draws numbers that stand in loaded modules' code
+_PROVIDER, _OF_CODE = "HypothesisProvider", "_maybe_draw_constant"  # by the latter it draws what code has
 
 
 @contextmanager

@@ -91,6 +91,7 @@ def _needs_more(tensor: Tensor, dtype: torch.dtype) -> bool:
 def _is_no_chance(count: int, of: int) -> bool:
     """Whether numbers among which ``count`` of so many lie beside a grid would hardly all lie on it: sums of coarse
     numbers mostly do."""
+    of = max(of, count)  # where zeros lie beside it, too
     return 0 < count and of * math.log((of - count + _NO_MORE) / of) <= math.log(_CHANCE)
 
 

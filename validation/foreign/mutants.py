@@ -329,8 +329,10 @@ def _is_other_in_training(module: nn.Module) -> bool:
     """Whether this is a dropout that drops anything, or a layer whose statistics run."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return module.dropout > 0
+    if isinstance(module, nn.RNNBase):
+        return bool(module.dropout > 0 and module.num_layers > 1)  # the last layer's outputs are not dropped
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(module.dropout > 0)
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 

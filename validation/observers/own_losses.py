@@ -45,8 +45,7 @@ class OwnLoss:
     """Where the first such backward was called for.
 
     ``weights``: it came to the module's, else to what it was given. ``apart``: one came not through what it gave.
-    ``given``: one came to what it was given. ``named``: the weights to which any came, where it has
-    them whole.
+    ``given``: one came to what it was given. ``named``: the weights to which any came, where it has them whole.
     """
 
     weights: bool

@@ -19,7 +19,7 @@ Gradients = Mapping[str, Tensor | None]
 Gather = Callable[[object, str], list[Any]]
 Contents = Mapping[Site, tuple[str, bytes]]  # of a rank: which part of each weight it has, and the digest of that
 _CURE = "if they are one weight, give it one name, or pass build=: then its gradients must be added up"
-_IN_DOUBT = "what is around them is not alike, so they may be one weight whose gradients were not added up: pass build="
+_IN_DOUBT = "they may be one weight whose gradients were not added up: pass build=, which tells"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Drawn:
         One seed makes the first weights of two stages equal, until they draw others. A copy makes all of two modules
         so: the smallest around both that have several weights tell, or the stages.
         """
-        if self.kinds.get(one) != self.kinds.get(other):
+        if one not in self.kinds or self.kinds[one] != self.kinds.get(other):
             return False
         return self._have_one_seed(one, other) or self._around(*one) == self._around(*other)
 

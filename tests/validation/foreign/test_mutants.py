@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipeproof.foreign import WhiteBox, under_test
+from pipeproof.foreign.mutants import MUTANTS
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -84,3 +85,28 @@ def test_a_test_that_fails_before_anything_is_changed_has_caught_nothing() -> No
 def test_a_test_that_fails_when_it_runs_again_is_refused() -> None:
     with World() as world, pytest.raises(WhiteBoxError, match=r"fails when it runs again.*once too often"):
         WhiteBox(world).mutate(partial(fails_from, run=2), ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "drops"),
+    [
+        (nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.5), True),
+        (nn.LSTM(WIDTH, WIDTH, num_layers=2), False),
+        (nn.MultiheadAttention(WIDTH, 1, dropout=0.5), True),
+        (nn.MultiheadAttention(WIDTH, 1), False),
+    ],
+)
+def test_dropouts_of_other_layers_are_off_where_they_drop_anything(module: nn.Module, drops: bool) -> None:
+    hits: list[None] = []
+    given = torch.ones(3, 2, WIDTH)
+    with MUTANTS["evaluating"].plant(lambda: hits.append(None)):
+        module(*[given] * (3 if isinstance(module, nn.MultiheadAttention) else 1))
+    assert bool(hits) is drops
+
+
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout")
+def test_an_lstm_of_one_layer_drops_nothing() -> None:
+    module, hits = nn.LSTM(WIDTH, WIDTH, dropout=0.5), list[None]()
+    with MUTANTS["evaluating"].plant(lambda: hits.append(None)):
+        module(torch.ones(3, 2, WIDTH))
+    assert not hits
