@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.digest import digest
-from pipeproof.observers.elements import any_nonzero
+from pipeproof.observers.elements import any_nonzero, in_fp64
 from pipeproof.observers.shards import held_here
 from pipeproof.observers.sketch import sketch
 from pipeproof.records.own_shards import OwnShards
@@ -19,6 +20,7 @@ Gradients = Mapping[str, Tensor | None]
 Gather = Callable[[object, str], list[Any]]
 Contents = Mapping[Site, tuple[str, bytes]]  # of a rank: which part of each weight it has, and the digest of that
 _CURE = "if they are one weight, give it one name, or pass build=: then its gradients must be added up"
+_ENOUGH, _MANY = 1 << 12, 256  # elements that are looked at, and numbers among them: bf16 has few, and repeats them
 _IN_DOUBT = "they may be one weight whose gradients were not added up: pass build=, which tells"
 
 
@@ -54,13 +56,13 @@ class EqualWeights:
         def sum_of(name: str) -> bytes | None:
             return _added_up(parameters[name], seen.get(name), shards.part(name, alone.get(name)))
 
-        return EqualWeights.among(known, replicas, _kinds(shards, first), gather=gather, sum_of=sum_of)
+        return EqualWeights.among(known, replicas, partial(_kinds, shards, first), gather=gather, sum_of=sum_of)
 
     @staticmethod
     def among(
         contents: Contents,
         replicas: Sequence[int],
-        kinds: Mapping[Site, str],
+        kinds: Callable[[], Mapping[Site, str]],
         *,
         gather: Gather,
         sum_of: Callable[[str], bytes | None],
@@ -91,7 +93,7 @@ class EqualWeights:
                     apart.append((known[0], (stage, name)))
         if not apart:
             return EqualWeights(first)
-        drawn = _Drawn(_together(gather(kinds, "what weights were drawn beside equal ones")), lines[0])
+        drawn = _Drawn(_together(gather(kinds(), "what weights were drawn beside equal ones")), lines[0])
         pairs = [(one[1], other[1], drawn.are_twins(one, other)) for one, other in apart]
         twins, doubtful = ([(one, other) for one, other, is_twin in pairs if is_twin is kind] for kind in (True, False))
         return EqualWeights(first, twins, doubtful)
@@ -133,7 +135,9 @@ class _Drawn:
         One seed makes the first weights of two stages equal, until they draw others. A copy makes all of two modules
         so: the smallest around both that have several weights tell, or the stages.
         """
-        if one not in self.kinds or self.kinds[one] != self.kinds.get(other):
+        if one not in self.kinds or other not in self.kinds:
+            return True  # every one of its kind may begin so
+        if self.kinds[one] != self.kinds[other]:
             return False
         return self._have_one_seed(one, other) or self._around(*one) == self._around(*other)
 
@@ -166,7 +170,8 @@ def _kinds(shards: OwnShards, first: Mapping[str, str]) -> dict[Site, str]:
         for path, part in module.named_modules()
         for name, one in part.named_parameters(recurse=False)
     ]
-    return {(k, first.get(name, name)): f"{kind} {tuple(one.shape)}" for k, name, kind, one in every if _is_drawn(one)}
+    drawn = [one for one in every if _differs(one[3]) and _looks_drawn(one[3])]
+    return {(k, first.get(name, name)): f"{kind} {tuple(one.shape)}" for k, name, kind, one in drawn}
 
 
 def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> bytes | None:
@@ -174,7 +179,7 @@ def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> b
 
     None where the weight is frozen, or has one number in every element: many begin so, and are not one.
     """
-    if not _is_drawn(parameter):
+    if not _differs(parameter):
         return None
     made = None if seen is None else held_here(seen)
     if made is None or not any_nonzero(made) or (alone is not None and sketch(made).is_like(sketch(alone))):
@@ -182,9 +187,20 @@ def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> b
     return digest(made)
 
 
-def _is_drawn(parameter: Tensor) -> bool:
+def _differs(parameter: Tensor) -> bool:
+    """Whether it trains, and its elements are not all the same."""
     held = held_here(parameter).detach().flatten()
     return parameter.requires_grad and any_nonzero(held - held[:1])
+
+
+def _looks_drawn(parameter: Tensor) -> bool:
+    """Whether a row of it, from its middle, has many numbers, in no order: not as of identities, or of ranges.
+
+    Many layers begin with the same of these, as state space models do.
+    """
+    held = held_here(parameter).detach()
+    row = in_fp64((held if held.dim() < 2 else held[len(held) // 2]).flatten()[:_ENOUGH]).tolist()
+    return row not in (sorted(row), sorted(row, reverse=True)) and len({*row}) >= min(len(row) / 2, _MANY)
 
 
 def _lines(every: Sequence[Any], replicas: Sequence[int]) -> list[list[Any]]:

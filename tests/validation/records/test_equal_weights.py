@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.equal_weights import _looks_drawn
 from tests.support.pipeline_here import Job, checked, layers
 
 
@@ -78,23 +79,48 @@ def block() -> nn.Module:
     return nn.Sequential(BIASED(), nn.Tanh(), BIASED())
 
 
+def states(module: nn.Linear) -> nn.Linear:
+    """As state space models begin in each layer: with the same range in each row."""
+    module.weight.data = torch.arange(1.0, 9.0).log().repeat(8, 1)
+    return module
+
+
+def identity(module: nn.Linear) -> nn.Linear:
+    nn.init.eye_(module.weight)
+    return module
+
+
 COPY = block()
-OF_ONE_SEED = {
+EXPLAINED = {
     "the same": [seeded(WIDE, WIDE), seeded(WIDE, WIDE)],
     "until they draw others": [
         seeded(BIASED, partial(nn.Linear, 8, 5), partial(nn.Linear, 5, 8)),
         seeded(BIASED, nn.Tanh, partial(nn.Linear, 8, 6), partial(nn.Linear, 6, 8)),
     ],
     "one is all": [seeded(WIDE), seeded(WIDE)],
+    "ranges": [nn.Sequential(BIASED(), states(BIASED())), nn.Sequential(states(BIASED()), nn.Tanh())],
+    "identities": [nn.Sequential(identity(BIASED())), nn.Sequential(nn.Tanh(), identity(BIASED()))],
     "copies of a module": [nn.Sequential(BIASED(), deepcopy(COPY)), nn.Sequential(BIASED(), deepcopy(COPY))],
 }
 
 
-@pytest.mark.parametrize("stages", OF_ONE_SEED.values(), ids=OF_ONE_SEED)
-def test_stages_of_one_seed_and_copies_of_modules_are_only_pointed_at(stages: list[nn.Module]) -> None:
+@pytest.mark.parametrize("stages", EXPLAINED.values(), ids=EXPLAINED)
+def test_what_a_seed_a_copy_or_no_draw_explains_is_only_pointed_at(stages: list[nn.Module]) -> None:
     verdict = checked(Job(stages))
     assert verdict.verdict == "pass", str(verdict)
     assert "begin alike, and each has its own gradient" in verdict.law("gradient").note
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_table_with_a_row_of_zeros_looks_drawn_in_any_type(dtype: torch.dtype) -> None:
+    table = nn.Embedding(6, 8, padding_idx=0).weight.detach()
+    assert _looks_drawn(nn.Parameter(table.to(dtype)))
+    assert not _looks_drawn(nn.Parameter(torch.eye(8, dtype=dtype)))
+
+
+def test_what_is_in_order_was_not_drawn() -> None:
+    for one in (torch.arange(600.0), -torch.arange(600.0).log1p()):
+        assert not _looks_drawn(nn.Parameter(one))
 
 
 class Unembedding(nn.Module):
