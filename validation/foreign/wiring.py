@@ -56,6 +56,13 @@ def on_several_inputs(chain: Chain) -> Iterator[int]:
             yield stage
 
 
+def gives_nothing(chain: Chain) -> Iterator[str]:
+    """Where a stage before the last gave no tensor, so that nobody saw what it sends: it may come out later."""
+    for stage, seen in chain.stages.items():
+        if stage != chain.last and any(not (call.outputs or call.unread) for call in seen.calls):
+            yield f"stage {stage} gave no tensor that is seen: let its module give them in tuples, lists or mappings"
+
+
 def called_too_often(chain: Chain) -> Iterator[str]:
     """Where stages were called more often than there are microbatches, on what nobody sent and no microbatch brings."""
     sent, count = _sent(chain), chain.microbatches

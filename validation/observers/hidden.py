@@ -1,6 +1,9 @@
 """Tensors that nobody sees pass, for they are in objects of a user's own, or sparse."""
 
+import gc
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -54,6 +57,10 @@ def _members(leaf: object) -> Iterator[object]:
         yield from leaf.values()
     elif isinstance(leaf, list | tuple | set | frozenset):
         yield from leaf
+    elif isinstance(leaf, FunctionType):
+        yield from gc.get_referents(*(leaf.__closure__ or ()))
+    elif isinstance(leaf, partial | MethodType | Iterator):  # one that is asked has one less to give
+        yield from gc.get_referents(leaf)
 
 
 def _mangled(name: str, owner: type) -> str:

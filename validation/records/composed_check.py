@@ -26,7 +26,7 @@ from pipeproof.foreign.own_calls import StageSeen, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data
-from pipeproof.foreign.wiring import called_too_often, on_several_inputs, several_calls
+from pipeproof.foreign.wiring import called_too_often, gives_nothing, on_several_inputs, several_calls
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
@@ -215,7 +215,7 @@ class ComposedCheck(CheckedStep):
         chain = Chain(own_chain, self._data)
         on_several = "on several inputs of each microbatch"
         of_several = (several_calls(stage, on_several) for stage in on_several_inputs(chain))
-        for why in (*called_too_often(chain), *of_several):
+        for why in (*gives_nothing(chain), *called_too_often(chain), *of_several):
             self.refuse(why)
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
         first = self._only or 0

@@ -6,6 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign.chain import Chain
+from pipeproof.foreign.own_calls import StageSeen
+from pipeproof.foreign.wiring import gives_nothing
+from pipeproof.observers.calls import Call
+from pipeproof.observers.sketch import sketch
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.pipeline_here import DATA, Job, checked, layers
@@ -121,3 +126,11 @@ def test_more_calls_than_microbatches_were_given_are_told_so(given: int) -> None
     assert verdict.verdict == "unknown", str(verdict)
     assert f"stage 0 was called 3 times, and {given} microbatches were given: what" in str(verdict)
     assert "is none of theirs; pass all microbatches that the step runs" in str(verdict)
+
+
+def test_what_comes_out_of_a_stage_later_is_not_seen() -> None:
+    seen = {number: StageSeen(0, (Call(True, outputs=[sketch(DATA[0][0])] * number),)) for number in range(3)}
+    assert [*gives_nothing(Chain(seen, []))] == [
+        "stage 0 gave no tensor that is seen: let its module give them in tuples, lists or mappings"
+    ]
+    assert not [*gives_nothing(Chain({0: seen[1], 1: seen[0]}, []))], "of the last one the loss is another's"

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,10 +41,39 @@ class Private:
     def __init__(self, hidden: Any) -> None:
         self.__hidden = hidden
 
+    def get(self) -> Any:
+        return self.__hidden
+
 
 @pytest.mark.parametrize("made", [Output(h=HIDDEN), Several([HIDDEN]), Other(h=HIDDEN), Plain(HIDDEN), Slotted(HIDDEN)])
 def test_its_type_is_told(made: object) -> None:
     assert hidden_in((3, [made])) == type(made).__name__
+
+
+def later() -> Any:
+    hidden = HIDDEN * 2
+    return lambda: hidden
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (later(), "function"),
+        (Private(HIDDEN).get, "method"),
+        (partial(torch.sum, HIDDEN), "partial"),
+        ((one for one in (HIDDEN,)), "generator"),
+        (zip([HIDDEN], [1], strict=True), "zip"),
+        (map(torch.sum, [HIDDEN]), "map"),
+    ],
+)
+def test_what_will_give_it_is_told(made: object, told: str) -> None:
+    assert hidden_in((3, [made])) == told
+
+
+def test_an_iterator_gives_all_that_it_has_afterwards() -> None:
+    made = iter([HIDDEN, HIDDEN * 2])
+    assert hidden_in(made) == "list_iterator"
+    assert len([*made]) == 2
 
 
 @pytest.mark.parametrize("made", [Private(HIDDEN), Plain([Slotted({"h": HIDDEN})]), Other(h=Plain(HIDDEN))])
@@ -58,7 +88,18 @@ def test_one_that_has_itself_in_it_is_looked_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [HIDDEN, {"h": [HIDDEN]}, Output(h=torch.ones(2)), Slotted("x"), torch.nn.Linear(2, 2), None]
+    "made",
+    [
+        HIDDEN,
+        {"h": [HIDDEN]},
+        Output(h=torch.ones(2)),
+        Slotted("x"),
+        torch.nn.Linear(2, 2),
+        torch.nn.Linear(2, 2).forward,
+        later,
+        zip([torch.ones(2)], [1], strict=True),
+        None,
+    ],
 )
 def test_what_is_seen_or_wants_no_gradient_is_not_hidden(made: object) -> None:
     assert not hidden_in((3, [made]))
