@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.judging.leads import Leads
 from pipeproof.judging.measured import Compared
 from pipeproof.judging.tolerance import FP64, Floor, Precision, pieces, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
-from pipeproof.observers.elements import is_rounded
+from pipeproof.observers.elements import any_nonzero, is_rounded
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Site
 
 ENDLESS = "not finite on either side: no fault shows there"
-_KEPT = ("loss", "gradient", "grad-norm")  # laws whose comparisons are kept one by one
+_GRADIENT = "gradient"
+_KEPT = ("loss", _GRADIENT, "grad-norm")  # laws whose comparisons are kept one by one
 
 
 @dataclass
@@ -32,6 +34,7 @@ class _Entry:
     notes: list[str] = field(default_factory=list)
     entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # Heading.compared of what was compared
     left_out: dict[str, None] = field(default_factory=dict)
+    leads: Leads = field(default_factory=Leads)  # of gradients that are no fault each for itself
 
     def add(self, other: "_Entry") -> None:
         self.checked += other.checked
@@ -44,6 +47,7 @@ class _Entry:
         self.notes += [note for note in other.notes if note not in self.notes]
         self.entered |= other.entered
         self.left_out |= other.left_out
+        self.leads = self.leads.joined(other.leads)
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class Ledger:
         if same_bits(observed, expected):
             self._enter(place, "pass", exact=True)
             self._keep(place, "pass")
+            self._lead(place, lambda: 1.0 if any_nonzero(expected) else None)
             return
         allowed = floor()
         size, outcome = allowed.compared(observed, expected, base=base, rounded=rounded)
@@ -180,6 +185,7 @@ class Ledger:
         if observed.digest == expected.digest or still:
             self._enter(place, "pass", exact=True)
             self._keep(place, "pass")
+            self._lead(place, lambda: 1.0 if expected.norm else None)
             return
         if not (math.isfinite(observed.norm) or math.isfinite(expected.norm)):
             self._enter(place, "pass")
@@ -208,6 +214,14 @@ class Ledger:
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
         if outcome != "pass":
             self.mismatches.append(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
+        if outcome != "fail":
+            self._lead(place, lambda: sizes()[0].factor, allowed)
+
+    def _lead(self, place: Heading, factor: Callable[[], float | None], floor: Floor | None = None) -> None:
+        """Note how many times what is due a gradient is, which is no fault for itself."""
+        if place.law == _GRADIENT:
+            entry = self._entries[_GRADIENT]
+            entry.leads = entry.leads.joined(Leads.one(place.compared, factor(), floor))
 
     def estimate(self, place: Heading, size: float, allowed: Floor, found: str, due: str) -> None:
         """Enter what shows that a tensor is off by ``size`` at least; ``found`` and ``due`` say by what."""
@@ -294,10 +308,11 @@ class Ledger:
             outcome = "fail"
         elif "unknown" in entry.outcomes or entry.checked == entry.empty.total():
             outcome = "unknown"  # also of nothing, or of nothing in which a fault shows
+        doubt = [entry.leads.doubt] if outcome != "fail" and entry.leads.doubt else []
         empty = [f"{count} of them {'is' if count == 1 else 'are'} {what}" for what, count in entry.empty.items()]
-        note = "; ".join([*entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
+        note = "; ".join([*doubt, *entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
         counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor
-        return LawResult(name, outcome, *counts, note, tuple(entry.left_out))
+        return LawResult(name, "unknown" if doubt else outcome, *counts, note, tuple(entry.left_out))
 
     def _enter(
         self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: Floor | None = None

@@ -21,6 +21,7 @@ _AS_FAR = 2.0  # times as long, or as short, is a step that some optimizer makes
 _ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
 _MANY = 16  # numbers that need more digits: by chance so many sums do not all need fewer
 LEAD = 1.5  # units of rounding: as far may a sum lead along what it should be, if it is rounded otherwise
+_LED = 4.0  # times as far as is measured, a sum in yet another order may lead
 HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
 
 
@@ -86,9 +87,10 @@ class Floor:
     gradient as for any other: one that is as long passes, wherever it leads. driven: an optimizer's step, too, of a
     gradient in which some elements are rounding alone; ``size`` is what rounding made of it. sums: where what is added
     up is rounded coarsely and its sum is not, what rounding that sum alone does: a tensor that is as near is right,
-    however coarse the rest is. lead: how far what passes may lead along the tensor itself, as a factor does; rounding
-    leads nowhere. alike: tells of an observed and an expected tensor whether each microbatch is in both as often, where
-    rounding is as large as half of one; None: nothing does.
+    however coarse the rest is. led: how far rounding may lead along the tensor itself, as a factor does, as sums in
+    other orders and types show; infinite where nobody measured it. lead: how far what passes may. alike: tells of an
+    observed and an expected tensor whether each microbatch is in both as often, where rounding is as large as half of
+    one; None: nothing does.
     """
 
     permutation: float
@@ -100,6 +102,7 @@ class Floor:
     stride: bool = False
     driven: bool = False
     sums: "Floor | None" = None
+    led: float = math.inf
     lead: float = math.inf
     alike: Callable[[Tensor, Tensor], bool] | None = field(default=None, compare=False, repr=False)
 
@@ -108,7 +111,7 @@ class Floor:
         narrow = precision_of(dtype)
         if narrow.unit <= self.precision.unit:
             return self
-        return replace(self, precision=narrow, rounding=max(self.rounding, narrow.unit))
+        return replace(self, precision=narrow, rounding=max(self.rounding, narrow.unit), led=math.inf)
 
     @property
     def largest(self) -> float:
@@ -324,7 +327,11 @@ def floor_of(
     again: Callable[[], Tensor | None] = lambda: None,
 ) -> Floor:
     """The floor of a sum: ``others`` are the same sum in other orders, ``apart`` rounded otherwise, ``parts`` its
-    summands, which say how coarse it is, ``again`` as of ``rounding_of``."""
+    summands, which say how coarse it is, ``again`` as of ``rounding_of``.
+
+    Of 10,198 gradients in bf16 (13 models, 2 to 32 microbatches) with sums in other orders and types, none led by more
+    than 1.5 units and 2.7 times what is measured here. Other kernels, which give other tensors, lead farther.
+    """
     given = [part for part in parts if part is not None]
     wide, coarse = precision_of(expected.dtype), max((precision_of(one.dtype) for one in (*given, expected)), key=_unit)
     floor = rounding_of(expected, apart, again=again, precision=coarse)
@@ -334,7 +341,9 @@ def floor_of(
     if floor.noise:
         return replace(floor, permutation=permutation, fault=0.0)
     sums = Floor(permutation, 0.0, fault, wide) if wide.unit < coarse.unit else None
-    return replace(floor, permutation=permutation, fault=fault, sums=sums)
+    narrow = coarse.unit > FP32.unit  # wider types leave no room for what leads
+    led = max([LEAD * coarse.unit, *(_LED * lead(one, expected) for one in (*others, apart))]) if narrow else math.inf
+    return replace(floor, permutation=permutation, fault=fault, sums=sums, led=led)
 
 
 def rounding_of(

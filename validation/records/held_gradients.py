@@ -99,4 +99,4 @@ class AllowedOf(Unmeasured):
             return floor
         if seen.shape != due.shape or lead(seen.detach(), due) <= LEAD * floor.precision.unit:
             return floor
-        return replace(floor, lead=self.own.floors.lead((self.own.stage, self.names[name])))
+        return replace(floor, lead=self.own.floors.gradient((self.own.stage, self.names[name])).led)

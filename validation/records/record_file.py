@@ -6,6 +6,7 @@ read, one tensor at a time, and a rank that needs its own stage reads no other. 
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -203,7 +204,8 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
         permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
         nudged, size = (float(values.get(name, 0.0)) for name in ("nudged", "size"))
         sums = floor(values["sums"]) if values.get("sums") else None
-        return Floor(permutation, rounding, fault, precision, nudged, size, sums=sums)
+        led = float(values.get("led", math.inf))
+        return Floor(permutation, rounding, fault, precision, nudged, size, sums=sums, led=led)
 
     gradients = {name: floor(one) for name, one in data["gradients"].items()}
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)

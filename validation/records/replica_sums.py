@@ -138,6 +138,7 @@ class ReplicaSums:
             permutation=own.permutation * grown,
             rounding=max(own.rounding * grown, least),
             nudged=own.nudged * grown,
+            led=own.led * grown,
             fault=own.fault * lengths.own / lengths.whole,
             size=0.0,
             sums=None if own.sums is None else self.floor(name, own.sums),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import FP32, FP64, Floor
+from pipeproof.judging.tolerance import BF16, FP32, FP64, Floor
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.sketch import brief
 
@@ -220,3 +220,19 @@ def test_weights_that_stand_still_moved_alike_and_what_is_finite_on_no_side_tell
     assert book.laws()[0].note == "1 of them is not finite on either side: no fault shows there"
     book.sketches(place(), one, lost, lambda: FLOOR)
     assert outcomes(book)[0] == "fail"
+
+
+def test_gradients_of_all_ranks_that_lead_one_way_are_unknown_although_each_passes() -> None:
+    floor = Floor(0.004, 0.004, 0.1, BF16, led=0.006)
+    books = []
+    for rank, factor in enumerate([1.01, 1.01, 1.01, 1.01, 1.0]):
+        at = Heading("gradient", frozenset(), Mismatch("gradient", 1, rank=rank, parameter=f"w{rank}"))
+        books.append(ledger())
+        books[-1].tensors(at, torch.ones(9) * factor, torch.ones(9), lambda: floor)
+        assert outcomes(books[-1])[0] == "pass"
+    for book in books[1:4]:
+        books[0].join(book)
+    assert outcomes(books[0])[0] == "unknown"
+    assert books[0].laws()[0].note.startswith("none is a fault for itself, but all are 1.01 to 1.01 times what is due")
+    books[0].join(books[4])
+    assert outcomes(books[0])[0] == "pass"
