@@ -5,9 +5,17 @@ from dataclasses import replace
 from functools import reduce
 
 import pytest
+import torch
+from torch import nn
 
 from pipeproof.judging.leads import Leads
 from pipeproof.judging.tolerance import BF16, Floor
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+
+M = 4
+loss_fn = nn.functional.mse_loss
 
 FLOOR = Floor(0.004, 0.004, 0.1, BF16, led=0.006)
 
@@ -42,3 +50,28 @@ def test_of_one_parameter_on_many_ranks_it_may_be_chance() -> None:
 
 def test_where_nobody_measured_how_far_rounding_leads_nothing_is_said() -> None:
     assert not joined(1.01, 1.01, 1.01, 1.01, floor=replace(FLOOR, led=math.inf)).doubt
+
+
+def narrow() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))).bfloat16()
+
+
+@pytest.mark.parametrize(("factor", "reverse", "outcome"), [(1.012, False, "unknown"), (1.0, True, "pass")])
+@pytest.mark.parametrize("beside", [True, False])
+def test_gradients_in_bf16_that_are_all_too_large_do_not_pass_as_rounding(
+    factor: float, reverse: bool, outcome: str, beside: bool
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = [(torch.randn(8, 32, generator=draw).bfloat16(),) * 2 for _ in range(M)]
+    model, record = narrow(), record_step(narrow(), given, loss_fn=loss_fn)
+    with check_step(model, given, against=SingleDevice(narrow, loss_fn) if beside else record) as check:
+        losses = [loss_fn(model(x), y) for x, y in (given[::-1] if reverse else given)]
+        for loss in losses:
+            (loss * factor / M).backward()
+        check.gradients()
+        check.report(losses=[one.item() for one in losses], in_order=False)
+    law = check.verdict.law("gradient")
+    assert (check.verdict.verdict, law.outcome) == (outcome, outcome), str(check.verdict)
+    assert (law.exact < law.checked, "by what are losses divided?" in law.note) == (True, outcome == "unknown")
