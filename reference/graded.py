@@ -6,6 +6,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from pipeproof.reference.graph import FAR, down, ends_of
+
 
 def graded(
     objective: Tensor,
@@ -48,15 +50,10 @@ def _taken(leaf: Tensor, parameter: Tensor) -> Tensor | None:
 
 
 def _reached(objective: Tensor) -> list[Tensor]:
-    """The tensors whose ``.grad`` a backward from ``objective`` adds to, as far as its graph is there already."""
-    found, waiting, seen = dict[int, Tensor](), [objective.grad_fn], set[object]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [one for one, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found[id(leaf)] = leaf
-    return list(found.values())
+    """The tensors whose ``.grad`` a backward from ``objective`` adds to, as far as its graph is there already.
+
+    What is very far down is not looked for.
+    """
+    passed, _ = down(ends_of([objective]), lambda *_: False, FAR)
+    leaves = (getattr(node, "variable", None) for node, _ in passed)
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())

@@ -11,6 +11,7 @@ from torch import Tensor
 Node = Any  # torch.autograd.graph.Node, which is one object as long as somebody holds it
 Edge = tuple[Node, int]  # a node, and the number of its output
 
+FAR = 20_000  # edges: torch 2.13 ends the process as it frees a graph of which Python has seen 50,000 in a row
 NONE = -1  # the depth of what no parameter went into
 _MIXED = frozenset({-1, -2})  # several parameters: which they are is no matter
 

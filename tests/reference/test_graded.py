@@ -83,3 +83,15 @@ def test_what_an_objective_reaches_past_its_leaves_stays_as_it_was() -> None:
     assert found is not None
     assert found.tolist() == [10.0]  # 3 through the leaf, 7 past it
     assert (own.grad, outside.grad.tolist()) == (None, [5.0])
+
+
+def test_a_graph_of_a_very_long_chain_ends_no_process() -> None:
+    """Torch frees such a graph only where Python did not walk all of it."""
+    weight = torch.ones(1, requires_grad=True)
+    made = weight * 1
+    for _ in range(60_000):
+        made = made * 1.0
+    (found,) = graded(made, [weight], [weight])
+    assert found is not None
+    assert found.tolist() == [1.0]
+    del made

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeproof.observers.backward_lines import is_inside_a_backward
 from pipeproof.observers.shards import InShards
 from pipeproof.observers.written_views import WRITES
-from pipeproof.reference.graph import Edge, Node, down
+from pipeproof.reference.graph import FAR, Edge, Node, down
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.stack import Stack, own_stack
 
@@ -33,7 +33,6 @@ _SAID = "tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allo
 _NOTED = "pipeproof: what calls gave and were given"
 _HALF = "pipeproof: a backward that was not for all came through here"
 
-_FAR = 20_000  # edges: torch 2.13 ends the process as it frees a graph of which Python has seen 50,000 in a row
 _CALL = nn.Module.__call__.__code__
 
 _Ends = Collection[Tensor | GradientEdge]
@@ -109,7 +108,7 @@ class OwnLosses:
         for node, number in given:
             _noted(node).given.setdefault(number, set()).update(own)
         if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with others, gathered for this
-            for node in _leaves(down(gave - given, lambda *edge: edge in given, _FAR)[0]):
+            for node in _leaves(down(gave - given, lambda *edge: edge in given, FAR)[0]):
                 _noted(node).weight_of.update(own)
 
     def anew(self) -> None:
@@ -157,7 +156,7 @@ def _is_called_now(module: nn.Module) -> bool:
 def weights_of(loss: Tensor, outputs: Iterable[Tensor], module: nn.Module) -> set[str]:
     """The names of the ``module``'s weights to which the backward of a ``loss`` of ``outputs`` comes past these."""
     ends = {*_edges(outputs)}
-    passed, _ = down(_edges([loss]), lambda *edge: edge in ends, _FAR)
+    passed, _ = down(_edges([loss]), lambda *edge: edge in ends, FAR)
     return _names(module, {id(node.variable) for node in _leaves(passed)})
 
 
@@ -265,11 +264,11 @@ def _forget(losses: OwnLosses) -> None:
 def _past(begun: Sequence[Edge], ends: _Ends) -> tuple[list[Node], set[int]]:
     """What a backward that has ``begun`` there comes to past what calls gave: leaves, and the numbers of modules that
     were given it. Where there are ``ends`` it is for them alone, and what is left may begin anywhere on its way."""
-    passed, gave = down(begun, _is_given, _FAR)
+    passed, gave = down(begun, _is_given, FAR)
     if written := {edge for node, _ in passed for edge in _written(node)}:
-        passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), _FAR)
+        passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), FAR)
     if ends:
-        for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node), _FAR)[0]:
+        for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node), FAR)[0]:
             _kept_by(node)[_HALF] = True
         passed &= {*_edges(ends)}
     noted = (_noted(node).given.get(number, ()) for node, number in passed if _NOTED in _kept_by(node))
