@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipeproof.observers.additive import SHARES, added_digests, content_of, shares_of
 from pipeproof.observers.digest import digest, wide_rows
-from pipeproof.observers.elements import bits, has_fp64, is_rounded, numbers, plain
-from pipeproof.observers.likeness import ROUNDED_TO
+from pipeproof.observers.elements import any_nonzero, bits, has_fp64, is_rounded, numbers, plain
+from pipeproof.observers.likeness import NARROWER, ROUNDED_TO
 from pipeproof.observers.shards import Shard
 
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
@@ -140,10 +140,10 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     if known is not None and known.digest == content:
         return known
     flat = _countable(tensor)
-    narrow = list(_narrow(flat)) if is_rounded(tensor.dtype) else []
+    size, *projections = _sums(flat).tolist()
+    narrow = list(_narrow(flat, tensor.dtype)) if is_rounded(tensor.dtype) and size == size else []
     own = tensor if narrow and tensor.dtype in (torch.float32, torch.float64) else None
     said = frozenset() if own is None else frozenset(digest(_unsigned(own.to(ROUNDED_TO[name]))) for name in narrow)
-    size, *projections = torch.cat([flat.norm().double()[None], _projections(flat)]).tolist()
     form = tuple(tensor.shape), tensor.dtype, content
     return Sketch(*form, size, tuple(projections), next(iter(narrow), ""), _bits(tensor), said)
 
@@ -178,7 +178,8 @@ def added(parts: Sequence[Sketch], shape: tuple[int, ...]) -> Sketch:
 def _countable(tensor: Tensor) -> Tensor:
     """The elements as numbers of a type that sums can be made of; on the host where their device has no fp64."""
     flat = numbers(tensor if has_fp64(tensor.device) else tensor.cpu())
-    return flat.to(flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float64)
+    wide = torch.float32 if flat.dtype in (torch.float32, *NARROWER.values()) else torch.float64
+    return flat.to(wide)
 
 
 def _unsigned(tensor: Tensor) -> Tensor:
@@ -193,29 +194,33 @@ def _bits(tensor: Tensor) -> int:
     return int(words.sum(dtype=words.dtype))
 
 
-def _narrow(flat: Tensor) -> Iterator[str]:
-    """The narrower types that hold ``flat`` as it is; a few elements soon say that there is none."""
+def _narrow(flat: Tensor, own: torch.dtype) -> Iterator[str]:
+    """The narrower types that hold ``flat`` as it is, with its ``own``; a few elements soon say that there is none."""
     few = flat[:_FEW].cpu()
     for name, dtype in ROUNDED_TO.items():
         held = (torch.equal(part.to(dtype).to(part.dtype), part) for part in (few, flat))
-        if dtype != flat.dtype and all(held) and flat.any():
+        if dtype != flat.dtype and (dtype == own or all(held)) and any_nonzero(flat):
             yield name
 
 
-def _projections(flat: Tensor) -> Tensor:
-    """The sums of the elements with signs, in each direction: so many signs are kept, and turned from row to row.
+def _sums(flat: Tensor) -> Tensor:
+    """The norm, and the sums of the elements with signs, in each direction (5,).
 
-    Their number is a prime, so that nothing that lies in rows of its own falls on the same signs again and again. They
-    are made in fp64: no setting of products rounds them, nor autocast.
+    So many signs are kept, and turned from row to row. Their number is a prime, so that nothing that lies in rows of
+    its own falls on the same signs again and again. All is made in fp64: squares vanish in no narrow type, and no
+    setting of products rounds, nor autocast.
     """
     even, rest = flat.numel() // _ROW * _ROW, flat.numel() % _ROW
-    signs = _signs(flat.device)
-    found = flat[even:].double() @ signs[:rest].double()
-    if not even:
-        return found
-    wide = signs.double()
-    sums = torch.cat([part @ wide for part in wide_rows(flat[:even], _ROW)])
-    return found + (sums * _turns(len(sums)).to(flat.device)).sum(0)
+    signs, last = _signs(flat.device), flat[even:].double()
+    found, square = last @ signs[:rest].double(), last.square().sum()
+    if even:
+        wide, sums = signs.double(), list[Tensor]()
+        for part in wide_rows(flat[:even], _ROW):
+            sums.append(part @ wide)
+            square = square + part.square_().sum()
+        rows = torch.cat(sums)
+        found = found + (rows * _turns(len(rows)).to(flat.device)).sum(0)
+    return torch.cat([square.sqrt()[None], found])
 
 
 @functools.cache

@@ -313,3 +313,12 @@ def error_of(one: Tensor, other: Tensor) -> float:
 def test_sums_of_sketches_are_not_equal_for_want_of_a_digest() -> None:
     one, other = brief(torch.ones(9)), brief(torch.arange(9.0))
     assert one.plus(one).distance(other.plus(other)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("count", [40, 200_000])
+def test_a_norm_is_right_where_squares_have_no_room_in_the_type(dtype: torch.dtype, size: float, count: int) -> None:
+    found = sketch(torch.full((count,), size, dtype=dtype))
+    assert found.norm == pytest.approx(size * count**0.5, rel=4e-3)
+    assert found.narrow == ("bf16" if dtype is torch.bfloat16 else "")
