@@ -310,7 +310,7 @@ class ComposedCheck(CheckedStep):
             )
             self._first = equal.first(self._first)
             if self._exchange.rank == 0 and equal.told:
-                (self._ledger.doubt if equal.doubtful else self._ledger.remark)("gradient", equal.told)
+                (self._ledger.doubt if equal.in_doubt else self._ledger.remark)("gradient", equal.told)
         both, own = (self._exchange, self._first), self._own.places
         self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
