@@ -28,7 +28,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "doubled": "a microbatch's gradient was added more than once",
         "swapped-activations": "a backward used the activation of another microbatch",
         "swapped-gradients": "a backward used the output gradient of another microbatch",
-        "swapped-data": "a microbatch's inputs, or its targets, are those of another microbatch",
+        "swapped-data": "a microbatch's inputs, or its targets, are those of another one, or others of its own",
         "stale-gradient": "gradients were added to what was there before the step",
         "stale-tensor": "a tensor of an earlier step was used",
         # Single parameters.
