@@ -1,7 +1,7 @@
 """Tensors that nobody sees pass, for they are in objects of a user's own, or sparse."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -20,6 +20,28 @@ def hidden_in(values: object) -> str:
     """What has tensors that want a gradient, and is not looked into, by its type: empty if there is none."""
     hidden = (leaf for leaf in tree_leaves(values) if not isinstance(leaf, InShards) and _hides(leaf))
     return next((type(leaf).__name__ if not isinstance(leaf, Tensor) else "sparse Tensor" for leaf in hidden), "")
+
+
+Attribute = tuple[nn.Module, str, str]  # a module in another one, its attribute, and how that is called from there
+
+
+def inputs_kept(module: nn.Module) -> list[Attribute]:
+    """The attributes in which it has tensors that want a gradient, are no parameters, and that nobody computed."""
+    found = [(part, name, f"{path}.{name}") for path, part in module.named_modules() for name in vars(part)]
+    return [(part, name, path.removeprefix(".")) for part, name, path in found if [*_leaves(vars(part)[name])]]
+
+
+def hidden_inputs(kept: Iterable[Attribute], given: Iterable[Tensor]) -> str:
+    """Of attributes that a module ``kept`` when it was called the first that it did not put what it was given into."""
+    own = {*map(id, given)}
+    those = (path for part, name, path in kept if own.isdisjoint(map(id, _leaves(vars(part).get(name)))))
+    return next(those, "")
+
+
+def _leaves(value: object) -> Iterator[Tensor]:
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.requires_grad and one.is_leaf:
+            yield one
 
 
 def can_be_read(tensor: Tensor) -> bool:
