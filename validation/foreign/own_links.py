@@ -20,7 +20,7 @@ from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call, Flows
 from pipeproof.observers.elements import is_rounded, version
-from pipeproof.observers.own_losses import weights_of
+from pipeproof.observers.own_losses import leaves_of
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
@@ -64,7 +64,7 @@ class OwnStage:
         self._cast_is_known = self._draws_others = False
         self._loss_type: torch.dtype | None = None
         self._loss_writes = True  # to what it is given, until one does not
-        self.loss_weights: set[str] | None = None  # those of the stage that the loss is of, too
+        self.loss_leaves: list[Tensor] | None = None  # what the loss is of besides what the stage gives
         self._noted, self._more = dict[Point, Tensor](), dict[int, Tensor]()
         self._speaks: bool | None = None
         self.links: list[Link] = []
@@ -278,8 +278,8 @@ class OwnStage:
         with state.cast() if self._loss_is_cast else nullcontext(), self._model.looking(state, "the loss"):
             found = self._ending.loss(output, target)
         self._loss_type, self._loss_writes = found.dtype, versions != list(map(version, made))
-        if self.loss_weights is None:
-            self.loss_weights = weights_of(found, made, self._model)
+        if self.loss_leaves is None:
+            self.loss_leaves = leaves_of(found, made)
         return found
 
     def _again(

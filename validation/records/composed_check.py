@@ -63,6 +63,7 @@ from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
+_OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage's module hold them"
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,7 @@ class ComposedCheck(CheckedStep):
         again.own_losses = self._watched.own_losses
         here = self._once_more(again, named)
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
+        self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         due = self._summed(stages, here)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, {k: chain.stages[k] for k in calls}, in_parts=lines.together > 1)
