@@ -12,10 +12,15 @@ from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 
 _LAW = "boundaries"
 _UNSURE = ", and at most what flowed back tells which: check a later step, in which they differ"
+_UNUSED_TARGET = (
+    "without loss_fn= a stage needs the target, and none was given it: call one with it, or pass None for it"
+)
 
 
-def enter_wiring(chain: Chain, ledger: Ledger) -> None:
+def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> None:
     """Enter which inputs nobody sent, what nobody received, and what was exchanged wherever it was given.
+
+    ``loss_inside``: the last stage makes the loss, so that targets must have come to a stage.
 
     Inputs are known by their content. So one that is exchanged for another of its form in every call is not seen to be.
     """
@@ -38,6 +43,9 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
         ledger.leave_out(
             _LAW, [_name(source)], f"no stage was given it, and {name}, which has its form, was sent by nobody"
         )
+    used = {*chain.sources.of_inputs.values()}
+    targets = [_name(one) for one in chain.sources.sent if is_target(one) and one not in used]
+    ledger.leave_out(_LAW, targets if loss_inside else [], _UNUSED_TARGET)
     for one in data:
         if one not in instead:
             ledger.remark(_LAW, f"{_name(one)} went to no stage")
