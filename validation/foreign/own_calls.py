@@ -15,7 +15,7 @@ from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import twin
 
-_PASS = "pass tensors that are not sparse, in tuples, lists or mappings, or register its class with torch.utils._pytree"
+_PASS = "pass plain tensors, in tuples, lists or mappings, or register its class with torch.utils._pytree"
 _ARGUMENT = "what is passed on there is not seen; call the stage's module with it, or make it a parameter"
 Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 

@@ -19,7 +19,7 @@ _SIMPLE = {str, int, float, bool, bytes, type(None)}  # have nothing in them, an
 def hidden_in(values: object) -> str:
     """What has tensors that want a gradient, and is not looked into, by its type: empty if there is none."""
     hidden = (leaf for leaf in tree_leaves(values) if not isinstance(leaf, InShards) and _hides(leaf))
-    return next((type(leaf).__name__ if not isinstance(leaf, Tensor) else "sparse Tensor" for leaf in hidden), "")
+    return next(map(_kind, hidden), "")
 
 
 Attribute = tuple[nn.Module, str, str]  # a module in another one, its attribute, and how that is called from there
@@ -47,6 +47,12 @@ def _leaves(value: object) -> Iterator[Tensor]:
 def can_be_read(tensor: Tensor) -> bool:
     """Whether its numbers are there, each in its place."""
     return not tensor.is_meta and tensor.layout is torch.strided
+
+
+def _kind(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return "a nested Tensor" if leaf.is_nested else "a sparse Tensor"
 
 
 def _hides(leaf: Any) -> bool:

@@ -144,3 +144,9 @@ def test_what_a_module_keeps_of_what_it_was_given_is_no_other_input() -> None:
     assert [path for _, _, path in kept] == ["given"]
     stage(given)
     assert not hidden_inputs(kept, [given])
+
+
+def test_a_nested_tensor_is_no_sparse_one() -> None:
+    nested = torch.nested.as_nested_tensor([HIDDEN, HIDDEN * 2], layout=torch.jagged)
+    assert hidden_in([nested]) == "a nested Tensor"
+    assert hidden_in([torch.eye(2).to_sparse().requires_grad_()]) == "a sparse Tensor"
