@@ -54,7 +54,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "wrong-message": "a message arrived as another",
         "mispaired": "tensors that are right met those of another microbatch",
         "overwritten": "a tensor was overwritten while it was still needed",
-        "uninitialised": "a tensor was read before it was filled",
+        "uninitialised": "a tensor was read before it was filled, or nobody passed it on",
         "rounded": "a tensor went through a narrower type",
         "cast-on-wire": "a tensor was cast to a narrower type between two stages",
         "narrow-accumulation": "gradients of microbatches were added up in a narrower type",

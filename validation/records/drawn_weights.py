@@ -51,14 +51,15 @@ class DrawnWeights:
     def are_twins(self, one: Site, other: Site) -> bool:
         """Whether one seed, or a copy of the modules around them, makes both equal, and not they alone are.
 
-        One seed makes the first weights of two stages equal, until they draw others. A copy makes all of two modules
-        so: the smallest around both that have several weights tell.
+        One seed makes the first weights of two stages equal, until they draw others; some may be drawn anew, and then
+        others of the same kind are equal still. A copy makes all of two modules so: the smallest around both that have
+        several weights tell.
         """
         if one not in self.every or other not in self.every:
             return True  # every one of its kind may begin so
         if self.every[one].kind != self.every[other].kind:
             return False
-        return self._have_one_seed(one, other) or self._are_in_copies(one, other)
+        return self._have_one_seed(one, other) or self._are_in_copies(one, other) or self._are_of_several(one, other)
 
     def _have_one_seed(self, one: Site, other: Site) -> bool:
         """Whether all that their stages drew is alike, from the first on to them and until one drew something else.
@@ -74,6 +75,12 @@ class DrawnWeights:
         if alike < len(pairs):
             return pairs[alike][0].is_of_the_draws_of(pairs[alike][1])
         return alike > 1 or len(mine) == len(its)
+
+    def _are_of_several(self, one: Site, other: Site) -> bool:
+        """Whether several different weights of their kind are equal in both stages, as those of layer after layer."""
+        kind = self.every[one].kind
+        both = ({own.content for own in self._of(*at, 0).values() if own.kind == kind} for at in (one, other))
+        return len(set.intersection(*both) - {None}) > 1
 
     def _are_in_copies(self, one: Site, other: Site) -> bool:
         """Whether all that the modules around them both drew is alike, and that is more than they are."""

@@ -65,3 +65,18 @@ def test_a_single_weight_that_is_all_of_one_stage_may_be_the_other_stage_s() -> 
 
 def test_weights_of_deep_layers_are_less_and_of_the_same_random_numbers() -> None:
     assert twins([WIDE, WIDE], [WIDE, WIDE], depth=0.5)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_several_of_a_kind_that_are_equal_are_of_one_seed_though_others_were_drawn_anew(several: bool) -> None:
+    """As the weights of attention, that no ``apply`` of an initialisation of linear layers reaches."""
+    every = {
+        (stage, f"{stage}.{layer}.{name}"): Drawn(kind, (float(stage), 1.0 + stage * layer), content=content)
+        for stage in (0, 1)
+        for layer in (0, 1)
+        for name, kind, content in (
+            ("q", "Attention", f"q{layer if several or not stage else 0}"),
+            ("l", "Linear", f"l{stage}{layer}"),
+        )
+    }
+    assert DrawnWeights(every).are_twins((0, "0.0.q"), (1, "1.0.q")) is several
