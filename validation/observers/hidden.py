@@ -27,8 +27,12 @@ Attribute = tuple[nn.Module, str, str]  # a module in another one, its attribute
 
 def inputs_kept(module: nn.Module) -> list[Attribute]:
     """The attributes in which it has tensors that want a gradient, are no parameters, and that nobody computed."""
-    found = [(part, name, f"{path}.{name}") for path, part in module.named_modules() for name in vars(part)]
-    return [(part, name, path.removeprefix(".")) for part, name, path in found if [*_leaves(vars(part)[name])]]
+    return [
+        (part, name, f"{path}.{name}".removeprefix("."))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor | list | tuple) and [*_leaves(value)]
+    ]
 
 
 def hidden_inputs(kept: Iterable[Attribute], given: Iterable[Tensor]) -> str:
