@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from pipeproof.reference.attributes import Attribute, attributes_of, changed, put_back
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom, putting_back
 from pipeproof.reference.generators import Generator, Kept, generators_in, set_states_on, states_on
@@ -28,7 +29,8 @@ class State:
     ``drawn``: the state of each device's random numbers, by device; ``python`` and ``arrays``: of Python's own and of
     numpy's; ``generators``: other ones, and their states. ``training``: of each module inside, in order. ``autocast``:
     by device, whether it is on, and its type. ``buffers`` by name, also those that are none yet; what several names
-    share is one here as well.
+    share is one here as well. ``attributes``: what else modules have. They are
+    put back where it is the ``whole`` state.
     """
 
     drawn: Mapping[torch.device, Tensor]
@@ -38,6 +40,8 @@ class State:
     python: Any
     arrays: Any
     generators: tuple[Kept, ...] = ()
+    attributes: tuple[Attribute, ...] = ()
+    whole: bool = False
 
     @staticmethod
     def of(module: nn.Module, generators: Sequence[Generator] = ()) -> "State":
@@ -54,6 +58,7 @@ class State:
             random.getstate(),
             numpy.random.get_state(),
             tuple(map(Kept.of, _each(generators, module))),
+            tuple(attributes_of(module)),
         )
 
     @contextmanager
@@ -74,6 +79,8 @@ class State:
             for name, kept in _copies(self.buffers).items():
                 prefix, _, leaf = name.rpartition(".")
                 module.get_submodule(prefix)._buffers[leaf] = _as_now(kept, now.get(name))
+            if self.whole:
+                stack.enter_context(put_back(module, self.attributes))
             stack.enter_context(self.cast())
             yield
 
@@ -97,6 +104,10 @@ class State:
         now = states_on(self.drawn)
         on_devices = any(not torch.equal(now[device], state) for device, state in self.drawn.items())
         return on_devices or any(kept.moved for kept in self.generators)
+
+    def with_attributes(self) -> "State":
+        """The same with what modules had in attributes, too."""
+        return replace(self, whole=True)
 
     def in_training(self) -> "State":
         """The same with everything in training mode."""
@@ -291,6 +302,10 @@ class Again(nn.Module):
         with DrawnFrom(known, state.drawn) as drawn:
             yield
         self.__dict__["others"][who] = tuple(drawn.others)
+
+    def changed_since(self, called: Called) -> list[str]:
+        """The attributes that the stage has no more as it had them in that call, by their names."""
+        return changed(self.__dict__["stage"], called.state.attributes)
 
     @property
     def drawn_from(self) -> tuple[str, Generator] | None:

@@ -187,7 +187,7 @@ class Whole:
             self._enter_parameters(ledger, self.first)
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
-        enter_wiring(self.chain, ledger)
+        enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
         for stage, links in self._links.items():
             if self._is_strange(stage):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")

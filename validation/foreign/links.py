@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.foreign.crossings import near
 from pipeproof.judging.tolerance import error, precision_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import all_finite
@@ -103,13 +104,11 @@ def _limit(made: Tensor, other: Tensor | None, inside: torch.dtype | None) -> fl
     return min(precision.most, max(precision.least, precision.factor * floor))
 
 
-def draws_elsewhere(who: str, generator: object = None) -> str:
-    """Why it is not known what ``who`` gives, who draws from this; None: from a state that somebody else keeps."""
-    if generator is None:
-        return f"{who} draws from a state of random numbers that is kept elsewhere: pass who keeps it {_WHERE}"
-    kind = type(generator)
-    maker = kind.__module__.partition(".")[0]
-    return f"{who} draws from a {kind.__name__} of {maker} that is not part of it: pass it {_WHERE}"
+def fits(seen: Sketch, due: Sketch) -> bool:
+    """Whether what was seen is what is due, but for rounding."""
+    return seen.digest == due.digest or near(seen.factor(due), 1.0)
 
 
-_WHERE = "in generators= of Composed"
+def comes_again(made: Tensor, again: Tensor | None, limit: float) -> bool:
+    """Whether two runs give the same, as far as a ``limit`` says."""
+    return again is not None and again.shape == made.shape and error(again, made) <= limit

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pipeproof.foreign.planted import Planted
 from pipeproof.foreign.reductions import Changed, Hit, Left, differ, is_sum, several
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.shards import held_here
 
-Plant = Callable[[Hit], Any]  # a context manager, while which is open the fault is there
+Plant = Callable[[Planted], Any]  # a context manager, while which is open the fault is there
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,18 @@ def _messages(change: Change, *, at: int | None = None) -> Plant:
 
 
 def _repeated() -> Plant:
-    """The second message of a shape has the content of the first."""
+    """A message has the content of the first of its form, as soon as that is another."""
 
-    def plant(hit: Hit) -> Any:
-        first: dict[tuple[int, ...], Tensor] = {}
+    def plant(hit: Planted) -> Any:
+        first: dict[object, Tensor] = {}
         done: list[Tensor] = []
 
         def change(tensor: Tensor, number: int) -> Tensor:
-            form = tuple(tensor.shape)
-            if form in first and not done:
-                done.append(first[form])
-                return first[form]
-            first.setdefault(form, tensor)
+            form = tuple(tensor.shape), tensor.dtype
+            other = first.setdefault(form, tensor)
+            if not done and differ(other, tensor):
+                done.append(other)
+                return other
             return tensor
 
         return _messages(change)(hit)
@@ -137,7 +139,7 @@ def _backwards(change: Callable[[Callable[..., None], dict[str, Any], int], bool
 
 
 def _left_out(backward: Callable[..., None], given: dict[str, Any], number: int) -> bool:
-    return number == 1
+    return number == 1 and not _begins_with_zeros(given)
 
 
 def _done_twice(backward: Callable[..., None], given: dict[str, Any], number: int) -> bool:
@@ -284,7 +286,7 @@ def _updated_twice(hit: Hit) -> Iterator[None]:
 
 
 @contextmanager
-def _nudged(hit: Hit) -> Iterator[None]:
+def _nudged(hit: Planted) -> Iterator[None]:
     done: list[Tensor] = []
 
     def look(module: nn.Module, arguments: Any) -> None:
@@ -293,11 +295,17 @@ def _nudged(hit: Hit) -> Iterator[None]:
             nudged = one.detach() * 1.01
             if not done and differ(nudged, one):
                 done.append(one)
+                hit.leaves(partial(_put_back, one, one.detach().clone()))
                 hit()
                 one.data.copy_(nudged)
 
     with _hooked(register_module_forward_pre_hook(look)):
         yield
+
+
+def _put_back(weight: Tensor, before: Tensor) -> None:
+    if weight.shape == before.shape:
+        weight.data.copy_(before)
 
 
 @contextmanager
@@ -315,10 +323,11 @@ def _rounded_outputs(hit: Hit) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(hit: Hit) -> Iterator[None]:
+def _evaluating(hit: Planted) -> Iterator[None]:
     def look(module: nn.Module, arguments: Any) -> None:
         if module.training and _is_other_in_training(module):
             hit()
+            hit.leaves(partial(setattr, module, "training", True))
             module.training = False
 
     with _hooked(register_module_forward_pre_hook(look)):
@@ -350,6 +359,8 @@ def _of_sums(summary: str, left: Left, *, everywhere: bool = True) -> Mutant:
 
 
 def _through_bf16(tensor: Tensor, number: int = 0) -> Tensor:
+    if tensor.is_complex():
+        return torch.complex(_through_bf16(tensor.real), _through_bf16(tensor.imag))
     return tensor.bfloat16().to(tensor.dtype)
 
 

@@ -1,5 +1,6 @@
 """Does a test test anything? Faults are planted in the step that it is about, and it should fail each time."""
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -7,11 +8,12 @@ from functools import partial
 from typing import Any, Literal
 
 from pipeproof.foreign.mutants import MUTANTS
+from pipeproof.foreign.planted import Planted
 from pipeproof.foreign.reductions import Given, Key, noted, same_ranks
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.cause import few
 from pipeproof.pipeline.schedules import nearest
-from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.rank_report import Ending, RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -139,8 +141,9 @@ def _tried(name: str, run: Callable[..., list[Any]], ranks: int) -> Tried:
         except RankFailed as failure:
             told = [report.message.partition(": ") for report in failure.reports]
             before = [why for kind, _, why in told if kind.endswith(UnchangedError.__name__)]
-            how = f"the test failed before this changed anything: {before[0]}" if before else _how(failure)
-            return replace(one, outcome="not judged" if before else "caught", rank=rank, how=how)
+            how = f"the test ended before this changed anything: {before[0]}" if before else _how(failure)
+            skipped = failure.reports[failure.culprit].ending is Ending.SKIPPED
+            return replace(one, outcome="not judged" if before or skipped else "caught", rank=rank, how=how)
         if any(each.hits for each in went):
             return replace(one, outcome="let pass", rank=rank)
     return one
@@ -153,21 +156,32 @@ def _go(context: RankContext, test: Test, name: str, rank: int | None = None, *,
     """
     __tracebackhide__ = True
     global _fault, _marked, _open
-    hits: list[None] = []
+    fault = Planted()
     planted = bool(name) and rank in (None, context.rank)
-    _fault = (lambda: MUTANTS[name].plant(lambda: hits.append(None))) if planted else nullcontext
+    _fault = (lambda: MUTANTS[name].plant(fault)) if planted else nullcontext
     _marked, _marks[:], _open = marked, [], []
     noting: AbstractContextManager[dict[Key, Given]] = nullcontext({}) if name else noted(_runs)
     try:
         with nullcontext() if marked or not planted else _fault(), noting as given:
             test(context)
-    except Exception as error:
-        if planted and not hits:
+    except _endings() as error:
+        if planted and not fault.hits:
             raise UnchangedError(f"{type(error).__name__}: {error}") from error
         raise
     finally:
         _fault = nullcontext
-    return _Went(len(hits), given, marked=bool(_marks))
+        fault.end()
+    return _Went(fault.hits, given, marked=bool(_marks))
+
+
+def _endings() -> tuple[type[BaseException], ...]:
+    """What a test raises that ends, also by ``fail`` and ``skip`` of pytest, where it may call them."""
+    found: Any = sys.modules.get("pytest")
+    return (
+        (Exception, SystemExit)
+        if found is None
+        else (Exception, SystemExit, found.fail.Exception, found.skip.Exception)
+    )
 
 
 def _runs() -> bool:

@@ -15,7 +15,8 @@ from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import twin
 
-_PASS = "pass tensors that are not sparse, in tuples, lists or mappings, or register its class with torch.utils._pytree"
+_PASS = "pass plain tensors, in tuples, lists or mappings, or register its class with torch.utils._pytree"
+_ARGUMENT = "what is passed on there is not seen; call the stage's module with it, or make it a parameter"
 Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 
 
@@ -59,11 +60,13 @@ def with_own_loss(call: Call, *, apart: bool) -> Call:
 
 
 def hidden(stages: Mapping[int, Sequence[Call]]) -> str:
-    """Why it is not known what passes one of ``stages``, where tensors are in objects that nobody looks into."""
-    found = ((stage, call.hidden) for stage, calls in stages.items() for call in calls if call.hidden)
-    return next(
-        (f"stage {stage} is given or gives {what}, in which tensors are not seen: {_PASS}" for stage, what in found), ""
-    )
+    """Why it is not known what passes one of ``stages``: nobody looks into an object, or an input is no argument."""
+    for stage, call in ((stage, call) for stage, calls in stages.items() for call in calls):
+        if call.hidden:
+            return f"stage {stage} is given or gives {call.hidden}, in which tensors are not seen: {_PASS}"
+        if call.attribute:
+            return f"stage {stage} has a tensor that wants a gradient in its attribute {call.attribute}: {_ARGUMENT}"
+    return ""
 
 
 def on_its_own(calls: Sequence[Call]) -> bool:

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.crossings import near
-from pipeproof.foreign.links import Ending, Link, Made, Point, draws_elsewhere, limits_of, seen_at
+from pipeproof.foreign.links import Ending, Link, Made, Point, comes_again, fits, limits_of, seen_at
+from pipeproof.foreign.obstacles import by_attributes, draws_elsewhere
 from pipeproof.foreign.own_calls import own_twin
 from pipeproof.foreign.run_once_more import RunOnceMore
 from pipeproof.judging.oracle import Floors, Pending
-from pipeproof.judging.tolerance import error, precision_of
+from pipeproof.judging.tolerance import precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call, Flows
 from pipeproof.observers.elements import is_rounded, version
-from pipeproof.observers.own_losses import weights_of
+from pipeproof.observers.own_losses import leaves_of
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.speaking import Speaking
 from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
-from pipeproof.reference.again import Again, Called, flowed, repeats
+from pipeproof.reference.again import Again, Called, State, flowed, repeats
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.drawn_from import KeptElsewhere
@@ -64,7 +65,7 @@ class OwnStage:
         self._cast_is_known = self._draws_others = False
         self._loss_type: torch.dtype | None = None
         self._loss_writes = True  # to what it is given, until one does not
-        self.loss_weights: set[str] | None = None  # those of the stage that the loss is of, too
+        self.loss_leaves: list[Tensor] | None = None  # what the loss is of besides what the stage gives
         self._noted, self._more = dict[Point, Tensor](), dict[int, Tensor]()
         self._speaks: bool | None = None
         self.links: list[Link] = []
@@ -162,7 +163,7 @@ class OwnStage:
     @property
     def fitting(self) -> int:
         """How many of them are what they were, but for rounding."""
-        return sum(seen is not None and _fits(seen, due) for seen, due in self._flows)
+        return sum(seen is not None and fits(seen, due) for seen, due in self._flows)
 
     @property
     def factor(self) -> float | None:
@@ -278,8 +279,8 @@ class OwnStage:
         with state.cast() if self._loss_is_cast else nullcontext(), self._model.looking(state, "the loss"):
             found = self._ending.loss(output, target)
         self._loss_type, self._loss_writes = found.dtype, versions != list(map(version, made))
-        if self.loss_weights is None:
-            self.loss_weights = weights_of(found, made, self._model)
+        if self.loss_leaves is None:
+            self.loss_leaves = leaves_of(found, made)
         return found
 
     def _again(
@@ -309,6 +310,9 @@ class OwnStage:
             return link
         if drawn := self._model.drawn_from:
             return Link({}, obstacle=draws_elsewhere(drawn[0] or f"stage {self.stage}", drawn[1]))
+        names = self._model.changed_since(self._kept(k)) if any(where == MADE for where, _ in other) else []
+        if names and not self.speaks and self._gives(k, self._kept(k).state.with_attributes()):
+            return Link({}, obstacle=by_attributes(self.stage, names))
         return self._measured(k, link, made, other)
 
     def _others(self, k: int, gives: Mapping[Point, Sketch]) -> list[Point]:
@@ -341,15 +345,19 @@ class OwnStage:
 
     def _mode_matters(self, k: int) -> bool:
         """Whether a call that was in evaluation mode would have given something else in training mode."""
-        call, again = self._calls[k], self._kept(k)
-        if call.training or self.speaks:
-            return not call.training
+        if self._calls[k].training or self.speaks:
+            return not self._calls[k].training
+        return not self._gives(k, self._kept(k).state.in_training())
+
+    def _gives(self, k: int, state: State) -> bool:
+        """Whether a call gives what it gave, in this ``state``."""
+        again = self._kept(k)
         try:
             with torch.no_grad():
-                made = tensors_in(self._model(replace(again, state=again.state.in_training()), *again.tensors))
+                made = tensors_in(self._model(replace(again, state=state), *again.tensors))
         except Exception:  # no one type: it is the user's code that runs
-            return True
-        return [sketch(one).digest for one in made] != [one.digest for one in call.outputs]
+            return False
+        return [sketch(one).digest for one in made] == [one.digest for one in self._calls[k].outputs]
 
     def _received(self, k: int, more: Mapping[int, Tensor], link: Link) -> Link:
         """``link``, where ``more`` of some outputs' gradients came from other outputs."""
@@ -372,7 +380,7 @@ class OwnStage:
         found = limits_of(made.tensors, twice, other, self.inside)
         if any(self._distance(k, at, link.gives[at]) > found[at] for at in other):  # two runs are nearer than that
             found = limits_of(made.tensors, self._in_fp64(k), other, self.inside)
-        strange = frozenset(at for at in other if not _near(made.tensors[at], twice.get(at), found[at]))
+        strange = frozenset(at for at in other if not comes_again(made.tensors[at], twice.get(at), found[at]))
         return replace(link, limits={**link.limits, **found}, strange=strange)
 
     def _distance(self, k: int, at: Point, due: Sketch) -> float:
@@ -388,11 +396,3 @@ class OwnStage:
     @cached_property
     def _wide(self) -> Reference:
         return self._reference.of(widened(copied(self._model)))
-
-
-def _fits(seen: Sketch, due: Sketch) -> bool:
-    return seen.digest == due.digest or near(seen.factor(due), 1.0)
-
-
-def _near(made: Tensor, again: Tensor | None, limit: float) -> bool:
-    return again is not None and again.shape == made.shape and error(again, made) <= limit

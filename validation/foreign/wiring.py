@@ -12,10 +12,15 @@ from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 
 _LAW = "boundaries"
 _UNSURE = ", and at most what flowed back tells which: check a later step, in which they differ"
+_UNUSED_TARGET = (
+    "without loss_fn= a stage needs the target, and none was given it: call one with it, or pass None for it"
+)
 
 
-def enter_wiring(chain: Chain, ledger: Ledger) -> None:
+def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> None:
     """Enter which inputs nobody sent, what nobody received, and what was exchanged wherever it was given.
+
+    ``loss_inside``: the last stage makes the loss, so that targets must have come to a stage.
 
     Inputs are known by their content. So one that is exchanged for another of its form in every call is not seen to be.
     """
@@ -34,6 +39,13 @@ def enter_wiring(chain: Chain, ledger: Ledger) -> None:
     instead = dict(_instead(chain, [one for one in unused if one not in lost]))
     for source, other in instead.items():
         ledger.leave_out(_LAW, [_name(source)], f"no stage was given it, and {_name(other)} went to several inputs")
+    for source, name in _altered(chain, [one for one in unused if one not in lost and one not in instead]):
+        ledger.leave_out(
+            _LAW, [_name(source)], f"no stage was given it, and {name}, which has its form, was sent by nobody"
+        )
+    used = {*chain.sources.of_inputs.values()}
+    targets = [_name(one) for one in chain.sources.sent if is_target(one) and one not in used]
+    ledger.leave_out(_LAW, targets if loss_inside else [], _UNUSED_TARGET)
     for one in data:
         if one not in instead:
             ledger.remark(_LAW, f"{_name(one)} went to no stage")
@@ -120,6 +132,19 @@ def _instead(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, Sourc
         other = next((one for one in several if one[0] == source[0] and chain.sources.forms(one) == forms), None)
         if other is not None:
             yield source, other
+
+
+def _altered(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, str]]:
+    """Each of the ``unused`` outputs with an input of its form, of a later stage, that nobody sent: it may be that.
+
+    What is the same in every call may be a rank's own, as positions are. Then no stage need have sent any.
+    """
+    for stage, number, flows in _unplaced(chain):
+        calls = [call for call in chain.stages[stage].calls if number < len(call.inputs)]
+        forms = {(call.inputs[number].shape, call.inputs[number].dtype) for call in calls}
+        for source in unused if not flows else ():
+            if source[0] is not None and source[0] < stage and chain.sources.forms(source) == forms:
+                yield source, f"input {number} of stage {stage}"
 
 
 def _exchanged(chain: Chain) -> Iterator[str]:

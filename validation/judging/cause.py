@@ -28,7 +28,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "doubled": "a microbatch's gradient was added more than once",
         "swapped-activations": "a backward used the activation of another microbatch",
         "swapped-gradients": "a backward used the output gradient of another microbatch",
-        "swapped-data": "a microbatch's inputs, or its targets, are those of another microbatch",
+        "swapped-data": "a microbatch's inputs, or its targets, are those of another one, or others of its own",
         "stale-gradient": "gradients were added to what was there before the step",
         "stale-tensor": "a tensor of an earlier step was used",
         # Single parameters.
@@ -54,7 +54,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "wrong-message": "a message arrived as another",
         "mispaired": "tensors that are right met those of another microbatch",
         "overwritten": "a tensor was overwritten while it was still needed",
-        "uninitialised": "a tensor was read before it was filled",
+        "uninitialised": "a tensor was read before it was filled, or nobody passed it on",
         "rounded": "a tensor went through a narrower type",
         "cast-on-wire": "a tensor was cast to a narrower type between two stages",
         "narrow-accumulation": "gradients of microbatches were added up in a narrower type",

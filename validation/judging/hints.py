@@ -69,7 +69,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "must take the microbatches alike.",
         "overwritten": "Give each microbatch that is still needed a buffer of its own, or wait until the last one that "
         "reads it is done.",
-        "uninitialised": "Wait for the receive before its buffer is read.",
+        "uninitialised": "Wait for the receive before its buffer is read. Is it sent at all, as each gradient must be?",
         "rounded": "Look for a cast on the tensor's way: autocast, a buffer of a narrower type, a compressed message.",
         "altered": "What writes to the tensor in place between the one who makes it and the one who reads it?",
         "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "

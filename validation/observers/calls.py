@@ -127,7 +127,8 @@ class Call:
     were put ``together``.
     ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
     very tensor of another one, with that one's number; and ``given_again`` the inputs that are so;
-    ``hidden``: the type of an object at the call that has tensors which nobody sees.
+    ``hidden``: the type of an object at the call that has tensors which nobody sees; ``attribute``: where the module
+    has an input that it was not called with.
     """
 
     training: bool
@@ -154,6 +155,7 @@ class Call:
     repeated: Mapping[int, int] = field(default_factory=dict)
     given_again: frozenset[int] = frozenset()
     hidden: str = ""
+    attribute: str = ""
     trained: bool = False
     asked: dict[int, tuple[Sketch, Tensor | None]] = field(default_factory=dict)
 

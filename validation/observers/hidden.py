@@ -1,7 +1,7 @@
 """Tensors that nobody sees pass, for they are in objects of a user's own, or sparse."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,12 +19,44 @@ _SIMPLE = {str, int, float, bool, bytes, type(None)}  # have nothing in them, an
 def hidden_in(values: object) -> str:
     """What has tensors that want a gradient, and is not looked into, by its type: empty if there is none."""
     hidden = (leaf for leaf in tree_leaves(values) if not isinstance(leaf, InShards) and _hides(leaf))
-    return next((type(leaf).__name__ if not isinstance(leaf, Tensor) else "sparse Tensor" for leaf in hidden), "")
+    return next(map(_kind, hidden), "")
+
+
+Attribute = tuple[nn.Module, str, str]  # a module in another one, its attribute, and how that is called from there
+
+
+def inputs_kept(module: nn.Module) -> list[Attribute]:
+    """The attributes in which it has tensors that want a gradient, are no parameters, and that nobody computed."""
+    return [
+        (part, name, f"{path}.{name}".removeprefix("."))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor | list | tuple) and [*_leaves(value)]
+    ]
+
+
+def hidden_inputs(kept: Iterable[Attribute], given: Iterable[Tensor]) -> str:
+    """Of attributes that a module ``kept`` when it was called the first that it did not put what it was given into."""
+    own = {*map(id, given)}
+    those = (path for part, name, path in kept if own.isdisjoint(map(id, _leaves(vars(part).get(name)))))
+    return next(those, "")
+
+
+def _leaves(value: object) -> Iterator[Tensor]:
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.requires_grad and one.is_leaf:
+            yield one
 
 
 def can_be_read(tensor: Tensor) -> bool:
     """Whether its numbers are there, each in its place."""
     return not tensor.is_meta and tensor.layout is torch.strided
+
+
+def _kind(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return "a nested Tensor" if leaf.is_nested else "a sparse Tensor"
 
 
 def _hides(leaf: Any) -> bool:

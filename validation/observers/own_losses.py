@@ -153,11 +153,16 @@ def _is_called_now(module: nn.Module) -> bool:
     return False
 
 
-def weights_of(loss: Tensor, outputs: Iterable[Tensor], module: nn.Module) -> set[str]:
-    """The names of the ``module``'s weights to which the backward of a ``loss`` of ``outputs`` comes past these."""
+def leaves_of(loss: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves to which the backward of a ``loss`` of ``outputs`` comes past these."""
     ends = {*_edges(outputs)}
     passed, _ = down(_edges([loss]), lambda *edge: edge in ends, FAR)
-    return _names(module, {id(node.variable) for node in _leaves(passed)})
+    return [node.variable for node in _leaves(passed)]
+
+
+def weights_among(leaves: Iterable[Tensor], module: nn.Module) -> set[str]:
+    """The names of the ``module``'s weights that are ``leaves`` of a graph."""
+    return _names(module, {*map(id, leaves)})
 
 
 def trains(module: nn.Module) -> bool:

@@ -29,7 +29,7 @@ class Sketch:
     The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
     The digest is of the values: a zero has no sign there. ``narrow`` is the type, narrower than its own, that every
     element can be said in; empty if there is none. ``said`` has the digest of the tensor in each such type. ``bits`` is
-    the sum of all elements read as integers, which no order changes. ``computed`` is the type, narrower than its own,
+    a sum over all elements read as integers, which no order changes. ``computed`` is the type, narrower than its own,
     that it was computed in; None where nobody knows of one.
     """
 
@@ -189,9 +189,15 @@ def _unsigned(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> int:
-    """The sum of the elements as integers of their own width, which wraps around."""
+    """A sum over the elements as integers, which wraps around, and which tells their signs apart.
+
+    The upper half of each is mixed into the lower one first: else two signs would add nothing together.
+    """
     words = bits(tensor)
-    return int(words.sum(dtype=words.dtype))
+    if words.element_size() < 4:
+        words = (words.view(torch.int8) if words.element_size() == 1 else words).int()
+    mixed = words >> (4 * words.element_size() - 1)
+    return int(mixed.bitwise_xor_(words).sum(dtype=words.dtype))
 
 
 def _narrow(flat: Tensor, own: torch.dtype) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack, is_inside_a_backward
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
-from pipeproof.observers.hidden import hidden_in
+from pipeproof.observers.hidden import Attribute, hidden_in, hidden_inputs, inputs_kept
 from pipeproof.observers.hook import Hook
 from pipeproof.observers.own_losses import OwnLoss, OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
@@ -80,7 +80,10 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a module was called with, as it was then, and from where; ``again`` as a call has it."""
+    """What a module was called with, as it was then, and from where; ``again`` as a call has it.
+
+    ``kept``: what it had besides.
+    """
 
     given: list[Tensor]
     taken: list[Sketch]
@@ -88,12 +91,13 @@ class _Entry:
     stack: Stack
     came: dict[tuple[Kind, int], Came]
     again: Called | None
+    kept: list[Attribute]
 
     @staticmethod
-    def of(inputs: Sequence[Tensor], again: Called | None) -> "_Entry":
+    def of(inputs: Sequence[Tensor], again: Called | None, kept: list[Attribute]) -> "_Entry":
         came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
         versions = [version(tensor) for tensor in inputs]
-        return _Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again)
+        return _Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again, kept)
 
 
 class Watcher:
@@ -202,7 +206,7 @@ class Watcher:
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
             keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep, generators=self._generators)
             again = keep(module, arguments, named) if keep else None
-            self._entering[get_ident()].append(_Entry.of(inputs, again))
+            self._entering[get_ident()].append(_Entry.of(inputs, again, inputs_kept(module) if keep else []))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         if torch.compiler.is_compiling():
@@ -223,6 +227,7 @@ class Watcher:
         if entry.again is not None:  # of one tensor, what flows to it is told once
             call.repeated, call.given_again = repeats(outputs), frozenset(entry.again.repeated)
             call.hidden = hidden_in((arguments, named, result))
+            call.attribute = hidden_inputs(entry.kept, entry.given)
             needing = {number: tensor for number, tensor in needing.items() if number not in call.given_again}
             giving = {number: tensor for number, tensor in giving.items() if number not in call.repeated}
         call.needing, call.giving = frozenset(needing), frozenset(giving)

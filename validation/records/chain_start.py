@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.sources import TARGETS
@@ -44,6 +45,9 @@ class ChainStart:
         if same := [those for those in numbers.values() if len(those) > 1]:
             several = " and ".join(map(str, same[0]))
             raise RecordError(f"stages {several} are one module: nobody can tell its calls apart; give each its own")
+        for stage, module in own.modules.items():
+            if unmade := next((name for name, one in module.named_parameters() if is_lazy(one)), None):
+                raise RecordError(f"{unmade} of stage {stage} is made in its first call: check a later step")
         names: dict[int, str] = {}
         every = [(stage, *pair) for stage, module in own.modules.items() for pair in module.named_parameters()]
         first = {own.rename(stage, name): (id(one), own.rename(stage, name)) for stage, name, one in every}

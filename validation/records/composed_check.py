@@ -63,6 +63,7 @@ from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
+_OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage's module hold them"
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,7 @@ class ComposedCheck(CheckedStep):
         again.own_losses = self._watched.own_losses
         here = self._once_more(again, named)
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
+        self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         due = self._summed(stages, here)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         part = OwnPart(self._ledger, {k: chain.stages[k] for k in calls}, in_parts=lines.together > 1)
@@ -310,7 +312,7 @@ class ComposedCheck(CheckedStep):
             )
             self._first = equal.first(self._first)
             if self._exchange.rank == 0 and equal.told:
-                (self._ledger.doubt if equal.doubtful else self._ledger.remark)("gradient", equal.told)
+                (self._ledger.doubt if equal.in_doubt else self._ledger.remark)("gradient", equal.told)
         both, own = (self._exchange, self._first), self._own.places
         self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))

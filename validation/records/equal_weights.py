@@ -1,27 +1,40 @@
 """Weights of several stages that begin with the same numbers: they may be one, under several names."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
 
 from pipeproof.judging.verdict import names_of
-from pipeproof.observers.digest import digest
-from pipeproof.observers.elements import any_nonzero, in_fp64
+from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.shards import held_here
-from pipeproof.observers.sketch import sketch
+from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.records.drawn_weights import Drawn, DrawnWeights, drawn
 from pipeproof.records.own_shards import OwnShards
 from pipeproof.reference.step import Site
 
 Gradients = Mapping[str, Tensor | None]
 Gather = Callable[[object, str], list[Any]]
 Contents = Mapping[Site, tuple[str, bytes]]  # of a rank: which part of each weight it has, and the digest of that
+Pairs = Collection[tuple[str, str]]
 _CURE = "if they are one weight, give it one name, or pass build=: then its gradients must be added up"
-_ENOUGH, _MANY = 1 << 12, 256  # elements that are looked at, and numbers among them: bf16 has few, and repeats them
 _IN_DOUBT = "they may be one weight whose gradients were not added up: pass build=, which tells"
+_HALF = "they may be one weight, and then both must train: pass build=, which tells"
+
+
+@dataclass(frozen=True)
+class AddedUp:
+    """What was added up for a weight: None where that is what its stage has alone; ``trains``: it is not frozen."""
+
+    trains: bool
+    whole: Sketch | None
+
+    def is_one_with(self, other: "AddedUp") -> bool:
+        """Whether the same sum was made of both, but for the order of its addends."""
+        return self.whole is not None and other.whole is not None and self.whole.is_like(other.whole)
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,14 @@ class EqualWeights:
     """Pairs of names of weights that are equal in every replica.
 
     ``one``: by each name the first, of those of which the same sum was made, which is what neither has alone.
-    ``twins``: pairs that are not so, and are equal as one seed or a copy of whole modules makes them. ``doubtful``:
-    other pairs, that are equal in their own right.
+    ``twins``: pairs that are not so, and are equal as one seed or a copy of whole modules makes them, or as weights of
+    one stage are. ``doubtful``: other pairs, that are equal in their own right. ``half``: such of which one is frozen.
     """
 
     one: Mapping[str, str] = field(default_factory=dict)
-    twins: Collection[tuple[str, str]] = ()
-    doubtful: Collection[tuple[str, str]] = ()
+    twins: Pairs = ()
+    doubtful: Pairs = ()
+    half: Pairs = ()
 
     @staticmethod
     def of(
@@ -50,28 +64,28 @@ class EqualWeights:
 
         ``first``: by names of a weight that has several, as far as that is known, the first one.
         """
-        (seen, alone), parameters = made, shards.parameters
-        known = {(stage, first.get(name, name)): one for (stage, name), one in contents.items()}
+        (seen, alone), parameters, own = made, shards.parameters, shards.own
+        once = {(k, own.rename(k, name)) for k, module in own.modules.items() for name, _ in module.named_parameters()}
+        known = {(at[0], first.get(at[1], at[1])): one for at, one in contents.items() if at in once}
 
-        def sum_of(name: str) -> bytes | None:
+        def sum_of(name: str) -> AddedUp | None:
             return _added_up(parameters[name], seen.get(name), shards.part(name, alone.get(name)))
 
-        return EqualWeights.among(known, replicas, partial(_kinds, shards, first), gather=gather, sum_of=sum_of)
+        return EqualWeights.among(known, replicas, partial(_drawn, shards, first), gather=gather, sum_of=sum_of)
 
     @staticmethod
     def among(
         contents: Contents,
         replicas: Sequence[int],
-        kinds: Callable[[], Mapping[Site, str]],
+        drawn: Callable[[], Mapping[Site, Drawn]],
         *,
         gather: Gather,
-        sum_of: Callable[[str], bytes | None],
+        sum_of: Callable[[str], AddedUp | None],
     ) -> "EqualWeights":
         """Those of all ranks, of which this one has ``contents``; ``replicas`` is that of each rank.
 
-        ``kinds``: the class of the module that has a weight, and the weight's shape, of those of this rank that are
-        drawn. ``sum_of``: the digest of what was added up for this rank's weight of a name; empty where it is what its
-        stage has alone; None where it is of no use. Every rank calls this, and ``gather`` brings all ranks'.
+        ``drawn``: those of this rank's weights that look so. ``sum_of``: what was added up for this rank's weight of a
+        name; None where that is of no use. Every rank calls this, and ``gather`` brings all ranks'.
         """
         lines = [_together(line) for line in _lines(gather(contents, "which weights are equal"), replicas)]
         groups = [group for group in _equal(lines) if len({stage for stage, _ in group}) > 1]
@@ -80,23 +94,24 @@ class EqualWeights:
         own = {name for _, name in contents} & {name for group in groups for _, name in group}
         told = {name: made for name in sorted(own) if (made := sum_of(name)) is not None}
         sums = [_together(line) for line in _lines(gather(told, "the gradients of equal weights"), replicas)]
-        first, apart = dict[str, str](), list[tuple[Site, Site]]()
+        first, apart = dict[str, str](), list[_Apart]()
         for group in groups:
-            known = [(stage, name) for stage, name in group if all(name in made for made in sums)]
-            at: dict[tuple[bytes, ...], Site] = {}
-            for stage, name in known:
-                key = tuple(made[name] for made in sums)
-                one = at.setdefault(key, (stage, name))
-                if all(key) and one[0] != stage:
-                    first[name] = one[1]
-                elif known[0][0] != stage:
-                    apart.append((known[0], (stage, name)))
+            _divide(group, sums, first, apart)
         if not apart:
             return EqualWeights(first)
-        drawn = _Drawn(_together(gather(kinds(), "what weights were drawn beside equal ones")), lines[0])
-        pairs = [(one[1], other[1], drawn.are_twins(one, other)) for one, other in apart]
-        twins, doubtful = ([(one, other) for one, other, is_twin in pairs if is_twin is kind] for kind in (True, False))
-        return EqualWeights(first, twins, doubtful)
+        every = _together(gather(drawn(), "what weights were drawn beside equal ones")[::-1])  # of shards the first
+        known = DrawnWeights({at: replace(one, content=lines[0].get(at)) for at, one in every.items()})
+        is_twin = {pair: pair.often or known.are_twins(pair.one, pair.other) for pair in apart}
+        twins = [pair.names for pair in apart if is_twin[pair] and not pair.half]
+        doubtful, half = (
+            [pair.names for pair in apart if not is_twin[pair] and pair.half is kind] for kind in (False, True)
+        )
+        return EqualWeights(first, twins, doubtful, half)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether any may be one weight, and nothing explains why they are equal."""
+        return bool(self.doubtful or self.half)
 
     def first(self, known: Mapping[str, str]) -> dict[str, str]:
         """By each name the first that its weight has, where so much was ``known``."""
@@ -109,98 +124,82 @@ class EqualWeights:
         if self.one:
             names = names_of([f"{other} and {one}" for other, one in self.one.items()])
             found.append(f"taken for one weight, for they begin alike and have one sum: {names}")
-        for pairs, cure in ((self.twins, _CURE), (self.doubtful, _IN_DOUBT)):
+        each, frozen = "each has its own gradient", "one of them is frozen"
+        for pairs, how, cure in (
+            (self.twins, each, _CURE),
+            (self.doubtful, each, _IN_DOUBT),
+            (self.half, frozen, _HALF),
+        ):
             if pairs:
                 names = names_of([f"{one} and {other}" for one, other in pairs])
-                found.append(f"begin alike, and each has its own gradient: {names}; {cure}")
+                found.append(f"begin alike, and {how}: {names}; {cure}")
         return "; ".join(found)
 
 
 @dataclass(frozen=True)
-class _Weight:
-    kind: str
-    content: tuple[str, bytes] | None
+class _Apart:
+    """Two equal weights without one sum. ``half``: one is frozen. ``often``: one stage has several that are equal."""
+
+    one: Site
+    other: Site
+    half: bool
+    often: bool
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.one[1], self.other[1]
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """The weights that are drawn, by stage and name: their kinds, and what all ranks have of them."""
+def _divide(
+    group: Sequence[Site], sums: Sequence[Mapping[str, AddedUp]], first: dict[str, str], apart: list[_Apart]
+) -> None:
+    """Enter which of a ``group`` of equal weights have one sum, and which do not; ``sums`` are those of each replica.
 
-    kinds: Mapping[Site, str]
-    contents: Contents
-
-    def are_twins(self, one: Site, other: Site) -> bool:
-        """Whether one seed, or a copy of the modules around them, makes both equal, and not they alone are.
-
-        One seed makes the first weights of two stages equal, until they draw others. A copy makes all of two modules
-        so: the smallest around both that have several weights tell, or the stages.
-        """
-        if one not in self.kinds or other not in self.kinds:
-            return True  # every one of its kind may begin so
-        if self.kinds[one] != self.kinds[other]:
-            return False
-        return self._have_one_seed(one, other) or self._around(*one) == self._around(*other)
-
-    def _have_one_seed(self, one: Site, other: Site) -> bool:
-        """Whether all that their stages drew is equal, from the first on to them and until one drew something else."""
-        mine, its = ([*self._of(stage, name, 0).values()] for stage, name in (one, other))
-        pairs = [*zip(mine, its, strict=False)]
-        equal = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        until = [[*self._of(stage, name, 0)].index(name) for stage, name in (one, other)]
-        return max(until) < equal and (equal == len(pairs) or pairs[equal][0].kind != pairs[equal][1].kind)
-
-    def _around(self, stage: int, name: str) -> dict[str, "_Weight"]:
-        """By name in it, what the smallest module around the weight has that has others, too; else its stage."""
-        depth = name.count(".")
-        found = (self._of(stage, name, levels) for levels in range(depth, -1, -1))
-        return next((each for each in found if len(each) > 1), self._of(stage, name, 0))
-
-    def _of(self, stage: int, name: str, levels: int) -> dict[str, "_Weight"]:
-        """What the module has that has the first so many ``levels`` of ``name``."""
-        prefix = "".join(f"{part}." for part in name.split(".")[:levels])
-        own = [site for site in self.kinds if site[0] == stage and site[1].startswith(prefix)]
-        return {site[1].removeprefix(prefix): _Weight(self.kinds[site], self.contents.get(site)) for site in own}
+    Where one stage has several of them, as one rule begins them, they are no one weight's copies.
+    """
+    known = [(site, [made[site[1]] for made in sums]) for site in group if all(site[1] in made for made in sums)]
+    often = max(Counter(stage for stage, _ in group).values()) > 1
+    for k, ((stage, name), made) in enumerate(known):
+        those = (at for at, other in known[:k] if all(a.is_one_with(b) for a, b in zip(made, other, strict=True)))
+        one = next(those, None)
+        if one is not None and one[0] != stage:
+            first[name] = one[1]
+        elif known[0][0][0] != stage:
+            trains = {made[0].trains, known[0][1][0].trains}
+            if True in trains:
+                apart.append(_Apart(known[0][0], (stage, name), len(trains) > 1, often))
 
 
-def _kinds(shards: OwnShards, first: Mapping[str, str]) -> dict[Site, str]:
-    """The class of the module that has a weight, and the weight's shape, of those of this rank that are drawn."""
+def _drawn(shards: OwnShards, first: Mapping[str, str]) -> dict[Site, Drawn]:
+    """Those of this rank's weights that look drawn."""
     every = [
-        (stage, shards.own.rename(stage, f"{path}.{name}".removeprefix(".")), type(part).__name__, one)
+        (stage, shards.own.rename(stage, f"{path}.{name}".removeprefix(".")), drawn(type(part).__name__, one))
         for stage, module in shards.own.modules.items()
         for path, part in module.named_modules()
         for name, one in part.named_parameters(recurse=False)
+        if _differs(one)
     ]
-    drawn = [one for one in every if _differs(one[3]) and _looks_drawn(one[3])]
-    return {(k, first.get(name, name)): f"{kind} {tuple(one.shape)}" for k, name, kind, one in drawn}
+    return {(k, first.get(name, name)): one for k, name, one in every if one is not None}
 
 
-def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> bytes | None:
-    """The digest of what was ``seen`` to be added up for a weight; empty where it is what its stage has ``alone``.
+def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> AddedUp | None:
+    """What was ``seen`` to be added up for a weight of which its stage has so much ``alone``.
 
-    None where the weight is frozen, or has one number in every element: many begin so, and are not one.
+    None where the weight has one number in every element: many begin so, and are not one.
     """
     if not _differs(parameter):
         return None
     made = None if seen is None else held_here(seen)
-    if made is None or not any_nonzero(made) or (alone is not None and sketch(made).is_like(sketch(alone))):
-        return b""
-    return digest(made)
+    if not parameter.requires_grad or made is None or not any_nonzero(made):
+        return AddedUp(parameter.requires_grad, None)
+    whole = sketch(made)
+    return AddedUp(True, None if alone is not None and whole.is_like(sketch(alone)) else whole)
 
 
 def _differs(parameter: Tensor) -> bool:
-    """Whether it trains, and its elements are not all the same."""
+    """Whether its elements are not all the same."""
     held = held_here(parameter).detach().flatten()
-    return parameter.requires_grad and any_nonzero(held - held[:1])
-
-
-def _looks_drawn(parameter: Tensor) -> bool:
-    """Whether a row of it, from its middle, has many numbers, in no order: not as of identities, or of ranges.
-
-    Many layers begin with the same of these, as state space models do.
-    """
-    held = held_here(parameter).detach()
-    row = in_fp64((held if held.dim() < 2 else held[len(held) // 2]).flatten()[:_ENOUGH]).tolist()
-    return row not in (sorted(row), sorted(row, reverse=True)) and len({*row}) >= min(len(row) / 2, _MANY)
+    return any_nonzero(held - held[:1])
 
 
 def _lines(every: Sequence[Any], replicas: Sequence[int]) -> list[list[Any]]:

@@ -221,8 +221,11 @@ class RankStages:
         """Raise ``RecordError`` where two parameters have one name."""
         twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
         if twice:
-            stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
+            those = [(stage, one) for name, stage, one in self._named if name == twice[0]]
+            stages = " and ".join(str(stage) for stage, _ in those)
             cure = self.rename.cure if isinstance(self.rename, AdapterNames) else "give rename=, from stage and name"
+            if len({id(one) for _, one in those}) == 1:
+                cure = f"{cure}, that makes a name of each stage; that it is one weight is seen"
             raise RecordError(f"stages {stages} both have a parameter {twice[0]}: {cure}")
 
     def check_start(self, expected: RecordedOperation) -> None:

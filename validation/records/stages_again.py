@@ -12,7 +12,7 @@ from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.sources import TARGETS
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
-from pipeproof.observers.own_losses import OwnLoss
+from pipeproof.observers.own_losses import OwnLoss, weights_among
 from pipeproof.records.by_hand import agreed_times, are_divided
 from pipeproof.records.cut_inside import in_doubt
 from pipeproof.records.record import RecordError
@@ -88,7 +88,8 @@ class StagesAgain:
                 self.stages.append(self._as_meant(own))
                 if self.in_parts and (doubt := in_doubt(own, self.others.get(stage, ()))):
                     own.doubt(doubt)
-                if (loss := self.own_losses.get(stage)) is not None and not loss.is_of(own.loss_weights or ()):
+                weights = weights_among(own.loss_leaves or (), own.model)
+                if (loss := self.own_losses.get(stage)) is not None and not loss.is_of(weights):
                     own.doubt(_told(stage, loss))
                 note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
@@ -130,6 +131,14 @@ class StagesAgain:
         for k, own in enumerate(self.stages):
             targets = targets_of(self.given, self.chain, own.stage)
             self.stages[k] = self.way.as_agreed(own, self.modules[own.stage], self._wanting(own.stage), targets)
+
+    @property
+    def of_the_loss(self) -> list[str]:
+        """The weights that the loss has, and that no stage of this rank holds, by their shapes."""
+        modules = [*self.modules.values(), *(own.model for own in self.stages)]
+        held = {id(one) for module in modules for one in module.parameters()}
+        leaves = [one for own in self.stages for one in own.loss_leaves or ()]
+        return [f"one of shape {list(one.shape)}" for one in leaves if id(one) not in held]
 
     @property
     def _alike(self) -> list[int]:

@@ -1,17 +1,20 @@
 """Faults change what they are about, and break no step by looking at it."""
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipeproof.foreign import WhiteBox, under_test
 from pipeproof.foreign.mutants import MUTANTS
+from pipeproof.foreign.planted import Planted
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -68,23 +71,97 @@ def test_what_a_fault_looks_at_breaks_no_step(
     assert {one.outcome for one in found.tried} == {"let pass"}, str(found)
 
 
-def fails_from(context: RankContext, run: int) -> None:
-    os.environ["RUNS"] = runs = os.environ.get("RUNS", "") + "x"  # stays on its rank
+def fails_from(context: RankContext, run: int, how: Callable[[str], object]) -> None:
+    os.environ["RUNS"] = runs = os.environ.get("RUNS", "") + "x"  # stays on its rank, which ends with a failure
     if len(runs) >= run:
-        raise AssertionError("once too often")
+        how("once too often")
     closing(context)
 
 
-def test_a_test_that_fails_before_anything_is_changed_has_caught_nothing() -> None:
-    with World() as world:  # its ranks ran nothing yet
-        found = WhiteBox(world).mutate(partial(fails_from, run=3), ranks=1, only=["backward-doubled"])
+def asserts(why: str) -> None:
+    raise AssertionError(why)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [(asserts, "AssertionError"), (pytest.fail, "Failed"), (pytest.skip, "Skipped"), (sys.exit, "SystemExit")],
+)
+def test_a_test_that_ends_before_anything_is_changed_has_caught_nothing(
+    world: World, how: Callable[[str], object], told: str
+) -> None:
+    found = WhiteBox(world).mutate(partial(fails_from, run=3, how=how), ranks=1, only=["backward-doubled"])
     assert found.tried[0].outcome == "not judged", str(found)
-    assert "the test failed before this changed anything: AssertionError: once too often" in str(found)
+    assert f"the test ended before this changed anything: {told}: once too often" in str(found)
 
 
-def test_a_test_that_fails_when_it_runs_again_is_refused() -> None:
-    with World() as world, pytest.raises(WhiteBoxError, match=r"fails when it runs again.*once too often"):
-        WhiteBox(world).mutate(partial(fails_from, run=2), ranks=1)
+def skips(context: RankContext) -> None:
+    stage = nn.Linear(WIDTH, WIDTH)
+    with under_test():
+        stage(torch.ones(2, WIDTH)).sum().backward()
+    if context.rank and stage.bias.grad is not None and stage.bias.grad.sum() != 2 * WIDTH:
+        pytest.skip("other gradients than usual")
+
+
+def test_a_test_that_skips_has_caught_nothing(world: World) -> None:
+    found = WhiteBox(world).mutate(skips, ranks=2, only=["flow-doubled"])
+    assert [one.outcome for one in found.tried] == ["not judged"], str(found)
+
+
+OF_THE_MODULE = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+
+def of_the_module(context: RankContext) -> None:
+    with under_test():
+        OF_THE_MODULE(torch.ones(2, WIDTH))
+
+
+def left_there(context: RankContext) -> tuple[float, bool]:
+    return float(OF_THE_MODULE[0].weight.sum()), OF_THE_MODULE[1].training
+
+
+def test_a_model_that_is_there_after_the_test_is_as_it_was(world: World) -> None:
+    before = world.run(left_there, ranks=1)
+    found = WhiteBox(world).mutate(of_the_module, ranks=1, only=["weight-nudged", "evaluating"])
+    assert {one.outcome for one in found.tried} == {"let pass"}, str(found)
+    assert world.run(left_there, ranks=1) == before
+
+
+def in_two_types(context: RankContext) -> None:
+    """Sends a message, and then another of its shape and of another type, and does a backward that adds nothing."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    with under_test():
+        for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+            one = torch.full((WIDTH,), 1.0 + number, dtype=dtype)
+            dist.send(one, 1) if context.rank == 0 else dist.recv(one, 0)
+            out = layer(torch.ones(2, WIDTH))
+            out.backward((1 - number) * torch.ones_like(out))
+
+
+def test_what_has_another_type_or_adds_nothing_is_no_fault(world: World) -> None:
+    found = WhiteBox(world).mutate(in_two_types, ranks=2, only=["message-repeated", "backward-left-out"])
+    assert {one.outcome for one in found.tried} == {"not planted"}, str(found)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2j]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_complex_gradients_are_rounded_in_both_parts() -> None:
+    layer, given = Complex(), torch.tensor([1.001 - 1.002j])
+    with MUTANTS["gradient-rounded"].plant(Planted()):
+        layer(given).real.sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(torch.view_as_real(layer.weight.grad), torch.tensor([[1.0, 1.0]]))
+
+
+def test_a_test_that_fails_when_it_runs_again_is_refused(world: World) -> None:
+    with pytest.raises(WhiteBoxError, match=r"fails when it runs again.*once too often"):
+        WhiteBox(world).mutate(partial(fails_from, run=2, how=asserts), ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -97,16 +174,16 @@ def test_a_test_that_fails_when_it_runs_again_is_refused() -> None:
     ],
 )
 def test_dropouts_of_other_layers_are_off_where_they_drop_anything(module: nn.Module, drops: bool) -> None:
-    hits: list[None] = []
+    planted = Planted()
     given = torch.ones(3, 2, WIDTH)
-    with MUTANTS["evaluating"].plant(lambda: hits.append(None)):
+    with MUTANTS["evaluating"].plant(planted):
         module(*[given] * (3 if isinstance(module, nn.MultiheadAttention) else 1))
-    assert bool(hits) is drops
+    assert bool(planted.hits) is drops
 
 
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
 def test_an_lstm_of_one_layer_drops_nothing() -> None:
-    module, hits = nn.LSTM(WIDTH, WIDTH, dropout=0.5), list[None]()
-    with MUTANTS["evaluating"].plant(lambda: hits.append(None)):
+    module, planted = nn.LSTM(WIDTH, WIDTH, dropout=0.5), Planted()
+    with MUTANTS["evaluating"].plant(planted):
         module(torch.ones(3, 2, WIDTH))
-    assert not hits
+    assert not planted.hits

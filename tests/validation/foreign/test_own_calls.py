@@ -213,3 +213,30 @@ def test_data_that_no_stage_was_given_is_missed(world: World) -> None:
     verdict = world.run(step, Way(given=half), ranks=2)[0]
     assert verdict.verdict == "unknown"
     assert "no stage is known to have been given it: input 0 of the microbatches" in str(verdict)
+
+
+class Told(nn.Module):
+    """Is told its input before it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.input_tensor: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        assert self.input_tensor is not None
+        out: Tensor = self.layer(self.input_tensor)
+        return out
+
+
+def test_an_input_that_a_stage_has_in_an_attribute_is_not_seen() -> None:
+    first, last = nn.Linear(WIDTH, WIDTH), Told()
+    given = [(torch.ones(ROWS, WIDTH) * m, torch.ones(ROWS, WIDTH)) for m in range(COUNT)]
+    with check_step({0: first, 1: last}, given, against=Composed(loss_fn), rename=lambda s, n: f"{s}.{n}") as check:
+        for x, target in given:
+            made = first(x)
+            last.input_tensor = made.detach().requires_grad_()
+            (loss_fn(last(), target) / COUNT).backward()
+            made.backward(last.input_tensor.grad)
+        check.gradients()
+    assert "stage 1 has a tensor that wants a gradient in its attribute input_tensor" in str(check.verdict)

@@ -100,6 +100,29 @@ def test_data_of_another_use_is_told_and_is_no_fault(world: World) -> None:
     assert "input 1 of the microbatches went to no stage" in str(verdict)
 
 
+class Placed(nn.Module):
+    """Gives what it computes, and the positions, which are the same for every microbatch."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.layer, self.given = nn.Linear(8, 8), given
+
+    def forward(self, x: Tensor, *positions: Tensor) -> tuple[Tensor, ...] | Tensor:
+        out: Tensor = self.layer(x)
+        return out + positions[0] if positions else (out, torch.arange(8)) if self.given else out
+
+
+@pytest.mark.parametrize(("by_stage", "said"), [(True, "unknown"), (False, "pass")])
+def test_positions_that_are_others_than_were_sent_are_open_and_a_rank_s_own_are_not(by_stage: bool, said: str) -> None:
+    def shifted(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
+        return [given[0], torch.arange(1, 9)] if stage else given
+
+    verdict = checked(Job([Placed(by_stage), Placed(False)], fault=shifted))
+    assert verdict.verdict == said, str(verdict)
+    told = "no stage was given it, and input 1 of stage 1, which has its form, was sent by nobody: output 1 of stage 0"
+    assert (told in str(verdict)) == by_stage
+
+
 def test_what_is_altered_and_passed_on_is_no_other_place_s(world: World) -> None:
     verdict = world.run(chain_step, Chained(lambda rank: Onward(), altered, inputs=2), ranks=3)[0]
     assert verdict.verdict == "fail"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from pipeproof.observers.hidden import hidden_in
+from pipeproof.observers.hidden import hidden_in, hidden_inputs, inputs_kept
 
 HIDDEN = torch.ones(2, requires_grad=True)
 
@@ -103,3 +104,49 @@ def test_one_that_has_itself_in_it_is_looked_at_once() -> None:
 )
 def test_what_is_seen_or_wants_no_gradient_is_not_hidden(made: object) -> None:
     assert not hidden_in((3, [made]))
+
+
+class Told(nn.Module):
+    """Has its input in an attribute, as Megatron's models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.given = nn.LSTM(2, 2), list[Tensor]()
+
+    def forward(self) -> Tensor:
+        return self.given[0]
+
+
+class Keeping(nn.Module):
+    """Keeps what it is given, and what it makes of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = nn.ModuleList([nn.Linear(2, 2)])
+        self.given = self.made = HIDDEN
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given, self.made = x, x * 2
+        return self.made
+
+
+def test_an_input_that_is_no_argument_is_told_by_its_attribute() -> None:
+    stage = nn.Sequential(Told())
+    assert not inputs_kept(stage)
+    stage[0].given = [HIDDEN]
+    assert hidden_inputs(inputs_kept(stage), [torch.ones(2, requires_grad=True)]) == "0.given"
+
+
+def test_what_a_module_keeps_of_what_it_was_given_is_no_other_input() -> None:
+    stage, given = Keeping(), torch.ones(2, requires_grad=True)
+    stage(HIDDEN)
+    kept = inputs_kept(stage)
+    assert [path for _, _, path in kept] == ["given"]
+    stage(given)
+    assert not hidden_inputs(kept, [given])
+
+
+def test_a_nested_tensor_is_no_sparse_one() -> None:
+    nested = torch.nested.as_nested_tensor([HIDDEN, HIDDEN * 2], layout=torch.jagged)
+    assert hidden_in([nested]) == "a nested Tensor"
+    assert hidden_in([torch.eye(2).to_sparse().requires_grad_()]) == "a sparse Tensor"

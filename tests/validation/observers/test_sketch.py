@@ -63,6 +63,13 @@ def test_of_any_type_and_form_the_elements_are_known_in_another_order() -> None:
         assert not sketch(tensor).is_reordered(sketch(tensor))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_elements_of_other_signs_are_no_others_in_another_order(dtype: torch.dtype) -> None:
+    one = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = torch.cat([one[:2], -one[2:]]) if not dtype.is_complex else (one * 1j).conj().resolve_conj()
+    assert not sketch(other).is_reordered(sketch(one if not dtype.is_complex else one * 1j))
+
+
 def test_a_tensor_that_was_looked_at_can_still_be_freed() -> None:
     tensor = torch.ones(4)
     digest(tensor)

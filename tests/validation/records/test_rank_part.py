@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.judging.verdict import Verdict
-from pipeproof.records.rank_part import Arrival, Kept, Run, disagreement, places_of, run_of, told
-from pipeproof.records.record import Record
+from pipeproof.records.rank_part import Arrival, Kept, RankStages, Run, disagreement, places_of, run_of, told
+from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
@@ -28,6 +28,15 @@ def test_ranks_that_run_other_microbatches_are_named() -> None:
 def test_a_parameter_has_as_many_places_as_hold_it() -> None:
     arrivals = [Arrival({"a": 0, "b": 2}, None, ""), Arrival({"b": 1}, None, "")]
     assert places_of(arrivals) == {"a": [(0, 0)], "b": [(0, 2), (1, 1)]}
+
+
+def test_two_stages_of_a_rank_that_share_a_weight_have_two_names_of_it() -> None:
+    one = nn.Linear(2, 2)
+    stages = RankStages({0: nn.Sequential(one), 3: nn.Sequential(one)}, lambda stage, name: name)
+    with pytest.raises(RecordError, match=r"stages 0 and 3 both have .* a name of each stage; that it is one weight"):
+        stages.check_names()
+    with pytest.raises(RecordError, match=r"stages 0 and 3 both have a parameter weight: give rename=, from stage and"):
+        RankStages({0: nn.Linear(2, 2), 3: one}, lambda stage, name: name).check_names()
 
 
 def test_what_is_wrong_is_told_in_one_line() -> None:

@@ -1,0 +1,23 @@
+"""Why it is not known what a stage gives when it is run again."""
+
+from collections.abc import Sequence
+
+from pipeproof.judging.cause import few
+
+
+def by_attributes(stage: int, names: Sequence[str]) -> str:
+    """Why it is not known what a stage gives that depends on attributes of these names."""
+    which = f"attributes that are others in each call, and are not seen: {few(names)}"
+    return f"stage {stage} depends on {which}; call its module with that"
+
+
+def draws_elsewhere(who: str, generator: object = None) -> str:
+    """Why it is not known what ``who`` gives, who draws from this; None: from a state that somebody else keeps."""
+    if generator is None:
+        return f"{who} draws from a state of random numbers that is kept elsewhere: pass who keeps it {_WHERE}"
+    kind = type(generator)
+    maker = kind.__module__.partition(".")[0]
+    return f"{who} draws from a {kind.__name__} of {maker} that is not part of it: pass it {_WHERE}"
+
+
+_WHERE = "in generators= of Composed"
