@@ -169,12 +169,12 @@ class Struck(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), list[None]()
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x)
-        self.calls += 1
-        if self.calls == 2:
+        self.calls.append(None)
+        if len(self.calls) == 2:
             with torch.no_grad():
                 out.view(torch.int32)[1, 3] ^= 1 << 20
         return out
@@ -191,11 +191,11 @@ class Moody(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), list[None]()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = self.linear(x) * self.calls
+        self.calls.append(None)
+        out: Tensor = self.linear(x) * len(self.calls)
         return out
 
 

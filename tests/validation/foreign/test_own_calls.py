@@ -200,7 +200,7 @@ def test_a_gradient_that_is_too_large_for_the_type_that_it_comes_in_tells_nothin
 def test_tensors_in_an_object_that_is_not_looked_into_are_not_called_lost(world: World) -> None:
     verdict = world.run(step, Way(boxed=True), ranks=2)[0]
     assert verdict.verdict == "unknown", str(verdict)
-    assert "stage 0 is given or gives Boxed, in which tensors are not seen: pass tensors" in str(verdict)
+    assert "stage 0 is given or gives Boxed, in which tensors are not seen: pass plain tensors" in str(verdict)
 
 
 def test_what_digits_are_lost_of_is_wrong(world: World) -> None:
