@@ -29,8 +29,7 @@ class State:
     ``drawn``: the state of each device's random numbers, by device; ``python`` and ``arrays``: of Python's own and of
     numpy's; ``generators``: other ones, and their states. ``training``: of each module inside, in order. ``autocast``:
     by device, whether it is on, and its type. ``buffers`` by name, also those that are none yet; what several names
-    share is one here as well. ``attributes``: what else modules have. They are
-    put back where it is the ``whole`` state.
+    share is one here as well. ``attributes``: what else modules have; they are put back in a ``whole`` one.
     """
 
     drawn: Mapping[torch.device, Tensor]

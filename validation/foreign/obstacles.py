@@ -6,9 +6,9 @@ from pipeproof.judging.cause import few
 
 
 def by_attributes(stage: int, names: Sequence[str]) -> str:
-    """Why it is not known what a stage gives that depends on attributes of these names."""
-    which = f"attributes that are others in each call, and are not seen: {few(names)}"
-    return f"stage {stage} depends on {which}; call its module with that"
+    """Why it is not known what a stage gives that gives the same only where attributes of these names are put back."""
+    again = f"stage {stage} gives the same again only where attributes are put back that changed since"
+    return f"{again}: {few(names)}; call its module with what it needs of them"
 
 
 def draws_elsewhere(who: str, generator: object = None) -> str:

@@ -14,7 +14,7 @@ class Leads:
     rounding leads. ``of``: what they are of.
 
     A coarse type leaves room for a gradient that is a hundredth too large, as of a wrong divisor. Rounding is as often
-    up as down, so that it leads few tensors anywhere, and never all of them one way.
+    up as down, so that it leads few tensors anywhere, and hardly all of them one way.
     """
 
     least: float = math.inf
@@ -38,6 +38,6 @@ class Leads:
         """Why they may not be right together; empty where nothing speaks against them."""
         if len(self.of) < _SEVERAL or self.least <= 1 <= self.most:
             return ""
-        times = f"all are {self.least:.4g} to {self.most:.4g} times what is due"
-        told = f"none is a fault for itself, but {times}, and rounding does not lead all one way"
-        return f"{told}: by what are losses divided?"
+        times = f"{self.least:.4g} to {self.most:.4g} times what is due"
+        told = f"none is a fault for itself, but all {len(self.of)} that are not rounding alone are {times}"
+        return f"{told}, and rounding hardly leads all one way: by what are losses divided?"

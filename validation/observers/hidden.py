@@ -1,4 +1,4 @@
-"""Tensors that nobody sees pass, for they are in objects of a user's own, or sparse."""
+"""Tensors that nobody sees pass: in objects of a user's own, sparse, or in an attribute of the module."""
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,10 +22,10 @@ def hidden_in(values: object) -> str:
     return next(map(_kind, hidden), "")
 
 
-Attribute = tuple[nn.Module, str, str]  # a module in another one, its attribute, and how that is called from there
+InAttribute = tuple[nn.Module, str, str]  # a module in another one, its attribute, and how that is called from there
 
 
-def inputs_kept(module: nn.Module) -> list[Attribute]:
+def inputs_kept(module: nn.Module) -> list[InAttribute]:
     """The attributes in which it has tensors that want a gradient, are no parameters, and that nobody computed."""
     return [
         (part, name, f"{path}.{name}".removeprefix("."))
@@ -35,7 +35,7 @@ def inputs_kept(module: nn.Module) -> list[Attribute]:
     ]
 
 
-def hidden_inputs(kept: Iterable[Attribute], given: Iterable[Tensor]) -> str:
+def hidden_inputs(kept: Iterable[InAttribute], given: Iterable[Tensor]) -> str:
     """Of attributes that a module ``kept`` when it was called the first that it did not put what it was given into."""
     own = {*map(id, given)}
     those = (path for part, name, path in kept if own.isdisjoint(map(id, _leaves(vars(part).get(name)))))

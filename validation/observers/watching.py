@@ -19,7 +19,7 @@ from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack, is_inside_a_backward
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
-from pipeproof.observers.hidden import Attribute, hidden_in, hidden_inputs, inputs_kept
+from pipeproof.observers.hidden import InAttribute, hidden_in, hidden_inputs, inputs_kept
 from pipeproof.observers.hook import Hook
 from pipeproof.observers.own_losses import OwnLoss, OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
@@ -91,10 +91,10 @@ class _Entry:
     stack: Stack
     came: dict[tuple[Kind, int], Came]
     again: Called | None
-    kept: list[Attribute]
+    kept: list[InAttribute]
 
     @staticmethod
-    def of(inputs: Sequence[Tensor], again: Called | None, kept: list[Attribute]) -> "_Entry":
+    def of(inputs: Sequence[Tensor], again: Called | None, kept: list[InAttribute]) -> "_Entry":
         came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
         versions = [version(tensor) for tensor in inputs]
         return _Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again, kept)
