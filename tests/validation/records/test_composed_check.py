@@ -244,7 +244,7 @@ class NotAgain(Layer):
 
 
 UNKNOWN: dict[str, tuple[Callable[[], Job], str]] = {
-    "a counter": (lambda: Job([*layers(torch.tanh), Counted(), *layers(torch.sin)]), "stage 1 depends on attri"),
+    "a counter": (lambda: Job([*layers(torch.tanh), Counted(), *layers(torch.sin)]), "changed since: calls; cal"),
     "it cannot be run again": (lambda: Job([NotAgain(), *layers(torch.sin)]), "ValueError: too often"),
 }
 
