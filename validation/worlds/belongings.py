@@ -5,7 +5,7 @@ of torch's. In a simulated world ranks take turns, and whoever gets the turn fin
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +17,23 @@ class Belonging:
     """An attribute of a module, a class or an object.
 
     ``fresh`` makes of the process's value what a new rank begins with. ``first``: the value when it was named.
+    ``within``: the attributes of ``holder``, of which getattr's would not bind when put back.
     """
 
     holder: Any
     name: str
     fresh: _Fresh
     first: Any
+    within: Mapping[str, Any]
 
     @property
     def value(self) -> Any:
         """As it is now."""
-        return vars(self.holder)[self.name]  # getattr's would not bind when put back
+        return self.within[self.name]
 
     def put(self, value: Any) -> None:
         """Change it, where it is another."""
-        if self.value is not value:
+        if self.within[self.name] is not value:
             setattr(self.holder, self.name, value)
 
 
@@ -42,8 +44,9 @@ _awaited: dict[str, Callable[[], None]] = {}
 def belongs_to_rank(holder: Any, *names: str, fresh: _Fresh) -> None:
     """Say that attributes of ``holder``, a class, an object, a module or a module's name, are a rank's own."""
     found = sys.modules[holder] if isinstance(holder, str) else holder
+    within = vars(found)
     for name in names:
-        _known[id(found), name] = Belonging(found, name, fresh, vars(found)[name])
+        _known[id(found), name] = Belonging(found, name, fresh, within[name], within)
 
 
 def once_imported(module: str, name_them: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeproof.worlds.belongings import Belonging, belongings, belongs_to_rank
+from pipeproof.worlds.belongings import belongings, belongs_to_rank
 from pipeproof.worlds.simulated.own_modules import OwnModules
 from pipeproof.worlds.simulated.torch_inside import SWITCHES
 
@@ -40,7 +40,7 @@ belongs_to_rank(warnings, "showwarning", "_showwarnmsg_impl", fresh=lambda shown
 class OwnState:
     """One rank's, or the process's own before and after a run."""
 
-    def __init__(self, own: OwnModules, values: list[Any], belonging: list[tuple[Belonging, Any]]) -> None:
+    def __init__(self, own: OwnModules, values: list[Any], belonging: list[Any]) -> None:
         self._own = own
         self._modules: dict[str, ModuleType] = {}
         self._values = values
@@ -51,8 +51,7 @@ class OwnState:
     @staticmethod
     def now(own: OwnModules) -> "OwnState":
         """As it is in this process."""
-        owned = [(one, one.value) for one in belongings()]
-        found = OwnState(own, [get() for get, _ in _VALUES], owned)
+        found = OwnState(own, [get() for get, _ in _VALUES], [one.value for one in belongings()])
         found._modules = own.here()
         return found
 
@@ -60,7 +59,7 @@ class OwnState:
     def fresh(rank: int, own: OwnModules) -> "OwnState":
         """As a process has it that has just started. What others draw from the system is seeded."""
         values = [torch.Generator().get_state(), random.Random(rank).getstate(), np.random.MT19937(rank)]
-        return OwnState(own, values, [(one, one.fresh(one.value)) for one in belongings()])
+        return OwnState(own, values, [one.fresh(one.value) for one in belongings()])
 
     def take(self) -> None:
         """Put all of it in its place."""
@@ -72,9 +71,11 @@ class OwnState:
                 put(value)
         if torch.get_default_dtype() is not self._dtype:
             torch.set_default_dtype(self._dtype)
-        for one, value in self._belonging:
-            one.put(value)
-        for one in belongings()[len(self._belonging) :]:  # named since, by what another rank has imported
+        known = belongings()
+        for one, value in zip(known, self._belonging, strict=False):
+            if one.within[one.name] is not value:  # few are another rank's own: as cheap as can be
+                one.put(value)
+        for one in known[len(self._belonging) :]:  # named since, by what another rank has imported
             one.put(one.fresh(one.first))
 
     def leave(self) -> None:
@@ -83,4 +84,4 @@ class OwnState:
         self._values = [get() for get, _ in _VALUES]
         self._switches = [get() for get, _ in _SWITCHES]
         self._dtype = torch.get_default_dtype()
-        self._belonging = [(one, one.value) for one in belongings()]
+        self._belonging = [one.within[one.name] for one in belongings()]

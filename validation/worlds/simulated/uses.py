@@ -3,7 +3,7 @@
 By functions and not by operators: a mode that sees operators changes what autograd keeps, and an observer must not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ _TO_HOST = _READ - {"backward", "isend", "send", "__setitem__"} | frozenset(  # 
     "cpu nonzero argwhere unique unique_consecutive masked_select bincount is_nonzero __complex__ __contains__".split()
 )
 _ELSEWHERE = frozenset(("copy_", "__setitem__"))  # what they write into may lie on another device than what they read
+_NESTS = (tuple, list)
+_NONE: Mapping[str, object] = {}
 Works = Sequence[SimulatedWork]
 
 
@@ -47,29 +49,39 @@ class Uses(TorchFunctionMode):
     def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        unmet = self._network.works.unmet(self._rank)
         named = kwargs or {}
-        before = [(work, versions(work.due)) for work in unmet]
-        result = self._called(func, args, named)
-        if unmet:
-            taken = [*tensors_in((args, tuple(named.values())))]
-            places = {place for tensor in taken for place in places_of(tensor)}
-            concerned = [work for work in unmet if not work.met and not places.isdisjoint(work.places)]
-            if concerned:
-                name = getattr(func, "__name__", "")
-                self._look(name, _used(name, args, named), result, [work for work in concerned if work.due])
-                for work, then in before:
-                    work.rewritten |= work in concerned and _rewrites(taken, work.due, then)
-                _note_writes(concerned)
+        concerned = self._concerned(func, args, named)
+        result = self._watched(concerned, func, args, named) if concerned else self._called(func, args, named)
         if self._network.fine:
             self._network.scheduler.pause()
+        return result
+
+    def _concerned(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Works:
+        """What has not been waited for and lies where arguments do. Most calls concern nothing, so they come first."""
+        if _name(func) == "__get__" or not (unmet := self._network.works.unmet(self._rank)):
+            return ()
+        places = {place for tensor in tensors_in(args, named) for place in places_of(tensor)}
+        return [work for work in unmet if not places.isdisjoint(work.places)]
+
+    def _watched(self, concerned: Works, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What it gives, which takes what is on its way. Who wrote there is known if nobody had before."""
+        name, taken = _name(func), tensors_in(args, named)
+        used = _used(name, args, named)
+        before = [(work, versions(work.due), work.disturbed) for work in concerned]
+        result = self._called(func, args, named)
+        unmet = [one for one in before if not one[0].met]
+        self._look(name, used, result, [work for work, *_ in unmet if work.due])
+        for work, then, disturbed in unmet:
+            work.rewritten |= _rewrites(taken, work.due, then)
+            if not disturbed and work.disturbed:
+                work.wrote = own_stack()
         return result
 
     def _called(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """What it gives. A program that has gone ahead of its device waits for it where it wants a number of it."""
         if (ahead := self._network.scheduler.ahead) is None:
             return func(*args, **named)
-        name, taken = getattr(func, "__name__", ""), [*tensors_in((args, tuple(named.values())))]
+        name, taken = _name(func), tensors_in(args, named)
         to_host = name == "cpu" or _names_host((*args[1:], *named.values()))
         if (waits := _waits(name, args)) is not False:
             self._network.works.asks(taken, surely=waits is True)
@@ -85,7 +97,7 @@ class Uses(TorchFunctionMode):
         if to_host:
             ahead.on_device.drop(taken)  # here a copy on the host may be the same memory: where that lies nobody knows
         elif ahead.on_device.meet(taken) and name not in _ELSEWHERE:  # what is made of that lies there, too
-            ahead.on_device.add(tensors_in([result]))
+            ahead.on_device.add(tensors_in((result,)))
         return result
 
     def _look(self, name: str, used: Iterable[Tensor], result: object, pending: Works) -> None:
@@ -95,17 +107,21 @@ class Uses(TorchFunctionMode):
                     self._network.scheduler.tell(read_early(work, own_stack()))
 
 
-def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
+def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a function may read: of some that it takes it asks only for a shape or a type."""
     if name in _ONLY_ASK:
-        return
+        return []
     if name.rstrip("_").endswith("_as"):
         args, named = args[:1], {}
     elif name.startswith(_LIKE_FIRST):
         args, named = args[1:], {key: value for key, value in named.items() if key != "input"}
     elif name == "__setitem__":
         args = args[1:]
-    yield from tensors_in((*args, *named.values()))
+    return tensors_in(args, named)
 
 
 def _waits(name: str, args: Sequence[Any]) -> bool | None:
@@ -114,7 +130,7 @@ def _waits(name: str, args: Sequence[Any]) -> bool | None:
         return None
     if name not in ("__getitem__", "__setitem__"):
         return name in _TO_HOST
-    index = [*tensors_in(args[1])]
+    index = tensors_in(args[1:2])
     if not any(one.dtype is torch.bool for one in index):  # else how much it takes depends on numbers
         return False
     if name == "__getitem__" or len(index) > 1:
@@ -130,13 +146,6 @@ def _names_host(given: Iterable[object]) -> bool:
     return any(str(one).startswith("cpu") for one in given if isinstance(one, str | torch.device))
 
 
-def _note_writes(concerned: Works) -> None:
-    """Whether this call has written into what is on its way is known only once that has moved."""
-    for work in concerned:
-        if not work.wrote and work.disturbed:
-            work.wrote = own_stack()
-
-
 def _rewrites(taken: Sequence[Tensor], due: Sequence[Tensor], before: Sequence[Version]) -> bool:
     """Whether a function that has read none of it has written there. One that gave it another shape wrote nothing.
 
@@ -148,15 +157,18 @@ def _rewrites(taken: Sequence[Tensor], due: Sequence[Tensor], before: Sequence[V
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:
-    return name in _READ or any(not overlap(one, tensor) for one in tensors_in(result))
+    return name in _READ or any(not overlap(one, tensor) for one in tensors_in((result,)))
 
 
-def tensors_in(values: object) -> Iterator[Tensor]:
-    """Those in a nest of tuples and lists, with memory to speak of; of a DTensor and its like, what it consists of."""
-    if isinstance(values, tuple | list):
-        for value in values:
-            yield from tensors_in(value)
-    elif is_traceable_wrapper_subclass(values):
-        yield from tensors_in([getattr(values, name) for name in values.__tensor_flatten__()[0]])
-    elif isinstance(values, Tensor) and values.layout is torch.strided and has_memory(values):
-        yield values
+def tensors_in(values: Sequence[object], named: Mapping[str, object] = _NONE) -> list[Tensor]:
+    """Those in nests of tuples and lists, with memory to speak of; of a DTensor and its like, what it consists of."""
+    found: list[Tensor] = []
+    for value in (*values, *named.values()) if named else values:
+        if isinstance(value, Tensor):
+            if is_traceable_wrapper_subclass(value):
+                found += tensors_in([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+            elif value.layout is torch.strided and has_memory(value):
+                found.append(value)
+        elif isinstance(value, _NESTS):
+            found += tensors_in(value)
+    return found

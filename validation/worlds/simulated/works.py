@@ -33,9 +33,10 @@ class Works:
 
     def unmet(self, rank: int) -> list[SimulatedWork]:
         """What a rank has not waited for, but for sends that have left."""
-        if self._unmet[rank]:
-            self._unmet[rank] = [one for one in self._unmet[rank] if not _done(one)]
-        return self._unmet[rank]
+        unmet = self._unmet[rank]
+        if unmet:
+            self._unmet[rank] = unmet = [one for one in unmet if not (one.met or (one.over and not one.due))]
+        return unmet
 
     def pending(self, rank: int) -> list[SimulatedWork]:
         """Those of them that are to fill buffers."""
@@ -102,7 +103,3 @@ def read_early(work: SimulatedWork, stack: Stack) -> Race:
     """The race of who uses what this work is to fill, here."""
     said = f"rank {work.rank} used a buffer before {work.text} had been waited for"
     return race("read-before-wait", work.rank, said, used=stack, **{work.posted_as: work.stack})
-
-
-def _done(work: SimulatedWork) -> bool:
-    return work.met or (work.over and not work.due)

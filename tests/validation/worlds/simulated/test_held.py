@@ -118,6 +118,26 @@ def test_what_is_done_to_a_buffer_on_its_way_is_told(
     assert lines[posted].function == job.__name__
 
 
+def written_unseen(context: RankContext) -> None:
+    """Rank 0 writes what no function of torch writes, and then calls some on the buffer, which write nothing."""
+    if context.rank == 1:
+        dist.recv(torch.zeros(4), 0)
+        return
+    buffer = torch.ones(4)
+    array = buffer.numpy()
+    work = dist.isend(buffer, 1)
+    array[0] = 2.0
+    assert buffer.view(2, 2).sum() == 5.0
+    assert work is not None, "its rank is in the group"
+    work.wait()
+
+
+def test_no_line_is_blamed_that_came_after_what_nobody_saw(simulated: World) -> None:
+    race = race_of(simulated, written_unseen)
+    assert race.kind == "overwritten-in-flight"
+    assert "written" not in dict(race.lines), "what only reads wrote nothing"
+
+
 def test_a_buffered_transport_has_its_own_copy(simulated: World) -> None:
     simulated.transport = Transport.BUFFERED
     for deed in DEEDS:
