@@ -282,6 +282,7 @@ def run_shards(context: RankContext, folder: str, endings: Sequence[str]) -> lis
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.long
+@pytest.mark.pipeproof_fresh_ranks  # a profile tells of every mesh that its process ever had
 def test_reductions_that_break_the_law_make_wrong_gradients_in_torch(world: World, tmp_path: Path) -> None:
     ranks = world.run(run_shards, str(tmp_path), list(ENDINGS), ranks=4)
     assert [ranks[0], ranks[1], ranks[2]] == [list(ENDINGS.values()), [True] * 4, list(ENDINGS.values())]
