@@ -25,6 +25,7 @@ _READ = frozenset(
     "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__ __array__ "
     "__format__ __setitem__".split()
 )
+_GIVE_NOTHING = ("_fused_", "_amp_foreach_")  # and read what they take; names begin so
 _TO_HOST = _READ - {"backward", "isend", "send", "__setitem__"} | frozenset(  # for which a program waits for a device
     "cpu nonzero argwhere unique unique_consecutive masked_select bincount is_nonzero __complex__ __contains__".split()
 )
@@ -70,7 +71,10 @@ class Uses(TorchFunctionMode):
         before = [(work, versions(work.due), work.disturbed) for work in concerned]
         result = self._called(func, args, named)
         unmet = [one for one in before if not one[0].met]
-        self._look(name, used, result, [work for work, *_ in unmet if work.due])
+        for work in [one for one, *_ in unmet if one.due]:
+            for tensor in used:
+                if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
+                    self._network.scheduler.tell(read_early(work, own_stack()))
         for work, then, disturbed in unmet:
             work.rewritten |= _rewrites(taken, work.due, then)
             if not disturbed and work.disturbed:
@@ -99,12 +103,6 @@ class Uses(TorchFunctionMode):
         elif ahead.on_device.meet(taken) and name not in _ELSEWHERE:  # what is made of that lies there, too
             ahead.on_device.add(tensors_in((result,)))
         return result
-
-    def _look(self, name: str, used: Iterable[Tensor], result: object, pending: Works) -> None:
-        for tensor in used:
-            for work in pending:
-                if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
-                    self._network.scheduler.tell(read_early(work, own_stack()))
 
 
 def _name(func: Any) -> str:
@@ -157,7 +155,8 @@ def _rewrites(taken: Sequence[Tensor], due: Sequence[Tensor], before: Sequence[V
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:
-    return name in _READ or any(not overlap(one, tensor) for one in tensors_in((result,)))
+    made = tensors_in((result,))
+    return name in _READ or name.startswith(_GIVE_NOTHING) or any(not overlap(one, tensor) for one in made)
 
 
 def tensors_in(values: Sequence[object], named: Mapping[str, object] = _NONE) -> list[Tensor]:

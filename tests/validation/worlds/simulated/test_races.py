@@ -36,6 +36,12 @@ def gradient_of(buffer: Tensor, work: Any) -> object:
     return torch.autograd.grad(inputs * 2, inputs, grad_outputs=buffer)
 
 
+def fused_step(buffer: Tensor, work: Any) -> object:
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = buffer
+    return torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+
+
 READS: list[Use] = [
     lambda buffer, work: buffer + 1,
     lambda buffer, work: buffer.sum(),
@@ -52,6 +58,7 @@ READS: list[Use] = [
     lambda buffer, work: np.asarray(buffer),
     lambda buffer, work: f"{buffer[0]:.2f}",
     gradient_of,
+    fused_step,
 ]
 NO_READS: list[Use] = [
     lambda buffer, work: (
