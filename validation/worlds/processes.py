@@ -214,7 +214,9 @@ class Pool:
         cancelled: Callable[[], bool] | None = None,
         meanwhile: Iterable[object] = (),
     ) -> list[RankReport]:
-        """Every worker's answer to the order, in the order of the seats. If one of them failed, the pool is closed.
+        """Every worker's answer to the order, in the order of the seats.
+
+        If one of them failed, or left its group, the pool is closed.
 
         The bound, in seconds, counts from when all workers are ready. ``cancelled`` is asked now and then whether a
         rank of the same run has failed that is not in this pool. ``meanwhile`` is as for ``World.run``.
@@ -230,7 +232,7 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        if any(answer.failed for answer in answers):
+        if any(answer.failed or answer.left for answer in answers):
             self.close()
         return answers
 

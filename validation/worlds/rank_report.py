@@ -63,7 +63,8 @@ class RankReport:
     wait for the same, and None where that is not known; ``progress`` is how far it had come, as ``sent 2 of 4``;
     ``at_s`` is the wall clock at the end, in seconds since the epoch.
     ``payload`` is, as bytes, the result of a rank that finished, or the ValueError that ended it. ``groups``: how many
-    process groups jobs have left there so far.
+    process groups jobs have left there so far. ``left``: the job has destroyed the group of all ranks: its process can
+    run no other.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankReport:
     payload: bytes = b""
     progress: str = ""
     groups: int = 0
+    left: bool = False
 
     @property
     def failed(self) -> bool:

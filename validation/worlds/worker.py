@@ -10,7 +10,7 @@ import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -60,7 +60,8 @@ def serve(orders: Connection, questions: Connection, seat: Seat, environment: Ma
     orders.send_bytes(pack(attempt(seat.rank, lambda: bool(context()))))
     try:
         while True:
-            orders.send_bytes(pack(attempt(seat.rank, functools.partial(obey, orders.recv_bytes(), context()))))
+            report = attempt(seat.rank, functools.partial(obey, orders.recv_bytes(), context()))
+            orders.send_bytes(pack(replace(report, left=dist.group.WORLD is not context().group)))
     except (EOFError, OSError):
         os._exit(0)  # nobody is left to work for, and an orderly end could wait for other ranks
 

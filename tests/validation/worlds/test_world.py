@@ -327,6 +327,18 @@ def test_what_fresh_ranks_were_left_with_is_gone_after_them(world: World) -> Non
     assert world.run(set_up, ranks=2) == [0, 1]
 
 
+def ends_as_a_script_does(context: RankContext, leaving: int) -> int:
+    if context.rank < leaving:
+        dist.destroy_process_group()
+    return context.rank
+
+
+@pytest.mark.parametrize("leaving", [1, 2])
+def test_a_job_that_destroys_the_group_of_all_ranks_leaves_it_to_the_next(leaving: int, world: World) -> None:
+    assert world.run(ends_as_a_script_does, leaving, ranks=2) == [0, 1]
+    assert world.run(total, ranks=2) == [1.0, 1.0]
+
+
 def dies_loudly(context: RankContext) -> None:
     os.write(2, b"noise\n")
     os._exit(7)
