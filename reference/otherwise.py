@@ -48,14 +48,24 @@ def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]
 
 
 def one_place_off(
-    reference: Reference, expected: Expected, batches: Sequence[Batch], *, unit: float | None = None
+    reference: Reference,
+    expected: Expected,
+    batches: Sequence[Batch],
+    *,
+    unit: float | None = None,
+    draw: int = 0,
+    way: int = 1,
 ) -> tuple[Contribution, ...]:
     """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller.
 
-    ``unit``: so large, relative to the weight; None: as large as in the weight's own type.
+    ``unit``: so large, relative to the weight; None: as large as in the weight's own type. ``draw``: the seed of which
+    are larger; ``way``: with -1 the others are.
     """
-    off = _last_place if unit is None else lambda _: unit
-    return _once_more(reference, copied(reference.model), expected, batches, off=off)
+
+    def off(dtype: torch.dtype) -> float:
+        return way * (torch.finfo(dtype).eps if unit is None else unit)
+
+    return _once_more(reference, copied(reference.model), expected, batches, off=off, draw=draw)
 
 
 class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
@@ -86,18 +96,20 @@ def types_in(compute: Callable[[], object]) -> frozenset[torch.dtype]:
     return frozenset(types.found)
 
 
-def _last_place(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
-
-
 def _once_more(
-    reference: Reference, model: nn.Module, expected: Expected, batches: Sequence[Batch], *, off: Off | None = None
+    reference: Reference,
+    model: nn.Module,
+    expected: Expected,
+    batches: Sequence[Batch],
+    *,
+    off: Off | None = None,
+    draw: int = 0,
 ) -> tuple[Contribution, ...]:
     """The contributions of ``batches`` in ``model``, a copy, with the weights that ``expected`` began with.
 
-    ``off``: how far off they are, relative to their size, by their type; None: not at all.
+    ``off``: how far off they are, relative to their size, by their type; None: not at all. ``draw``: as above.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
             signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)

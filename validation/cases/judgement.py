@@ -7,7 +7,8 @@ from pipeproof.diagnosis.diagnose import diagnose as diagnose_run
 from pipeproof.diagnosis.played import Setup
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.judge import LAWS, judged
-from pipeproof.judging.oracle import LiveOracle, Requirements
+from pipeproof.judging.oracle import LiveOracle
+from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.model import DTYPES

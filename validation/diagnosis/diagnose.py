@@ -32,6 +32,7 @@ from pipeproof.diagnosis.rules.update import clip, update
 from pipeproof.diagnosis.sights import measured
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
+from pipeproof.judging.moved import Moves, unproven
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import LATE
@@ -66,15 +67,20 @@ def explained(evidence: Evidence) -> Verdict:
     return replace(found, undecided=(*found.undecided, untold))
 
 
-def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
+def sought(verdict: Verdict, look: Callable[[], Verdict], *, moved: Moves = lambda _: None) -> Verdict:
     """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
 
-    A verdict never depends on its explanation, in which code of the user's own may run.
+    What fails never depends on code of the user's own, which may run in its explanation; but where no cause explains
+    it, and rounding may, it is unknown: ``moved`` is how far that goes, in an operation.
     """
     try:
-        return look()
+        found = look()
     except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
-        return verdict.without_cause(Crash.of(error))
+        found = verdict.without_cause(Crash.of(error))
+    try:
+        return unproven(found, moved)
+    except Exception:  # the model runs once more
+        return found
 
 
 def _begun(evidence: Evidence) -> bool:

@@ -11,7 +11,9 @@ from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
 from pipeproof.judging.judge import scenarios
-from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
+from pipeproof.judging.moved import Moved
+from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, precision_of_reference
+from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.tolerance import Precision
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.step import Expected, Gradient, Site
@@ -48,6 +50,7 @@ class StepOracle:
         self._optimizer = None if task.optimizer is None else Optimizing(task.optimizer)
         self._pending: list[Pending] = []  # operations whose gradients the next update uses
         self._sums: Mapping[Site, Gradient] = {}
+        self._floors: dict[int, Floors] = {}  # of each update, by the number of its operation
 
     @property
     def precision(self) -> Precision:
@@ -67,7 +70,13 @@ class StepOracle:
         if name == "accumulate":
             self._sums = reference.accumulate(one.made, orders=orders, onto=self._sums)
             return Answer(replace(expected, gradients={}, norm=None), Floors(reference, self._pending), math.inf)
-        return self._updated(one, expected)
+        answer = self._updated(one, expected)
+        self._floors |= {} if answer.floors is None else {number: answer.floors}
+        return answer
+
+    def moved(self, number: int) -> Moved | None:
+        """How far weights that are one rounding off move operation ``number``; None where that is no update."""
+        return self._floors[number].moved if number in self._floors else None
 
     def _updated(self, one: OperationRun, expected: Expected) -> Answer:
         updated = partial(self._task.updated, one.reference, by=self._optimizer, max_norm=one.found.max_norm)
@@ -89,8 +98,11 @@ def laws_of(task: Task) -> tuple[str, ...]:
 
 def required_of(
     title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, observed: Observed, *, halted: str
-) -> Requirements:
-    """What must hold of what is ``observed`` in ``runs``; ``halted``: why later operations are not compared."""
+) -> tuple[Requirements, StepOracle]:
+    """What must hold of what is ``observed`` in ``runs``, with its oracle.
+
+    ``halted``: why later operations are not compared.
+    """
     first, found = runs[0], runs[0].found
     unlike = next((one.found.unlike for one in runs if one.found.unlike), "")
     judged = replace(task, optimizer=None) if unlike else task
@@ -99,13 +111,14 @@ def required_of(
     every, plan = scenarios(task.plan), task.plan[: len(runs)]
     later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
     laws = laws_of(task)
-    return Requirements(
+    oracle = StepOracle(judged, runs)
+    required = Requirements(
         title,
         laws,
         plan,
         len(first.made),
         found.due,
-        StepOracle(judged, runs),
+        oracle,
         found.tied,
         skipped=dict(skipped(observed)),
         missed=dict(missed(found, observed, unlike, first.routing.untold)) | dict.fromkeys(later, halted),
@@ -122,3 +135,4 @@ def required_of(
         by_numbers=True,
         mode_matters=lambda: second.mode_matters([one.loss for one in first.made], first.run.batches),
     )
+    return required, oracle

@@ -16,6 +16,7 @@ from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unrouted import unrouted
 from pipeproof.judging.judge import judged, one_thread
+from pipeproof.judging.moved import Moves
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
 
@@ -89,16 +90,17 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
     """The verdict, with its cause, on ``runs`` as they are."""
     first, watched, missed = runs[0], runs[0].found.watched, runs[0].found.missed
 
-    def of_calls(which: Which) -> Verdict:
+    def of_calls(which: Which) -> tuple[Verdict, Moves]:
         observed = observed_of(runs, [one.passages(which) for one in runs])
-        return judged(required_of(title, task, runs, second, observed, halted=halted), observed)
+        required, oracle = required_of(title, task, runs, second, observed, halted=halted)
+        return judged(required, observed), oracle.moved
 
-    verdict, counted = of_calls(every_call), every_call
+    (verdict, moved), counted = of_calls(every_call), every_call
     for which in (last_trained, last_called) if verdict.mismatches and watched else ():
-        other = of_calls(which)
+        other, moves = of_calls(which)
         if other.verdict == "pass" or _unlike(other) < _unlike(verdict):
             note = _WARMED_UP if other.verdict == "pass" else _LATEST
-            verdict, counted = with_notes(other, {"microbatches": note}), which
+            verdict, moved, counted = with_notes(other, {"microbatches": note}), moves, which
     number = _first_wrong(verdict)
     verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
     if watched and missed:
@@ -112,7 +114,7 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
         if scaled.verdict == "pass" or _nearer(scaled, verdict):
             return scaled
     one = runs[number]
-    return _explained(verdict, one, counted, Beside.of(one, second.like(one.task), runs[:number][::-1]))
+    return _explained(verdict, one, counted, Beside.of(one, second.like(one.task), runs[:number][::-1]), moved)
 
 
 def _nearer(scaled: Verdict, verdict: Verdict) -> bool:
@@ -122,7 +124,7 @@ def _nearer(scaled: Verdict, verdict: Verdict) -> bool:
     return operations[0] > operations[1] or (operations[0] == operations[1] and counts[0] < counts[1])
 
 
-def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside) -> Verdict:
+def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside, moved: Moves) -> Verdict:
     """``verdict`` with its cause, sought in the operation that disagrees first."""
     known = one.passages(counted, undivided=True)
     if one.run.crash is not None:
@@ -140,7 +142,7 @@ def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Besi
         return with_notes(explanation, notes)
 
     with one_thread():
-        return sought(verdict, told)
+        return sought(verdict, told, moved=moved)
 
 
 def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:

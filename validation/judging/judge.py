@@ -16,7 +16,8 @@ from pipeproof.judging.execution import Execution
 from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measuring import ran_of
-from pipeproof.judging.oracle import Answer, Floors, Requirements
+from pipeproof.judging.oracle import Answer, Floors
+from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.routes import RouteJudge
 from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits
 from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall

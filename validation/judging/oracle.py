@@ -1,15 +1,19 @@
 """What is judged, what the right answers are, and what rounding alone does to them on this very run."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
+from statistics import median
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipeproof.judging.makeup import Makeup
+from pipeproof.judging.moved import Moved, Sums
 from pipeproof.judging.tolerance import (
+    FP32,
     FP64,
     HARDLY,
     Floor,
@@ -38,8 +42,9 @@ from pipeproof.reference.step import (
 
 Orders = Mapping[int, Sequence[int]]
 Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch
-Sums = dict[Site, Gradient]
 Otherwise = Callable[[Reference, Expected, Sequence[Batch]], tuple[Contribution, ...]]
+
+_DRAWS = 4  # of weights that are one rounding off, each way: a unit near zero turns in a third of these, as a rule
 
 
 @dataclass(frozen=True)
@@ -104,14 +109,28 @@ class Floors:
     @property
     def _narrow(self) -> Precision | None:
         """How the narrowest type that the reference computes in rounds, if fp64 told nothing of that."""
-        if (self._apart and not self.obstacle) or self._precision is FP64:
-            return None
+        told = (self._apart and not self.obstacle) or self._precision is FP64
+        return None if told or self._narrowest.unit <= self._precision.unit else self._narrowest
+
+    @cached_property
+    def _narrowest(self) -> Precision:
+        """How the narrowest type that the reference computes in rounds."""
         try:
             types = computed_in(self._reference, self._last, self._pending[-1].batches)
         except Exception:  # no one type: it is the user's code, which may not run once more
+            return self._precision
+        return coarsest([self._precision, *(precision_of(one) for one in types)])
+
+    @cached_property
+    def moved(self) -> Moved | None:
+        """How far weights that are one rounding off move all of it; None where no narrow type is computed in."""
+        if (narrow := self._narrowest).unit <= FP32.unit:
             return None
-        narrowest = coarsest([precision_of(one) for one in types])
-        return narrowest if narrowest.unit > self._precision.unit else None
+        off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(_DRAWS), (1, -1))
+        made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
+        totals = (self._total(one) for one in made if one is not None)
+        due, norm, least = self._last, self._reference.norm, self._precision.least
+        return Moved.measured(due, totals, unit=narrow.unit, least=least, norm=norm, updated=self._updated)
 
     def _excused(self, gap: float) -> float:
         """How much of the gap to nudged numbers may be rounding, as a floor that is multiplied by our own factor."""
@@ -226,9 +245,16 @@ class Floors:
             return None if self._nudged is None else _number(self._nudged[-1][microbatch].loss)
 
         if not self.obstacle:
-            return rounding_of(_number(own), _number(apart), again=again, precision=self._precision)
+            floor = rounding_of(_number(own), _number(apart), again=again, precision=self._precision)
+            return replace(floor, rounding=max(floor.rounding, self._usual)) if not floor.noise else floor
         other = again()
         return unmeasured(self._precision, nudged=0.0 if other is None else self._excused(error(_number(own), other)))
+
+    @cached_property
+    def _usual(self) -> float:
+        """What rounding does to half of the losses: to a single one it may do little by chance."""
+        pairs = zip(self._last.losses, self._apart[-1], strict=True)
+        return median(scalar_error(own, apart.loss) for own, apart in pairs)
 
     def output(self, microbatch: int, name: str) -> Floor:
         """The floor of what a microbatch puts out under a name."""
@@ -348,38 +374,3 @@ class LiveOracle:
         if name == "train":
             self._pending.clear()
         return answer
-
-
-@dataclass(frozen=True)
-class Requirements:
-    """What is known before anything is compared.
-
-    ``config`` names it, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
-    sites that must be held, and ``tied`` the parameters with copies in several of them: for each, the name of its copy
-    by stage. ``unmatched`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
-    reason, ``missed`` those of whose matter nothing was seen, and ``remarks`` what readers of others should know.
-    ``unseen`` stages are those whose actions nobody noted, ``uncalled`` those whose modules nobody watched, ``frozen``
-    those that owe no backward, ``traced`` those whose actions the step itself tells. Where ``every_rank`` is False,
-    ranks may leave it to others to report losses and norm. ``by_numbers``: how often and in which mode a stage ran
-    decides only where its gradients are wrong; ``mode_matters``: whether a mode changes any.
-    """
-
-    config: str
-    laws: tuple[str, ...]
-    plan: tuple[str, ...]
-    microbatches: int
-    due: frozenset[Site]
-    oracle: Oracle
-    tied: Sequence[Mapping[int, str]] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    missed: Mapping[str, str] = field(default_factory=dict)
-    remarks: Mapping[str, str] = field(default_factory=dict)
-    unmatched: Mapping[Site, str] = field(default_factory=dict)
-    unseen: Collection[int] = ()
-    uncalled: Collection[int] = ()
-    frozen: Collection[int] = ()
-    traced: Collection[int] = ()
-    every_rank: bool = True
-    by_numbers: bool = False
-    mode_matters: Callable[[], bool] = lambda: True
-    bindings: str = ""

@@ -93,7 +93,9 @@ def config_of(case: Case) -> dict[str, object]:
 
 def _expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
     due = replace(due_of(expected), microbatches=digests_of(batches))
-    return RecordedOperation(**vars(due), floors=None if floors is None else RecordedFloors.measured(expected, floors))
+    return RecordedOperation(
+        **vars(due), floors=None if floors is None else RecordedFloors.measured(expected, floors, moved=True)
+    )
 
 
 def _observed(case: Case, observed: Observed, number: int, before: Mapping[str, Tensor]) -> RecordedOperation:

@@ -56,7 +56,7 @@ def compare(
     verdict = replace(verdict.before_its_end(crash), sides=sides)
     if not verdict.mismatches or not verdict.judged:
         return verdict
-    return sought(verdict, lambda: explained(evidence_of(verdict, expected, seen)))
+    return sought(verdict, lambda: explained(evidence_of(verdict, expected, seen)), moved=expected.moved)
 
 
 def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, str]) -> Crash | None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.cases.case import AXES
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.moved import Moved
 from pipeproof.judging.oracle import Floors
 from pipeproof.judging.tolerance import (
     Floor,
@@ -86,19 +87,24 @@ class OtherSteps(RecordError):
 
 @dataclass(frozen=True)
 class RecordedFloors:
-    """What rounding alone does to each number of an operation, as the reference measured it."""
+    """What rounding alone does to each number of an operation, as the reference measured it.
+
+    ``moved``: how far weights that are one rounding off move it; None where that was not measured.
+    """
 
     losses: Sequence[Floor]
     norm: Floor
     gradients: Mapping[str, Floor]
+    moved: Moved | None = None
 
     @classmethod
-    def measured(cls, expected: Expected, floors: Floors) -> "RecordedFloors":
-        """All the ``floors`` of an operation that must give ``expected``."""
+    def measured(cls, expected: Expected, floors: Floors, *, moved: bool = False) -> "RecordedFloors":
+        """All the ``floors`` of an operation that must give ``expected``; ``moved``: by other weights as well."""
         return cls(
             tuple(floors.loss(microbatch) for microbatch in range(len(expected.losses))),
             floors.norm(),
             {name: floors.gradient((stage, name)) for stage, name in expected.gradients},
+            floors.moved if moved else None,
         )
 
 
@@ -141,6 +147,11 @@ class Record:
         """What gradients are clipped to, where that is known."""
         found = self.config.get("max_norm")
         return float(found) if isinstance(found, int | float) else None
+
+    def moved(self, number: int) -> Moved | None:
+        """How far weights that are one rounding off move operation ``number``; None where nobody measured it."""
+        floors = self.operations[number].floors
+        return None if floors is None else floors.moved
 
     def before(self, number: int) -> Gradients:
         """The gradients of the last step before operation ``number``; empty where there is none."""

@@ -16,6 +16,7 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage as HeldStage
+from pipeproof.judging.moved import Moves
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
@@ -219,16 +220,25 @@ def _had(places: Mapping[str, Sequence[RankStage]], notes: Sequence[Notes]) -> d
 
 
 def explained(
-    verdict: Verdict, kept: Kept, exchange: Exchange, *, look: Callable[[], Evidence], bound_s: float
+    verdict: Verdict,
+    kept: Kept,
+    exchange: Exchange,
+    *,
+    look: Callable[[], Evidence],
+    moved: Moves,
+    bound_s: float,
 ) -> Verdict:
     """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.
 
-    Every rank calls this, and waits for rank 0 no longer than the bound in seconds.
+    ``moved``: how far weights that are one rounding off move an operation. Every rank calls this, and waits for rank 0
+    no longer than the bound in seconds.
     """
     try:
         for address, tensor in kept.tensors.items():
             exchange.give(address, tensor)
-        mine = sought(verdict, lambda: explained_evidence(look())) if exchange.rank == 0 else None
+        mine = None
+        if exchange.rank == 0:
+            mine = sought(verdict, lambda: explained_evidence(look()), moved=moved)
         found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
     except RanksAbsent as absent:
         return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))

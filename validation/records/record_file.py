@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
+from pipeproof.judging.moved import Moved
 from pipeproof.judging.tolerance import PRECISIONS, Floor
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
@@ -208,7 +209,13 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
         return Floor(permutation, rounding, fault, precision, nudged, size, sums=sums, led=led)
 
     gradients = {name: floor(one) for name, one in data["gradients"].items()}
-    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)
+    moved = _moved(data["moved"]) if data.get("moved") else None  # which older ones have not
+    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients, moved)
+
+
+def _moved(data: Mapping[str, Any]) -> Moved:
+    of = {what: {name: float(far) for name, far in data[what].items()} for what in ("gradients", "leads", "updates")}
+    return Moved(**of, norm=float(data["norm"]), least=float(data["least"]))
 
 
 def _is_config(path: Path) -> bool:

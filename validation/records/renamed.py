@@ -86,7 +86,7 @@ def _renamed(record: Record, names: Mapping[str, str]) -> Record:
         return {names.get(name, name): found[name] for name in found}
 
     def operation(one: RecordedOperation) -> RecordedOperation:
-        floors = None if one.floors is None else replace(one.floors, gradients=by(one.floors.gradients))
+        floors = None if one.floors is None else replace(one.floors, gradients=by(one.floors.gradients), moved=None)
         return replace(
             one,
             before=by(one.before),

@@ -23,12 +23,13 @@ from pipeproof.foreign.task import (
 )
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
+from pipeproof.judging.moved import Moved
 from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.record_evidence import Step
 from pipeproof.records.record_file import described, restored
-from pipeproof.records.step_record import LossFn, Pairs, recorded
+from pipeproof.records.step_record import LossFn, Pairs, moved, recorded
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
@@ -146,6 +147,12 @@ class ReferenceBeside:
         return replace(
             step.of_record, now=now, tied=copies_apart(self.model, owner), computed_in=lambda: self._computed_in
         )
+
+    def moved(self, number: int) -> Moved | None:
+        """How far weights that are one rounding off move the step, which is one; on rank 0."""
+        assert self.model is not None, "a step was compared with what this model gave"
+        with drawing_apart(), buffers_kept(self._loss_fn):
+            return moved(self.model, self.microbatches, self._recipe, stages=self._stages)
 
     @property
     def _computed_in(self) -> torch.dtype | None:

@@ -273,9 +273,14 @@ class StepCheck(CheckedStep):
         """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""
         if not verdict.mismatches:
             return verdict
-        bound_s = self._bound_s
+        assert self._record is not None, "there was something to compare with"
         return explained(
-            verdict, self._kept, self._exchange, look=lambda: self._checked(parts).evidence(verdict), bound_s=bound_s
+            verdict,
+            self._kept,
+            self._exchange,
+            look=lambda: self._checked(parts).evidence(verdict),
+            moved=self._record.moved if self._beside is None else self._beside.moved,
+            bound_s=self._bound_s,
         )
 
     def _checked(self, parts: Sequence[StepPart]) -> Step:

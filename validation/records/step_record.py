@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.judging.judge import due_of
 from pipeproof.judging.measured import versions
+from pipeproof.judging.moved import Moved
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.records.record import (
@@ -50,14 +51,14 @@ def record_step(
     microbatches: pairs of inputs and target. loss_fn: of output and target, a microbatch's scalar loss. loss_divisor:
     each loss is divided by this before its backward. The default is the number of microbatches. optimizer: without
     one there are no parameters after the step. max_norm: clips. floors: measure what rounding does, by two more passes,
-    one of them in fp64. Without floors, what is a little off is "unknown".
+    one of them in fp64, and in bf16 and fp16 by eight more. Without floors, what is a little off is "unknown".
 
     Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, and ``LossError``
     for a loss that cannot be differentiated.
     """
     divisor = float(len(microbatches) if loss_divisor is None else loss_divisor)
     recipe = Recipe(Loss(loss_fn, divisor), math.inf if max_norm is None else max_norm)
-    return recorded(model, microbatches, recipe, optimizer=optimizer, floors=floors)
+    return recorded(model, microbatches, recipe, optimizer=optimizer, floors=floors, moves=floors)
 
 
 def recorded(
@@ -67,28 +68,43 @@ def recorded(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     floors: bool = True,
+    moves: bool = False,
     stages: Stages = MappingProxyType({}),
 ) -> Record:
     """As ``record_step``, of a step by this ``recipe``, whose own optimizer is left aside.
 
-    stages: those that hold each parameter, by name; what is used in several is added up in each of them first.
+    moves: measure how far weights that are one rounding off move it, too: who keeps the model may do so when it is
+    asked for. stages: those that hold each parameter, by name; what is used in several is added up in each of them
+    first.
     """
     if not microbatches:
         raise RecordError("microbatches is empty: expected at least one")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecordError(f"the model, a {type(model).__name__}, has no parameter to train: nothing could be compared")
-    untouched = model
-    model, optimizer = copied((model, optimizer))
-    batches = [Batch.of(*pair).to(str(next(model.parameters()).device)) for pair in microbatches]
-    recipe = replace(recipe, optimizer=lambda some: optimizer or sgd(some))
-    orders = dict.fromkeys({0, *(one for own in stages.values() for one in own)}, range(len(batches)))
-    expected = _reference(model, recipe, stages).perform("train", batches, orders=orders)
-    beside = _reference(copied(untouched), recipe, stages)
-    measured = _floors(beside, Pending(expected, batches, orders)) if floors else None
+    step = _performed(model, microbatches, recipe, optimizer, stages)
+    beside, expected = _reference(copied(model), recipe, stages), step.expected
+    measured = _floors(beside, step, moves=moves) if floors else None
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
     operation = RecordedOperation(**vars(due), floors=measured, contents=content_digests(microbatches))
     return Record("expected", _config(model, microbatches, recipe), (operation,))
+
+
+def moved(model: nn.Module, microbatches: Pairs, recipe: Recipe, *, stages: Stages) -> Moved | None:
+    """How far weights that are one rounding off move what is ``recorded``; None where it is in no narrow type."""
+    step = _performed(model, microbatches, recipe, None, stages)
+    return Floors(_reference(copied(model), recipe, stages), [step]).moved
+
+
+def _performed(
+    model: nn.Module, microbatches: Pairs, recipe: Recipe, optimizer: torch.optim.Optimizer | None, stages: Stages
+) -> Pending:
+    """The step, made on a copy."""
+    own, stepping = copied((model, optimizer))
+    batches = [Batch.of(*pair).to(str(next(own.parameters()).device)) for pair in microbatches]
+    recipe = replace(recipe, optimizer=lambda some: stepping or sgd(some))
+    orders = dict.fromkeys({0, *(one for held in stages.values() for one in held)}, range(len(batches)))
+    return Pending(_reference(own, recipe, stages).perform("train", batches, orders=orders), batches, orders)
 
 
 def write_record(record: Record, path: str) -> None:
@@ -105,7 +121,7 @@ def _reference(model: nn.Module, recipe: Recipe, stages: Stages) -> Reference:
     return Reference(model, owner=owner, recipe=recipe, copies=copies, by_use=bool(copies))
 
 
-def _floors(reference: Reference, step: Pending) -> RecordedFloors:
+def _floors(reference: Reference, step: Pending, *, moves: bool) -> RecordedFloors:
     """What rounding does to every number of ``step``; ``reference`` is as it was before."""
     again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
     others = [one.loss for one in again][::-1]
@@ -115,7 +131,7 @@ def _floors(reference: Reference, step: Pending) -> RecordedFloors:
                 f"the model does not give the same loss twice: microbatch {number} {loss:.9g}, then {other:.9g}; "
                 "seed what it draws from the microbatch, or switch it off"
             )
-    return RecordedFloors.measured(step.expected, Floors(reference, [step]))
+    return RecordedFloors.measured(step.expected, Floors(reference, [step]), moved=moves)
 
 
 def _config(model: nn.Module, microbatches: Pairs, recipe: Recipe) -> dict[str, object]:

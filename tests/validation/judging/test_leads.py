@@ -44,6 +44,25 @@ def test_one_that_is_right_to_the_bit_clears_the_others_and_one_that_is_nothing_
     assert led.joined(Leads.one("rounding alone", 7.0, replace(FLOOR, size=1.0))).doubt
 
 
+def test_half_that_lead_are_in_doubt_where_the_others_may_be_as_far_off() -> None:
+    loose = replace(FLOOR, led=0.03)
+    half = joined(1.01, 1.01, 1.011, 1.009)
+    others = [Leads.one(f"loose {k}", 1.002, loose) for k in range(4)]
+    some = reduce(Leads.joined, others, half)
+    assert (
+        "4 of the 8 that are not rounding alone are 1.009 to 1.011 times what is due, as the others may be"
+        in some.doubt
+    )
+    assert not some.joined(Leads.one("more", 1.002, loose)).doubt, "fewer than half"
+    assert not some.joined(Leads.one("tight", 1.002, FLOOR)).doubt, "that one is not"
+    assert not some.joined(Leads.one("wide", 1.00001, Floor(0.0, 0.0, 0.1))).doubt, "in fp32 none leads so far"
+
+
+def test_of_two_or_three_all_must_lead_twice_as_far_by_one_factor() -> None:
+    assert joined(1.02, 1.021).doubt
+    assert not any(one.doubt for one in (joined(1.02), joined(1.02, 1.01), joined(1.02, 0.98), joined(1.014, 1.03)))
+
+
 def test_of_one_parameter_on_many_ranks_it_may_be_chance() -> None:
     assert not reduce(Leads.joined, [Leads.one("w", 1.01, FLOOR)] * 9).doubt
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.cases.stages import owners
 from pipeproof.judging.oracle import Floors, Pending
-from pipeproof.judging.tolerance import FP32, PRECISIONS, error, may_be_rounded, update_floor
+from pipeproof.judging.tolerance import FP32, PRECISIONS, error, may_be_rounded, scalar_error, update_floor
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import DTYPES, build_model
 from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference
@@ -191,6 +191,22 @@ def test_where_fp64_cannot_run_no_more_passes_and_rounding_is_no_proof_of_a_faul
     wrong = "raised RuntimeError: expected m1 and m2 to have the same dtype"
     assert narrow.obstacle.startswith(f"rounding was not measured against fp64: there the reference {wrong}")
     assert plain.obstacle == ""
+
+
+def test_a_loss_that_rounds_little_by_chance_may_be_as_far_off_as_others() -> None:
+    floors = floors_of_own(nn.Linear)
+    apart = sorted(scalar_error(own, one.loss) for own, one in zip(floors._last.losses, floors._apart[-1], strict=True))
+    found = [floors.loss(k).rounding for k in range(4)]
+    assert min(found) == (apart[1] + apart[2]) / 2
+    assert max(found) == apart[-1]
+
+
+def test_how_far_other_weights_move_a_step_is_measured_where_a_narrow_type_is_computed_in() -> None:
+    assert floors_of("mlp")[1].moved is None
+    moved = floors_of("mlp", dtype="bf16")[1].moved
+    assert moved is not None
+    assert all(2.0**-9 < far < 0.2 and moved.leads[name] >= 1.5 * 2.0**-8 for name, far in moved.gradients.items())
+    assert 0 < moved.norm < 0.1
 
 
 def test_losses_and_norms_that_fp64_tells_nothing_of_are_unknown_between_rounding_and_fault() -> None:

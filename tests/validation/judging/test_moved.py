@@ -1,0 +1,105 @@
+"""What weights that are one rounding off move as far is no proof of a fault."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.measured import Compared, Measured
+from pipeproof.judging.moved import Moved, unproven
+from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+
+loss_fn = nn.functional.mse_loss
+MOVED = Moved({"w": 0.2, "b": 0.1}, {"w": 0.01, "b": 0.01}, norm=0.02, least=0.01)
+
+
+def wrong(law: str = "gradient", name: str | None = "w", *, error: float = 0.25, times: float = 1.0) -> Mismatch:
+    return Mismatch(law, 1, Size((2,), 1.0, factor=times), parameter=name, error=error, limit=0.03)
+
+
+def verdict(*mismatches: Mismatch, **more: object) -> Verdict:
+    laws = [LawResult(law, "fail", 2) for law in dict.fromkeys(one.law for one in mismatches)]
+    return Verdict("a step", "fail", "none", (*laws, LawResult("loss", "pass", 2)), mismatches, **more)  # type: ignore[arg-type]
+
+
+def outcome(*mismatches: Mismatch, moved: Moved | None = MOVED, **more: object) -> str:
+    return unproven(verdict(*mismatches, **more), lambda number: moved if number == 0 else None).verdict
+
+
+def test_what_all_moves_as_far_is_unknown_and_anything_that_does_not_is_wrong() -> None:
+    norm = wrong("grad-norm", None, error=0.025)
+    assert outcome(wrong(), wrong(name="b", error=0.1), norm) == "unknown"
+    for more in (wrong(name="b"), wrong(name="other"), wrong(times=1.2), replace(norm, error=0.1), wrong("loss")):
+        assert outcome(wrong(), more) == "fail", more
+    assert outcome(wrong(), Mismatch("gradient", 1, parameter="w", error=None)) == "fail"
+    assert outcome(wrong(), replace(wrong(name="b", error=0.1), limit=1e-6)) == "fail", "it is not of its size"
+    assert outcome(wrong(), moved=None) == "fail"
+
+
+def test_what_follows_later_and_what_is_in_doubt_by_itself_need_not_move() -> None:
+    later, doubtful = replace(wrong(name="other"), operation=2), wrong(name="other")
+    assert outcome(wrong(), later) == "unknown"
+    compared = Compared("gradient", 1, "unknown", parameter="other"), Compared("gradient", 1, "fail", parameter="w")
+    found = unproven(verdict(wrong(), doubtful, measured=Measured(compared)), lambda _: MOVED)
+    assert (found.verdict, {one.outcome for one in found.measured.compared}) == ("unknown", {"unknown"})
+    assert "no fault is proven: weights that are one rounding off move it as far" in found.laws[0].note
+
+
+def test_a_cause_that_explains_all_stands_and_one_that_leaves_something_open_is_one_explanation() -> None:
+    cause = (Cause("dropped", rank=0, stage=0, microbatches=(1,)),)
+    assert outcome(wrong(), cause=cause) == "fail"
+    found = unproven(verdict(wrong(), cause=cause, undecided=("something is left",)), lambda _: MOVED)
+    assert (found.verdict, found.cause, found.alternatives) == ("unknown", (), (cause,))
+
+
+class Halves(nn.Linear):
+    """Its product is of two halves, each rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = zip(x.chunk(2, -1), self.weight.chunk(2, -1), strict=True)
+        one, other = (nn.functional.linear(*half) for half in halves)
+        return one + other + self.bias
+
+
+def narrow() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(372)
+        layers = [nn.Linear(32, 32) for _ in range(3)]
+        return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).bfloat16()
+
+
+def in_halves(model: nn.Module) -> None:
+    for module in model.modules():
+        module.__class__ = Halves if isinstance(module, nn.Linear) else module.__class__
+
+
+def mixed(model: nn.Module) -> None:
+    model.get_parameter("4.weight").register_hook(lambda one: one + one.roll(1, 0) / 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "beside"),
+    [(in_halves, "unknown", True), (in_halves, "unknown", False), (mixed, "fail", True)],
+)
+def test_a_unit_near_zero_that_another_kernel_turns_is_no_fault(
+    change: Callable[[nn.Module], None], outcome: str, beside: bool
+) -> None:
+    draw = torch.Generator().manual_seed(1372)
+    every = [torch.randn(2, 32, generator=draw).bfloat16() for _ in range(4)]
+    given = [pair for k, pair in enumerate(pairwise(every)) if not k % 2]
+    model, source = narrow(), SingleDevice(narrow, loss_fn) if beside else record_step(narrow(), given, loss_fn=loss_fn)
+    change(model)
+    with check_step(model, given, against=source) as check:
+        for x, y in given:
+            (loss_fn(model(x), y) / len(given)).backward()
+        check.gradients()
+    found = check.verdict
+    assert (found.verdict, found.cause) == (outcome, ()), str(found)
+    assert max(one.error for one in found.measured.of("gradient")) > 0.2
