@@ -1,7 +1,7 @@
 """What each rank saw of a step and made of it again, and what that shows together."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -13,9 +13,11 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain
+from pipeproof.foreign.chain_conditions import ChainConditions
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_causes import of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.foreign.links import Link
+from pipeproof.foreign.outside import enter_outside
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.part_sums import Wrong
 from pipeproof.foreign.replica_weights import Weights
@@ -188,6 +190,7 @@ class Whole:
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
+        enter_outside(self.chain.stages, self._passed, ledger)
         for stage, links in self._links.items():
             if self._is_strange(stage):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
@@ -293,10 +296,12 @@ class Whole:
         )
 
     @property
-    def _conditions(self) -> "_Conditions":
+    def _conditions(self) -> ChainConditions:
         frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
         matters = any(link.mode_matters for links in self._links.values() for link in links)
-        return _Conditions(self.chain.microbatches, frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters)
+        return ChainConditions(
+            self.chain.microbatches, frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters
+        )
 
     def _explained(self, verdict: Verdict) -> Verdict:
         """``verdict`` with the causes of what the chain shows, then those that ranks found in their own gradients."""
@@ -364,21 +369,6 @@ class _Due:
     @property
     def update(self) -> Update:
         raise AssertionError("no gradients are there to be explained")
-
-
-@dataclass(frozen=True)
-class _Conditions:
-    """What must hold of actions: of every stage once for each microbatch, but backwards of the ``frozen`` ones."""
-
-    microbatches: int
-    frozen: Collection[int]
-    plan: tuple[str, ...] = ("train",)
-    due: frozenset[Site] = frozenset()
-    unmatched: Mapping[Site, str] = field(default_factory=dict)
-    unseen: Collection[int] = ()
-    uncalled: Collection[int] = ()
-    traced: Collection[int] = ()
-    mode_matters: Callable[[], bool] = lambda: True
 
 
 def _apart(one: float, other: float) -> float:

@@ -21,7 +21,7 @@ from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
 from pipeproof.observers.hidden import InAttribute, hidden_in, hidden_inputs, inputs_kept
 from pipeproof.observers.hook import Hook
-from pipeproof.observers.own_losses import OwnLoss, OwnLosses, trains
+from pipeproof.observers.own_losses import OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import leaves_in, tensors_in
@@ -166,9 +166,10 @@ class Watcher:
         """The DDP in which ``module`` was called, if it was."""
         return self._watched[id(module)].replicas
 
-    def own_loss(self, module: nn.Module) -> OwnLoss | None:
-        """That of ``module``, if a backward came past what it gave: known of modules whose calls are kept."""
-        return self._losses.of(module)
+    @property
+    def losses(self) -> OwnLosses:
+        """Those that modules have besides, whose calls are kept."""
+        return self._losses
 
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""

@@ -268,8 +268,9 @@ class ComposedCheck(CheckedStep):
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
                 raise RecordError(unseen)
+        rank, outside = self._exchange.rank, self._watched.outside
         seen = {
-            stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
+            stage: StageSeen(rank, tuple(replace(call, again=None) for call in own), outside=outside.get(stage))
             for stage, own in calls.items()
         }
         every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")
