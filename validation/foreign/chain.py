@@ -26,27 +26,6 @@ from pipeproof.pipeline.action import Kind
 _AS_SENT = "its call came in the order of those before it"
 
 
-def without_trials(stages: Mapping[int, StageSeen], data: Data) -> dict[int, StageSeen]:
-    """``stages`` without a first call too many that is a trial: by such, a runtime learns shapes.
-
-    A trial is about nothing known, or about what lay in memory that it was given, and then other gradients flow back.
-    Were it more than that, the sums of gradients would show it.
-    """
-    orders, found = Chain(stages, data).orders, dict(stages)
-    for stage, seen in stages.items():
-        first, *others = orders[stage].numbers or (UNKNOWN_MICROBATCH,)
-        if sorted(others) != list(range(len(data))):
-            continue
-        own = seen.calls[1 + others.index(first)] if first in others else None
-        if own is None or _flows(own) != _flows(seen.calls[0]):
-            found[stage] = replace(seen, calls=seen.calls[1:])
-    return found
-
-
-def _flows(call: Call) -> dict[int, bytes]:
-    return {number: one.digest for number, one in call.output_gradients.items()}
-
-
 class Chain:
     """The calls of all ``stages``, by number; ``data`` is what each microbatch brings."""
 
