@@ -27,10 +27,14 @@ _HALF = "they may be one weight, and then both must train: pass build=, which te
 
 @dataclass(frozen=True)
 class AddedUp:
-    """What was added up for a weight: None where that is what its stage has alone; ``trains``: it is not frozen."""
+    """What was added up for a weight: None where that is what its stage has alone; ``trains``: it is not frozen.
+
+    ``plain``: it has one number in every element. Many begin so, and are not one.
+    """
 
     trains: bool
     whole: Sketch | None
+    plain: bool = False
 
     def is_one_with(self, other: "AddedUp") -> bool:
         """Whether the same sum was made of both, but for the order of its addends."""
@@ -41,9 +45,10 @@ class AddedUp:
 class EqualWeights:
     """Pairs of names of weights that are equal in every replica.
 
-    ``one``: by each name the first, of those of which the same sum was made, which is what neither has alone.
-    ``twins``: pairs that are not so, and are equal as one seed or a copy of whole modules makes them, or as weights of
-    one stage are. ``doubtful``: other pairs, that are equal in their own right. ``half``: such of which one is frozen.
+    ``one``: by each name the first, of those of which the same sum was made, which is what neither has alone. Those
+    that have one number in every element may be one only where all that was drawn beside them is.
+    ``twins``: pairs that are not so, and are equal as one seed makes them, or as weights of one stage are.
+    ``doubtful``: other pairs, that are equal in their own right. ``half``: such of which one is frozen.
     """
 
     one: Mapping[str, str] = field(default_factory=dict)
@@ -94,17 +99,20 @@ class EqualWeights:
         own = {name for _, name in contents} & {name for group in groups for _, name in group}
         told = {name: made for name in sorted(own) if (made := sum_of(name)) is not None}
         sums = [_together(line) for line in _lines(gather(told, "the gradients of equal weights"), replicas)]
-        first, apart = dict[str, str](), list[_Apart]()
+        first, apart, plain = dict[str, str](), list[_Apart](), list[_Apart]()
         for group in groups:
-            _divide(group, sums, first, apart)
-        if not apart:
-            return EqualWeights(first)
+            _divide(group, sums, first, apart, plain=False)
+        if not apart and not first:
+            return EqualWeights()
         every = _together(gather(drawn(), "what weights were drawn beside equal ones")[::-1])  # of shards the first
         known = DrawnWeights({at: replace(one, content=lines[0].get(at)) for at, one in every.items()})
+        for those in (those for group in groups if first for those in known.copies(group, {**first})):
+            _divide(those, sums, first, plain, plain=True)
         is_twin = {pair: pair.often or known.are_twins(pair.one, pair.other) for pair in apart}
         twins = [pair.names for pair in apart if is_twin[pair] and not pair.half]
         doubtful, half = (
-            [pair.names for pair in apart if not is_twin[pair] and pair.half is kind] for kind in (False, True)
+            [pair.names for pair in (*apart, *plain) if not is_twin.get(pair) and pair.half is kind]
+            for kind in (False, True)
         )
         return EqualWeights(first, twins, doubtful, half)
 
@@ -151,13 +159,20 @@ class _Apart:
 
 
 def _divide(
-    group: Sequence[Site], sums: Sequence[Mapping[str, AddedUp]], first: dict[str, str], apart: list[_Apart]
+    group: Sequence[Site],
+    sums: Sequence[Mapping[str, AddedUp]],
+    first: dict[str, str],
+    apart: list[_Apart],
+    *,
+    plain: bool,
 ) -> None:
     """Enter which of a ``group`` of equal weights have one sum, and which do not; ``sums`` are those of each replica.
 
-    Where one stage has several of them, as one rule begins them, they are no one weight's copies.
+    Where one stage has several of them, as one rule begins them, they are no one weight's copies. Only those count
+    that are ``plain``, or not.
     """
-    known = [(site, [made[site[1]] for made in sums]) for site in group if all(site[1] in made for made in sums)]
+    told = [(site, [made[site[1]] for made in sums]) for site in group if all(site[1] in made for made in sums)]
+    known = [(site, made) for site, made in told if made[0].plain is plain]
     often = max(Counter(stage for stage, _ in group).values()) > 1
     for k, ((stage, name), made) in enumerate(known):
         those = (at for at, other in known[:k] if all(a.is_one_with(b) for a, b in zip(made, other, strict=True)))
@@ -182,18 +197,13 @@ def _drawn(shards: OwnShards, first: Mapping[str, str]) -> dict[Site, Drawn]:
     return {(k, first.get(name, name)): one for k, name, one in every if one is not None}
 
 
-def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> AddedUp | None:
-    """What was ``seen`` to be added up for a weight of which its stage has so much ``alone``.
-
-    None where the weight has one number in every element: many begin so, and are not one.
-    """
-    if not _differs(parameter):
-        return None
-    made = None if seen is None else held_here(seen)
+def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> AddedUp:
+    """What was ``seen`` to be added up for a weight of which its stage has so much ``alone``."""
+    plain, made = not _differs(parameter), None if seen is None else held_here(seen)
     if not parameter.requires_grad or made is None or not any_nonzero(made):
-        return AddedUp(parameter.requires_grad, None)
+        return AddedUp(parameter.requires_grad, None, plain)
     whole = sketch(made)
-    return AddedUp(True, None if alone is not None and whole.is_like(sketch(alone)) else whole)
+    return AddedUp(True, None if alone is not None and whole.is_like(sketch(alone, known=whole)) else whole, plain)
 
 
 def _differs(parameter: Tensor) -> bool:
