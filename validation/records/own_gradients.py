@@ -166,6 +166,8 @@ class OwnGradients:
             return replace(part, undecided=(*part.undecided, why))
         begun = {full: self.shards.in_place(full, self.begun.get(full)) for full in names}
         found = own_causes(stage, self.ledger, numbers, seen, names, begun, placement=self.placement)
+        if not found.cause and self.lines.count == 1:
+            part = replace(part, wrong={**part.wrong, **sketched(stage.stage, whole, seen, due)})
         unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
         causes, undecided = map(self.by_scale, found.cause), (*found.undecided, *unsought)
         return replace(part, causes=(*part.causes, *causes), undecided=(*part.undecided, *undecided))
