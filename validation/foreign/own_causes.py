@@ -13,6 +13,7 @@ from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.foreign.crossings import near
+from pipeproof.foreign.first_run import DRAWS_AGAIN
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.judge import concluded
@@ -67,6 +68,9 @@ def own_causes(
         )
         for cause in found.cause
     ]
+    if not causes and own.first_run.draws_again:
+        causes = [Cause("randomness", rank, own.stage, detail=DRAWS_AGAIN)]
+        found = replace(found, undecided=())
     return replace(found, cause=tuple(causes))
 
 

@@ -61,6 +61,8 @@ class OwnGradients:
         ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
         """
         names = self._comparable(stage)
+        if stage.first_run.draws_again:
+            part = replace(part, drawing=part.drawing | {stage.stage})
         if not stage.closed:
             return part
         self._skip_untrained(stage)

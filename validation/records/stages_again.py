@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
+from pipeproof.foreign.obstacles import draws_in_backward
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.sources import TARGETS
 from pipeproof.judging.verdict import names_of
@@ -88,6 +89,8 @@ class StagesAgain:
                 self.stages.append(self._as_meant(own))
                 if self.in_parts and (doubt := in_doubt(own, self.others.get(stage, ()))):
                     own.doubt(doubt)
+                if own.first_run.draws_anew:
+                    own.doubt(draws_in_backward(stage))
                 weights = weights_among(own.loss_leaves or (), own.model)
                 if (loss := self.own_losses.get(stage)) is not None and not loss.is_of(weights):
                     own.doubt(_told(stage, loss))
