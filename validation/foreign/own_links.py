@@ -271,11 +271,12 @@ class OwnStage:
         as_made = [one.detach() for one in made]  # a hook that has the very tensor at which it is keeps both for ever
         noted = self._noted = {(MADE, n): one.clone() if self._loss_writes else one for n, one in enumerate(as_made)}
         versions = [*map(version, made)]
-        hooked = self._model.__dict__["stage"]._backward_pre_hooks  # they are given it next, and may write to it
+        hooks = self._model.__dict__["stage"]._backward_pre_hooks  # they are given it next, and may write to it
+        kept = Tensor.clone if hooks or any(one._backward_hooks for one in made) else Tensor.detach
         for n, one in enumerate(made):
             if one.requires_grad and n not in repeats(made):  # of one tensor, what flows to it is told once
                 write = partial(noted.__setitem__, (RECEIVED, n))
-                Flows().made(one, partial(lambda note, flow: partial(note, flow.clone() if hooked else flow), write))
+                Flows(first=True).made(one, partial(lambda note, flow: partial(note, kept(flow)), write))
         if self._draws_others:
             draw_some()
         state = self._kept(0).state

@@ -276,7 +276,7 @@ class Watcher:
         A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins. ``parts``
         are outputs of which this rank has a part each: through them, too, its own backwards come.
         """
-        flows, count = Flows(), partial(self._count, module, call)
+        flows, count = Flows(first=self._keep is not None), partial(self._count, module, call)
         for number, tensor in enumerate(parts):
             flows.made(tensor, self._counting(call, count if not inputs and not outputs and not number else None))
         given = {id(tensor) for tensor in inputs.values()}
