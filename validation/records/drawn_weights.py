@@ -62,7 +62,7 @@ class DrawnWeights:
             return True  # every one of its kind may begin so
         if self.every[one].kind != self.every[other].kind:
             return False
-        return self._have_one_seed(one, other) or self._are_of_several(one, other)
+        return self.have_one_seed(one, other) or self._are_of_several(one, other)
 
     def copies(self, plain: Iterable[Site], first: Mapping[str, str]) -> list[list[Site]]:
         """Those of some weights that were not drawn that have one place in modules whose drawn weights are all one.
@@ -77,7 +77,7 @@ class DrawnWeights:
                 groups.setdefault((weights, name.removeprefix(prefix)), []).append((stage, name))
         return [those for those in groups.values() if len(those) > 1]
 
-    def _have_one_seed(self, one: Site, other: Site) -> bool:
+    def have_one_seed(self, one: Site, other: Site) -> bool:
         """Whether all that their stages drew is alike, from the first on to them and until one drew something else.
 
         What it drew then is of the same random numbers, too. A single weight is alike by a seed only where it is all

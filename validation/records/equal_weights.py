@@ -22,6 +22,7 @@ Contents = Mapping[Site, tuple[str, bytes]]  # of a rank: which part of each wei
 Pairs = Collection[tuple[str, str]]
 _CURE = "if they are one weight, give it one name, or pass build=: then its gradients must be added up"
 _IN_DOUBT = "they may be one weight whose gradients were not added up: pass build=, which tells"
+_SEEDED = "they may be one weight, or two whose gradients were added up by mistake: pass build=, which tells"
 _HALF = "they may be one weight, and then both must train: pass build=, which tells"
 
 
@@ -49,12 +50,14 @@ class EqualWeights:
     that have one number in every element may be one only where all that was drawn beside them is.
     ``twins``: pairs that are not so, and are equal as one seed makes them, or as weights of one stage are.
     ``doubtful``: other pairs, that are equal in their own right. ``half``: such of which one is frozen.
+    ``seeded``: those of ``one`` that one seed makes equal, too.
     """
 
     one: Mapping[str, str] = field(default_factory=dict)
     twins: Pairs = ()
     doubtful: Pairs = ()
     half: Pairs = ()
+    seeded: Pairs = ()
 
     @staticmethod
     def of(
@@ -106,6 +109,10 @@ class EqualWeights:
             return EqualWeights()
         every = _together(gather(drawn(), "what weights were drawn beside equal ones")[::-1])  # of shards the first
         known = DrawnWeights({at: replace(one, content=lines[0].get(at)) for at, one in every.items()})
+        stage_of = {name: stage for group in groups for stage, name in group}
+        pairs = [((stage_of[one], one), (stage_of[other], other)) for other, one in first.items()]
+        pairs = [(one, other) for one, other in pairs if one in every and other in every]
+        seeded = [(one[1], other[1]) for one, other in pairs if known.have_one_seed(one, other)]
         for those in (those for group in groups if first for those in known.copies(group, {**first})):
             _divide(those, sums, first, plain, plain=True)
         is_twin = {pair: pair.often or known.are_twins(pair.one, pair.other) for pair in apart}
@@ -114,12 +121,12 @@ class EqualWeights:
             [pair.names for pair in (*apart, *plain) if not is_twin.get(pair) and pair.half is kind]
             for kind in (False, True)
         )
-        return EqualWeights(first, twins, doubtful, half)
+        return EqualWeights(first, twins, doubtful, half, seeded)
 
     @property
     def in_doubt(self) -> bool:
         """Whether any may be one weight, and nothing explains why they are equal."""
-        return bool(self.doubtful or self.half)
+        return bool(self.doubtful or self.half or self.seeded)
 
     def first(self, known: Mapping[str, str]) -> dict[str, str]:
         """By each name the first that its weight has, where so much was ``known``."""
@@ -132,15 +139,17 @@ class EqualWeights:
         if self.one:
             names = names_of([f"{other} and {one}" for other, one in self.one.items()])
             found.append(f"taken for one weight, for they begin alike and have one sum: {names}")
-        each, frozen = "each has its own gradient", "one of them is frozen"
+        each, frozen = "and each has its own gradient", "and one of them is frozen"
+        summed = "as one seed makes them, and have one sum"
         for pairs, how, cure in (
             (self.twins, each, _CURE),
             (self.doubtful, each, _IN_DOUBT),
             (self.half, frozen, _HALF),
+            (self.seeded, summed, _SEEDED),
         ):
             if pairs:
                 names = names_of([f"{one} and {other}" for one, other in pairs])
-                found.append(f"begin alike, and {how}: {names}; {cure}")
+                found.append(f"begin alike, {how}: {names}; {cure}")
         return "; ".join(found)
 
 

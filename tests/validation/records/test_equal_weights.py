@@ -152,6 +152,22 @@ def test_copies_of_a_whole_module_may_be_one_module(apart: str, said: str) -> No
     assert ("each has its own gradient: 0.1.norm.bias and 1.1.norm.bias" in note) == (apart == "norm.bias")
 
 
+def seeded_block() -> nn.Module:
+    torch.manual_seed(0)
+    return Block()
+
+
+def test_gradients_of_two_weights_of_one_seed_may_have_been_added_up_by_mistake() -> None:
+    """So nobody knows whether they are one weight."""
+    job = Repeated([nn.Sequential(nn.Tanh(), seeded_block()) for _ in range(2)])
+    with check_step(dict(enumerate(job.stages)), job.data, against=Composed(MSE), rename="{}.{}".format) as check:
+        job.step()
+        check.gradients()
+    assert check.verdict.verdict == "unknown", str(check.verdict)
+    note = check.verdict.law("gradient").note
+    assert "as one seed makes them, and have one sum: 0.1.layer.bias and 1.1.layer.bias" in note
+
+
 def test_norms_of_other_blocks_that_were_added_up_are_wrong() -> None:
     job = Repeated([nn.Sequential(BIASED(), Block()) for _ in range(2)], alone="layer.weight")
     verdict = checked(job)
