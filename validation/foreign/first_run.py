@@ -59,10 +59,14 @@ class FirstRun:
         """
         if not self._draws or self.speaks:
             return
-        one, same = again(), again()
-        self._disturbed = True
-        other = again()
-        self._disturbed = False
+        try:
+            one, same = again(), again()
+            self._disturbed = True
+            other = again()
+        except Exception:  # no one type: it is the user's code that runs
+            return
+        finally:
+            self._disturbed = False
         depends = _are_equal(one, same) and not _are_equal(one, other)
         self.draws_again, self.draws_anew = depends and self._runs_modules, depends and not self._runs_modules
 

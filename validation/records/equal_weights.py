@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -28,18 +28,18 @@ _HALF = "they may be one weight, and then both must train: pass build=, which te
 
 @dataclass(frozen=True)
 class AddedUp:
-    """What was added up for a weight: None where that is what its stage has alone; ``trains``: it is not frozen.
-
-    ``plain``: it has one number in every element. Many begin so, and are not one.
-    """
+    """What was added up for a weight: None where that is what its stage has alone; ``trains``: it is not frozen."""
 
     trains: bool
     whole: Sketch | None
-    plain: bool = False
 
     def is_one_with(self, other: "AddedUp") -> bool:
         """Whether the same sum was made of both, but for the order of its addends."""
         return self.whole is not None and other.whole is not None and self.whole.is_like(other.whole)
+
+
+class _SumOf(Protocol):
+    def __call__(self, name: str, *, plain: bool) -> AddedUp | None: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class EqualWeights:
         once = {(k, own.rename(k, name)) for k, module in own.modules.items() for name, _ in module.named_parameters()}
         known = {(at[0], first.get(at[1], at[1])): one for at, one in contents.items() if at in once}
 
-        def sum_of(name: str) -> AddedUp | None:
+        def sum_of(name: str, *, plain: bool) -> AddedUp | None:
+            if _differs(parameters[name]) is plain:
+                return None
             return _added_up(parameters[name], seen.get(name), shards.part(name, alone.get(name)))
 
         return EqualWeights.among(known, replicas, partial(_drawn, shards, first), gather=gather, sum_of=sum_of)
@@ -88,23 +90,28 @@ class EqualWeights:
         drawn: Callable[[], Mapping[Site, Drawn]],
         *,
         gather: Gather,
-        sum_of: Callable[[str], AddedUp | None],
+        sum_of: _SumOf,
     ) -> "EqualWeights":
         """Those of all ranks, of which this one has ``contents``; ``replicas`` is that of each rank.
 
         ``drawn``: those of this rank's weights that look so. ``sum_of``: what was added up for this rank's weight of a
-        name; None where that is of no use. Every rank calls this, and ``gather`` brings all ranks'.
+        name, where it is ``plain``, with one number in every element, or where it is not; else None. Many begin plain,
+        and are not one. Every rank calls this, and ``gather`` brings all ranks'.
         """
+
+        def sums(*, plain: bool) -> list[dict[str, AddedUp]]:
+            told = {name: made for name in sorted(own) if (made := sum_of(name, plain=plain)) is not None}
+            return [_together(line) for line in _lines(gather(told, "the gradients of equal weights"), replicas)]
+
         lines = [_together(line) for line in _lines(gather(contents, "which weights are equal"), replicas)]
         groups = [group for group in _equal(lines) if len({stage for stage, _ in group}) > 1]
         if not groups:
             return EqualWeights()
         own = {name for _, name in contents} & {name for group in groups for _, name in group}
-        told = {name: made for name in sorted(own) if (made := sum_of(name)) is not None}
-        sums = [_together(line) for line in _lines(gather(told, "the gradients of equal weights"), replicas)]
         first, apart, plain = dict[str, str](), list[_Apart](), list[_Apart]()
+        of_drawn = sums(plain=False)
         for group in groups:
-            _divide(group, sums, first, apart, plain=False)
+            _divide(group, of_drawn, first, apart)
         if not apart and not first:
             return EqualWeights()
         every = _together(gather(drawn(), "what weights were drawn beside equal ones")[::-1])  # of shards the first
@@ -113,8 +120,10 @@ class EqualWeights:
         pairs = [((stage_of[one], one), (stage_of[other], other)) for other, one in first.items()]
         pairs = [(one, other) for one, other in pairs if one in every and other in every]
         seeded = [(one[1], other[1]) for one, other in pairs if known.have_one_seed(one, other)]
-        for those in (those for group in groups if first for those in known.copies(group, {**first})):
-            _divide(those, sums, first, plain, plain=True)
+        beside = [those for group in groups for those in known.copies(group, first)] if first else []
+        of_plain = sums(plain=True) if beside else []
+        for those in beside:
+            _divide(those, of_plain, first, plain)
         is_twin = {pair: pair.often or known.are_twins(pair.one, pair.other) for pair in apart}
         twins = [pair.names for pair in apart if is_twin[pair] and not pair.half]
         doubtful, half = (
@@ -168,20 +177,13 @@ class _Apart:
 
 
 def _divide(
-    group: Sequence[Site],
-    sums: Sequence[Mapping[str, AddedUp]],
-    first: dict[str, str],
-    apart: list[_Apart],
-    *,
-    plain: bool,
+    group: Sequence[Site], sums: Sequence[Mapping[str, AddedUp]], first: dict[str, str], apart: list[_Apart]
 ) -> None:
     """Enter which of a ``group`` of equal weights have one sum, and which do not; ``sums`` are those of each replica.
 
-    Where one stage has several of them, as one rule begins them, they are no one weight's copies. Only those count
-    that are ``plain``, or not.
+    Where one stage has several of them, as one rule begins them, they are no one weight's copies.
     """
-    told = [(site, [made[site[1]] for made in sums]) for site in group if all(site[1] in made for made in sums)]
-    known = [(site, made) for site, made in told if made[0].plain is plain]
+    known = [(site, [made[site[1]] for made in sums]) for site in group if all(site[1] in made for made in sums)]
     often = max(Counter(stage for stage, _ in group).values()) > 1
     for k, ((stage, name), made) in enumerate(known):
         those = (at for at, other in known[:k] if all(a.is_one_with(b) for a, b in zip(made, other, strict=True)))
@@ -208,11 +210,11 @@ def _drawn(shards: OwnShards, first: Mapping[str, str]) -> dict[Site, Drawn]:
 
 def _added_up(parameter: Tensor, seen: Tensor | None, alone: Tensor | None) -> AddedUp:
     """What was ``seen`` to be added up for a weight of which its stage has so much ``alone``."""
-    plain, made = not _differs(parameter), None if seen is None else held_here(seen)
+    made = None if seen is None else held_here(seen)
     if not parameter.requires_grad or made is None or not any_nonzero(made):
-        return AddedUp(parameter.requires_grad, None, plain)
+        return AddedUp(parameter.requires_grad, None)
     whole = sketch(made)
-    return AddedUp(True, None if alone is not None and whole.is_like(sketch(alone, known=whole)) else whole, plain)
+    return AddedUp(True, None if alone is not None and whole.is_like(sketch(alone, known=whole)) else whole)
 
 
 def _differs(parameter: Tensor) -> bool:
