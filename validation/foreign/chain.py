@@ -13,7 +13,7 @@ from functools import cached_property
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.links import Link
-from pipeproof.foreign.outside import without_outside
+from pipeproof.foreign.outside import as_far_as_known, why_unsure
 from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
 from pipeproof.foreign.sources import TARGETS, Data, Source, Sources, is_target
 from pipeproof.foreign.survey import TOGETHER, Places
@@ -95,8 +95,8 @@ class Chain:
             before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
             lost = detached(before, calls, self.orders[stage])
             found[stage] = replace(passed_of(stage, calls, seen_there, context), detached=lost)
-            if stage != self.last and self.stages[stage].outside is not None:
-                found[stage] = without_outside(found[stage])
+            if stage != self.last and why_unsure(stage, self.stages[stage], links[stage]):
+                found[stage] = as_far_as_known(found[stage])
         return found
 
     @cached_property

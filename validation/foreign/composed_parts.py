@@ -18,7 +18,7 @@ from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_causes import drawn_again, of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.foreign.first_run import DRAWS_AGAIN
 from pipeproof.foreign.links import Link
-from pipeproof.foreign.outside import enter_outside
+from pipeproof.foreign.outside import enter_unsure
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.part_sums import Wrong
 from pipeproof.foreign.replica_weights import Weights
@@ -193,7 +193,7 @@ class Whole:
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
-        enter_outside(self.chain.stages, self._passed, ledger)
+        enter_unsure(self.chain.stages, self._links, self._passed, ledger)
         for stage, links in self._links.items():
             if self._is_strange(stage):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")

@@ -194,9 +194,8 @@ class Call:
 
         ``counts``: there this call's backwards are counted.
         """
-        assert self.again is not None, "parts are of use where calls are run again"
         is_output, number = at
-        if is_output and kept is not None:
+        if is_output and kept is not None and self.again is not None:
             self.again.parts.setdefault(number, {}).setdefault(seen.digest, kept)
         self.parts.setdefault(at, []).append(Part(seen, torch._C._current_graph_task_id(), counts))
 
@@ -208,9 +207,9 @@ class Call:
 
     @property
     def apart(self) -> bool:
-        """Whether two outputs had a backward each, of which none brought anything to both."""
+        """Whether a backward came to some outputs and not to others: each may have its own."""
         own = [{one.backward for one in those} for (is_output, _), those in self.parts.items() if is_output]
-        return any(one.isdisjoint(other) for one, other in combinations(own, 2))
+        return any(one != other for one, other in combinations(own, 2))
 
     @property
     def varied(self) -> bool:

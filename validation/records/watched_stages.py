@@ -22,7 +22,7 @@ class WatchedStages:
 
     def watch(self, stage: int, module: nn.Module, *, kept: bool) -> None:
         """Watch ``stage`` from now on. ``kept``: so that its calls can be run again."""
-        watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators)
+        watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators, linked=True)
         self._modules[stage], self._watchers[stage] = module, self._saw or watcher
         self._watchers[stage].watch(module)
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.judging.verdict import Verdict
-from tests.support.pipeline_here import DATA, Job, checked, layers
+from pipeproof.records.composed_step import Composed
+from pipeproof.records.step_check import check_step
+from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 Back = Callable[[Tensor, Tensor], Any]  # what an inner stage gave, and what flows back to it
 
@@ -126,3 +128,63 @@ def test_a_backward_in_mid_backward_that_comes_to_what_a_stage_was_given_is_not_
     verdict = verdict_of(_usual, stages=[stages[0], Hooked(), stages[2]])
     assert verdict.verdict == "unknown", str(verdict)
     assert "comes to what was given to stage 1, and not by what the stage gave" in verdict.law("boundaries").note
+
+
+class Both(nn.Module):
+    """Gives a tensor, and another one that is made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.layer(x)
+        return made, torch.tanh(made)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.layer(x * y)
+
+
+class EachOutput(Job):
+    """A backward for each output of a stage."""
+
+    def _back(self, k: int, made: list[Tensor], sent: Any) -> None:
+        for n, one in enumerate(made):
+            for _, came in sent[k, n]:
+                assert came.grad is not None
+                one.backward(came.grad, retain_graph=True)
+
+
+def one_by_one(job: Job) -> list[Verdict]:
+    """Of as many steps as there are stages, one of which alone is run again in each."""
+    by, found = Composed(MSE, stages="one by one"), list[Verdict]()
+    for _ in job.stages:
+        with check_step(dict(enumerate(job.stages)), job.data, against=by, rename="{}.{}".format) as check:
+            job.step()
+            check.gradients()
+        nn.ModuleList(job.stages).zero_grad()
+        found.append(check.verdict)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Job, EachOutput])
+def test_what_flows_from_one_output_to_another_is_known_where_the_stage_runs_again(kind: type[Job]) -> None:
+    verdict = checked(kind([*layers(torch.tanh), Both(), Product()]))
+    assert verdict.verdict == "pass", str(verdict)
+    first, own, _ = one_by_one(kind([*layers(torch.tanh), Both(), Product()]))
+    assert own.verdict == "pass", str(own)
+    assert first.verdict == "unknown", str(first)
+    assert "stage 1 gives several tensors, and it is not known what it gives again" in first.law("boundaries").note
+
+
+def test_a_loss_outside_of_a_stage_that_is_not_run_again_is_not_known_either() -> None:
+    job = Outside(layers(torch.tanh, torch.sin, torch.tanh))
+    job.back = before
+    for verdict in one_by_one(job):
+        assert verdict.verdict == "unknown", str(verdict)
