@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from pipeproof.reference.attributes import Attribute, attributes_of, changed, put_back
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom, putting_back
+from pipeproof.reference.first_hook import hook_first
 from pipeproof.reference.generators import Generator, Kept, generators_in, set_states_on, states_on
 from pipeproof.reference.loss_state import buffers_kept
 
@@ -355,6 +356,6 @@ def flowed(
     made, given = zip(*pairs, strict=True)
     for number, flow in flows.items():
         if every[number].requires_grad:
-            every[number].register_hook(partial(_whole, flow=flow, note=partial(note, number)))  # type: ignore[no-untyped-call]
+            hook_first(every[number], partial(_whole, flow=flow, note=partial(note, number)))
     found: Tensor = _Flow.apply(given, *made)  # type: ignore[no-untyped-call]  # in torch
     return found

@@ -27,7 +27,7 @@ from pipeproof.reference.graph import Edge, depths, ends_of, frontier
 from pipeproof.reference.handed_on import flows
 from pipeproof.reference.outputs import AGAIN, Place, module_of, outputs_noted
 from pipeproof.reference.pairing import Contributed, Flow, Tensors, backward
-from pipeproof.reference.step import Gradient, Loss, Site, Stage
+from pipeproof.reference.step import Gradient, Loss, Site, Stage, dense
 
 _ALIKE = 1e-4  # losses in two precisions that differ by more were not drawn alike
 _THROUGH = 1e-3  # gradients that flow through the ends of stages, and those that flow anyhow
@@ -335,5 +335,5 @@ def _near(one: Gradient, other: Gradient) -> bool:
 
 
 def _wide(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
-    """``gradients`` where and as whoever adds them up wants them."""
-    return {name: None if one is None else one.cpu().double() for name, one in gradients.items()}
+    """``gradients`` where and as whoever adds them up wants them, with all their elements."""
+    return {name: None if one is None else dense(one).cpu().double() for name, one in gradients.items()}

@@ -138,8 +138,9 @@ def _began(evidence: Evidence) -> RuledOut | None:
 def _ran(evidence: Evidence) -> RuledOut | None:
     """Every stage was watched, and it is known of every call which microbatch it was about."""
     untold = any(flow.untold or flow.mixed for flow in evidence.passed.values())
-    if evidence.unseen or untold or not (evidence.playable is not None or _orderly(evidence)):
-        return None
+    orderly = evidence.playable is not None or _orderly(evidence)
+    if evidence.unseen or untold or not orderly or evidence.verdict.law("microbatches").note:
+        return None  # a note tells of calls that were not counted
     whole = "every stage ran once each way for each microbatch, in the right mode"
     return clears("microbatches", ("order", "mode"), whole)(evidence)
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.links import Link
+from pipeproof.foreign.outside import as_far_as_known, why_unsure
 from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
 from pipeproof.foreign.sources import TARGETS, Data, Source, Sources, is_target
 from pipeproof.foreign.survey import TOGETHER, Places
@@ -23,27 +24,6 @@ from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
 
 _AS_SENT = "its call came in the order of those before it"
-
-
-def without_trials(stages: Mapping[int, StageSeen], data: Data) -> dict[int, StageSeen]:
-    """``stages`` without a first call too many that is a trial: by such, a runtime learns shapes.
-
-    A trial is about nothing known, or about what lay in memory that it was given, and then other gradients flow back.
-    Were it more than that, the sums of gradients would show it.
-    """
-    orders, found = Chain(stages, data).orders, dict(stages)
-    for stage, seen in stages.items():
-        first, *others = orders[stage].numbers or (UNKNOWN_MICROBATCH,)
-        if sorted(others) != list(range(len(data))):
-            continue
-        own = seen.calls[1 + others.index(first)] if first in others else None
-        if own is None or _flows(own) != _flows(seen.calls[0]):
-            found[stage] = replace(seen, calls=seen.calls[1:])
-    return found
-
-
-def _flows(call: Call) -> dict[int, bytes]:
-    return {number: one.digest for number, one in call.output_gradients.items()}
 
 
 class Chain:
@@ -115,6 +95,8 @@ class Chain:
             before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
             lost = detached(before, calls, self.orders[stage])
             found[stage] = replace(passed_of(stage, calls, seen_there, context), detached=lost)
+            if stage != self.last and why_unsure(stage, self.stages[stage], links[stage]):
+                found[stage] = as_far_as_known(found[stage])
         return found
 
     @cached_property

@@ -1,7 +1,7 @@
 """What each rank saw of a step and made of it again, and what that shows together."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -13,9 +13,12 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain
+from pipeproof.foreign.chain_conditions import ChainConditions
 from pipeproof.foreign.composed import AgainstItself
-from pipeproof.foreign.composed_causes import of_calls, on_the_wire, repeated, with_lost, with_own
+from pipeproof.foreign.composed_causes import drawn_again, of_calls, on_the_wire, repeated, with_lost, with_own
+from pipeproof.foreign.first_run import DRAWS_AGAIN
 from pipeproof.foreign.links import Link
+from pipeproof.foreign.outside import enter_unsure
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.part_sums import Wrong
 from pipeproof.foreign.replica_weights import Weights
@@ -77,10 +80,11 @@ class OwnPart:
     ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
     it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
     its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
-    are not those that the step began with. ``precision``: that of its stages, ``summed``: that in which gradients are
-    added up over ranks. ``weights``: what it began with. ``wrong``: gradients that are not what they must be, where
-    other ranks may have parts of them: ``in_parts``, as where stages are cut inside. ``alone``: its own sums.
-    ``hooked``: why hooks may have made others of gradients, by name. ``scale``: how its losses are scaled.
+    are not those that the step began with; ``drawing``: those that draw again in their backwards. ``precision``: that
+    of its stages, ``summed``: that in which gradients are added up over ranks. ``weights``: what it began with.
+    ``wrong``: gradients that are not what they must be, where other ranks may tell why. ``in_parts``: stages are cut
+    inside. ``alone``: its own sums. ``hooked``: why hooks may have made others of gradients, by name.
+    ``scale``: how its losses are scaled.
     """
 
     ledger: Ledger
@@ -94,6 +98,7 @@ class OwnPart:
     foreseen: bool = False
     forms: Mapping[str, Tensor] = field(default_factory=dict)
     moved: frozenset[int] = frozenset()
+    drawing: frozenset[int] = frozenset()
     precision: Precision = FP32
     summed: Precision = FP32
     weights: Weights = field(default_factory=dict)
@@ -188,9 +193,12 @@ class Whole:
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
+        enter_unsure(self.chain.stages, self._links, self._passed, ledger)
         for stage, links in self._links.items():
             if self._is_strange(stage):
                 ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
+            if any(stage in part.drawing for part in self.parts):
+                ledger.doubt("boundaries", f"stage {stage}: {DRAWS_AGAIN}")
             if any(link.endless for link in links):
                 ledger.doubt("boundaries", f"what stage {stage} gives is not finite")
             elif any(one.limit == math.inf for one in self._passed[stage].crossings) and not self._is_strange(stage):
@@ -293,10 +301,12 @@ class Whole:
         )
 
     @property
-    def _conditions(self) -> "_Conditions":
+    def _conditions(self) -> ChainConditions:
         frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
         matters = any(link.mode_matters for links in self._links.values() for link in links)
-        return _Conditions(self.chain.microbatches, frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters)
+        return ChainConditions(
+            self.chain.microbatches, frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters
+        )
 
     def _explained(self, verdict: Verdict) -> Verdict:
         """``verdict`` with the causes of what the chain shows, then those that ranks found in their own gradients."""
@@ -340,6 +350,8 @@ class Whole:
             return cause
         moved = any(cause.stage in part.moved for part in self.parts)
         found = repeated(cause, flow, moved=moved)
+        if found == cause and any(cause.stage in part.drawing for part in self.parts):
+            found = drawn_again(cause)
         if found != cause and any(part.in_parts for part in self.parts):  # what is put together is other code
             return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
         return on_the_wire(found, flow, last=self.chain.last)
@@ -364,21 +376,6 @@ class _Due:
     @property
     def update(self) -> Update:
         raise AssertionError("no gradients are there to be explained")
-
-
-@dataclass(frozen=True)
-class _Conditions:
-    """What must hold of actions: of every stage once for each microbatch, but backwards of the ``frozen`` ones."""
-
-    microbatches: int
-    frozen: Collection[int]
-    plan: tuple[str, ...] = ("train",)
-    due: frozenset[Site] = frozenset()
-    unmatched: Mapping[Site, str] = field(default_factory=dict)
-    unseen: Collection[int] = ()
-    uncalled: Collection[int] = ()
-    traced: Collection[int] = ()
-    mode_matters: Callable[[], bool] = lambda: True
 
 
 def _apart(one: float, other: float) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Whole
-from pipeproof.foreign.part_sums import not_summed, of_other_ranks
+from pipeproof.foreign.part_sums import at_other_stages, not_summed, of_other_ranks
 from pipeproof.foreign.replica_weights import enter_weights
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.judge import concluded
@@ -55,7 +55,8 @@ def verdict_of(
 def _of_sums(ranks: Sequence[OwnPart], replicas: Sequence[int]) -> list[Cause]:
     """What is wrong with sums over ranks."""
     wrong = [part.wrong for part in ranks]
-    return [*of_other_ranks(wrong, [part.alone for part in ranks])] or [*not_summed(wrong, replicas)]
+    summed = [*of_other_ranks(wrong, [part.alone for part in ranks])] or [*not_summed(wrong, replicas)]
+    return summed or [*at_other_stages(wrong)]
 
 
 def _along_the_flow(wholes: Sequence[Whole], replicas: Sequence[int]) -> list[Whole]:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
+from unittest import SkipTest
 
 from pipeproof.foreign.mutants import MUTANTS
 from pipeproof.foreign.planted import Planted
@@ -13,7 +14,7 @@ from pipeproof.foreign.reductions import Given, Key, noted, same_ranks
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.cause import few
 from pipeproof.pipeline.schedules import nearest
-from pipeproof.worlds.rank_report import Ending, RankFailed
+from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -27,6 +28,10 @@ class LetPass(AssertionError):
 
 class UnchangedError(Exception):
     """A test failed on a rank on which a fault was to be, and had not changed anything yet."""
+
+
+class SkippedError(Exception):
+    """A test skipped under a fault: where all ranks do, whoever asked for this would be skipped, too."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,9 @@ def _tried(name: str, run: Callable[..., list[Any]], ranks: int) -> Tried:
             told = [report.message.partition(": ") for report in failure.reports]
             before = [why for kind, _, why in told if kind.endswith(UnchangedError.__name__)]
             how = f"the test ended before this changed anything: {before[0]}" if before else _how(failure)
-            skipped = failure.reports[failure.culprit].ending is Ending.SKIPPED
+            kind, _, why = told[failure.culprit]
+            skipped = kind.endswith(SkippedError.__name__)
+            how = f"the test skips on rank {failure.culprit}: {why}" if skipped and not before else how
             return replace(one, outcome="not judged" if before or skipped else "caught", rank=rank, how=how)
         if any(each.hits for each in went):
             return replace(one, outcome="let pass", rank=rank)
@@ -167,6 +174,8 @@ def _go(context: RankContext, test: Test, name: str, rank: int | None = None, *,
     except _endings() as error:
         if planted and not fault.hits:
             raise UnchangedError(f"{type(error).__name__}: {error}") from error
+        if name and isinstance(error, _skips()):
+            raise SkippedError(str(error)) from error
         raise
     finally:
         _fault = nullcontext
@@ -177,11 +186,14 @@ def _go(context: RankContext, test: Test, name: str, rank: int | None = None, *,
 def _endings() -> tuple[type[BaseException], ...]:
     """What a test raises that ends, also by ``fail`` and ``skip`` of pytest, where it may call them."""
     found: Any = sys.modules.get("pytest")
-    return (
-        (Exception, SystemExit)
-        if found is None
-        else (Exception, SystemExit, found.fail.Exception, found.skip.Exception)
-    )
+    of_pytest = () if found is None else (found.fail.Exception, found.skip.Exception)
+    return (Exception, SystemExit, *of_pytest)
+
+
+def _skips() -> tuple[type[BaseException], ...]:
+    """What a test raises that skips, also by ``skip`` of pytest, where it may call that."""
+    found: Any = sys.modules.get("pytest")
+    return (SkipTest,) if found is None else (SkipTest, found.skip.Exception)
 
 
 def _runs() -> bool:

@@ -11,6 +11,11 @@ def by_attributes(stage: int, names: Sequence[str]) -> str:
     return f"{again}: {few(names)}; call its module with what it needs of them"
 
 
+def draws_in_backward(stage: int) -> str:
+    """Why it is not known what a stage gives whose backward itself draws random numbers."""
+    return f"what the backward of stage {stage} gives depends on what was drawn meanwhile: it draws random numbers"
+
+
 def draws_elsewhere(who: str, generator: object = None) -> str:
     """Why it is not known what ``who`` gives, who draws from this; None: from a state that somebody else keeps."""
     if generator is None:

@@ -14,6 +14,7 @@ from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import twin
+from pipeproof.worlds.stack import Stack
 
 _PASS = "pass plain tensors, in tuples, lists or mappings, or register its class with torch.utils._pytree"
 _ARGUMENT = "what is passed on there is not seen; call the stage's module with it, or make it a parameter"
@@ -24,12 +25,14 @@ Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 class StageSeen:
     """A stage on its rank, and its calls.
 
-    ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same.
+    ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same. ``outside``: where
+    the backward of a loss was called for that came to what it gave; None where none did.
     """
 
     rank: int
     calls: tuple[Call, ...]
     meant: Mapping[int, int] = field(default_factory=dict)
+    outside: Stack | None = None
 
     def without_own(self, links: Sequence[Link]) -> "StageSeen":
         """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""

@@ -13,6 +13,7 @@ from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.foreign.crossings import near
+from pipeproof.foreign.first_run import DRAWS_AGAIN
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.judge import concluded
@@ -20,7 +21,7 @@ from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.mismatch import Mismatch, Size
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.copied import copied
-from pipeproof.reference.step import Expected, Site
+from pipeproof.reference.step import Expected, Site, dense
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.drawing import drawing_apart
 
@@ -67,6 +68,9 @@ def own_causes(
         )
         for cause in found.cause
     ]
+    if not causes and own.first_run.draws_again:
+        causes = [Cause("randomness", rank, own.stage, detail=DRAWS_AGAIN)]
+        found = replace(found, undecided=())
     return replace(found, cause=tuple(causes))
 
 
@@ -95,12 +99,15 @@ class _OwnDue:
     @cached_property
     def gradients(self) -> dict[Site, Tensor | None]:
         """Those that were seen."""
-        return {(self.own.stage, name): self.seen[full] for full, name in self.names.items() if full in self.seen}
+        seen, own = self.seen, self.own.stage
+        return _dense({(own, name): seen[full] for full, name in self.names.items() if full in seen})
 
     @cached_property
     def expected(self) -> Expected:
         due = self.own.expected
-        return replace(due, gradients={site: one for site, one in due.gradients.items() if site in self.gradients})
+        kept = {site: one for site, one in due.gradients.items() if site in self.gradients}
+        given = tuple(replace(one, gradients=_dense(one.gradients)) for one in due.contributions)
+        return replace(due, gradients=_dense(kept), contributions=given)
 
     @cached_property
     def update(self) -> Update:
@@ -117,9 +124,14 @@ class _OwnDue:
         old = {(self.own.stage, self.names[full]): one for full, one in self.begun.items() if one is not None}
         ranks, stages = len({*self.placement}), len(self.placement)
         both = self.gradients, self.expected.gradients
-        given = self.own.expected.contributions
+        given = self.expected.contributions
         return Update(*both, now, old=old, placement=alone, ranks=ranks, stages=stages, given=given)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
         return self.expected.before
+
+
+def _dense(gradients: Mapping[Site, Tensor | None]) -> dict[Site, Tensor | None]:
+    """``gradients`` with all their elements, of which causes are made."""
+    return {site: None if one is None else dense(one) for site, one in gradients.items()}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.crossings import near
+from pipeproof.foreign.first_run import FirstRun
 from pipeproof.foreign.links import Ending, Link, Made, Point, comes_again, fits, limits_of, seen_at
 from pipeproof.foreign.obstacles import by_attributes, draws_elsewhere
 from pipeproof.foreign.own_calls import own_twin
@@ -24,7 +25,6 @@ from pipeproof.observers.elements import is_rounded, version
 from pipeproof.observers.own_losses import leaves_of
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
-from pipeproof.observers.speaking import Speaking
 from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.again import Again, Called, State, flowed, repeats
@@ -67,7 +67,7 @@ class OwnStage:
         self._loss_writes = True  # to what it is given, until one does not
         self.loss_leaves: list[Tensor] | None = None  # what the loss is of besides what the stage gives
         self._noted, self._more = dict[Point, Tensor](), dict[int, Tensor]()
-        self._speaks: bool | None = None
+        self.first_run = FirstRun()
         self.links: list[Link] = []
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self._sums: dict[tuple[int, str], Gradient] = {}
@@ -81,8 +81,7 @@ class OwnStage:
                 made = self._find_cast(k) or self._again(self._reference, self._batches[k], onto=onto)
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 self._note_form(k, self._noted)
-                told = self.other_form or self._told_of(error)
-                found[k] = Link({}, obstacle=told)
+                found[k] = Link({}, obstacle=self.other_form or self._told_of(error))
                 continue
             self._note_form(k, made.tensors)
             if self.other_form:
@@ -92,11 +91,14 @@ class OwnStage:
             if made.contribution is not None and self._calls[k].ran:
                 self._add(made.contribution)
         self.links = [found[k] for k in range(len(self._calls))]
+        for batch in self.batches[:1]:
+            self.first_run.find_out(partial(self._reference.contribution, batch, self.loss.function, self.loss.divisor))
 
     def _told_of(self, error: Exception) -> str:
-        if isinstance(error, KeptElsewhere):
-            return draws_elsewhere(f"stage {self.stage}")
-        return f"run again, stage {self.stage} raised {raised(error)}"
+        stage = f"stage {self.stage}"
+        return (
+            draws_elsewhere(stage) if isinstance(error, KeptElsewhere) else f"run again, {stage} raised {raised(error)}"
+        )
 
     @property
     def _in_place(self) -> bool:
@@ -107,14 +109,13 @@ class OwnStage:
         if self._in_place:
             self._sums |= {site: one for site, one in contribution.gradients.items() if one is not None}
         else:
-            orders = {self.stage: [0]}
-            self._sums = self._reference.accumulate([contribution], orders=orders, onto=self._sums)
+            self._sums = self._reference.accumulate([contribution], orders={self.stage: [0]}, onto=self._sums)
 
     @property
     def gradients(self) -> dict[str, Gradient]:
         """What the step must have added up in each parameter, by its name in the stage."""
-        names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
-        return {name: self._sums.get((self.stage, name)) for name in names}
+        every = self._model.named_parameters(remove_duplicate=False)
+        return {name: self._sums.get((self.stage, name)) for name, _ in every}
 
     @property
     def closed(self) -> bool:
@@ -153,7 +154,7 @@ class OwnStage:
     @property
     def speaks(self) -> bool:
         """Whether its calls speak to other ranks: it is run no more than they run it."""
-        return bool(self._speaks)
+        return bool(self.first_run.speaks)
 
     @property
     def flowing(self) -> int:
@@ -180,8 +181,8 @@ class OwnStage:
     @property
     def unreached(self) -> list[str]:
         """The parameters to be trained to which no call contributes, where any should."""
-        wanting = [name for name, one in self._model.named_parameters() if one.requires_grad]
-        return [name for name in wanting if self.links and self._sums.get((self.stage, name)) is None]
+        wanting = [name for name, one in self._model.named_parameters() if one.requires_grad and self.links]
+        return [name for name in wanting if self._sums.get((self.stage, name)) is None]
 
     @property
     def other(self) -> bool:
@@ -259,7 +260,9 @@ class OwnStage:
     def _flow(self, output: Any, flows: Any) -> Tensor:
         """The objective of an inner stage, which notes what the stage gave."""
         self._noted = {(MADE, n): one for n, one in enumerate(tensors_in(output))}
-        return flowed(output, flows, tensors=tensors_in, note=self._more.__setitem__)
+        found = flowed(output, flows, tensors=tensors_in, note=self._more.__setitem__)
+        self.first_run.backward_begins(self._kept(0).state.drawn)
+        return found
 
     def _ending_loss(self, output: Any, target: Any) -> Tensor:
         """The loss, which notes what the last stage gave, and what flows back to that."""
@@ -268,11 +271,12 @@ class OwnStage:
         as_made = [one.detach() for one in made]  # a hook that has the very tensor at which it is keeps both for ever
         noted = self._noted = {(MADE, n): one.clone() if self._loss_writes else one for n, one in enumerate(as_made)}
         versions = [*map(version, made)]
-        hooked = self._model.__dict__["stage"]._backward_pre_hooks  # they are given it next, and may write to it
+        hooks = self._model.__dict__["stage"]._backward_pre_hooks  # they are given it next, and may write to it
+        kept = Tensor.clone if hooks or any(one._backward_hooks for one in made) else Tensor.detach
         for n, one in enumerate(made):
             if one.requires_grad and n not in repeats(made):  # of one tensor, what flows to it is told once
                 write = partial(noted.__setitem__, (RECEIVED, n))
-                Flows().made(one, partial(lambda note, flow: partial(note, flow.clone() if hooked else flow), write))
+                Flows(first=True).made(one, partial(lambda note, flow: partial(note, kept(flow)), write))
         if self._draws_others:
             draw_some()
         state = self._kept(0).state
@@ -281,19 +285,16 @@ class OwnStage:
         self._loss_type, self._loss_writes = found.dtype, versions != list(map(version, made))
         if self.loss_leaves is None:
             self.loss_leaves = leaves_of(found, made)
+        self.first_run.backward_begins(state.drawn)
         return found
 
     def _again(
         self, reference: Reference, batch: Batch, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
     ) -> Made:
         loss, self._noted, self._more = self.loss, {}, {}
-        with nullcontext(None) if self._speaks is not None else Speaking() as first:
-            try:
-                contribution = reference.contribution(batch, loss.function, loss.divisor, onto=onto)
-            except LossError:
-                contribution = None
-            finally:
-                self._speaks = self._speaks if first is None else first.spoke
+        contribution = None
+        with self.first_run.noting(), suppress(LossError):
+            contribution = reference.contribution(batch, loss.function, loss.divisor, onto=onto)
         tensors = {at: one.detach() for at, one in self._noted.items()}
         for n, one in (contribution.inputs if contribution is not None else {}).items():
             if one is not None:

@@ -76,6 +76,27 @@ def of_other_ranks(ranks: Sequence[Wrong], alone: Sequence[Mapping[str, Sketch]]
         yield Cause("misplaced", ranks=every, stages=tuple(sorted(stages)), detail=detail)
 
 
+def at_other_stages(ranks: Sequence[Wrong]) -> Iterator[Cause]:
+    """Gradients that lie at parameters of other stages, where each that is wrong is what is due of another that is."""
+    every = {site: (rank, *pair) for rank, wrong in enumerate(ranks) for site, pair in wrong.items()}
+    there = {
+        site: next((one for one, (_, _, due) in every.items() if one[0] != site[0] and _is_of(seen, due)), None)
+        for site, (_, seen, _) in every.items()
+    }
+    of = {site: one for site, one in there.items() if one is not None and not every[site][1].is_like(every[site][2])}
+    if of and len(of) == len(every):
+        own, stages = ({at(site) for site in of} for at in (lambda site: every[site][0], lambda site: site[0]))
+        told = few([f"the gradient of {name} is that of {other}" for (_, name), (_, other) in of.items()])
+        alone = min(own) if len(own) == 1 else None
+        more = tuple(sorted(own)) if len(own) > 1 else ()
+        yield Cause("misplaced", rank=alone, ranks=more, stages=tuple(sorted(stages)), detail=told)
+
+
+def _is_of(seen: Sketch, due: Sketch) -> bool:
+    """Whether what is ``seen`` is what is ``due`` elsewhere, and no chance: of few numbers many are alike."""
+    return bool(seen.norm) and seen.shape == due.shape and math.prod(seen.shape) >= _FEW and seen.is_like(due)
+
+
 def _fitting(wrong: Wrong, alone: Sequence[Mapping[str, Sketch]], own: Mapping[str, Sketch]) -> tuple[int, ...]:
     """The ranks whose sums, in the places that ``own`` has them at, add up to what is seen, by least squares."""
     places = [list(own).index(name) for _, name in wrong if name in own]

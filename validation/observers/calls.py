@@ -15,6 +15,7 @@ from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.written_views import WrittenView
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.again import Called
+from pipeproof.reference.first_hook import hook_first
 from pipeproof.worlds.posted_messages import Came
 from pipeproof.worlds.stack import Stack
 
@@ -26,9 +27,11 @@ class Flows:
     """The backwards through one call: those that bring a gradient to what the call made.
 
     A tensor that a runtime receives into may come into many calls, and a hook at it is told of the gradients of all.
-    What a call itself made is no other's, so the backwards that reach that are its own.
+    What a call itself made is no other's, so the backwards that reach that are its own. ``first``: gradients are noted
+    as they came to what it made, before its own hooks there make others of them.
     """
 
+    first: bool = False
     _own: set[int] = field(default_factory=set)
     _ended: bool = False  # whether any came to what the call was given
     _early: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
@@ -58,7 +61,10 @@ class Flows:
                 one()
             self._early = [one for one in self._early if one[0] != backward]
 
-        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+        if self.first:
+            hook_first(tensor, flowed)
+        else:
+            tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
         runs = tensor.grad_fn is not None  # what computed it is then told of backwards, if they go through it
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(goes_through)
@@ -188,9 +194,8 @@ class Call:
 
         ``counts``: there this call's backwards are counted.
         """
-        assert self.again is not None, "parts are of use where calls are run again"
         is_output, number = at
-        if is_output and kept is not None:
+        if is_output and kept is not None and self.again is not None:
             self.again.parts.setdefault(number, {}).setdefault(seen.digest, kept)
         self.parts.setdefault(at, []).append(Part(seen, torch._C._current_graph_task_id(), counts))
 
@@ -202,9 +207,9 @@ class Call:
 
     @property
     def apart(self) -> bool:
-        """Whether two outputs had a backward each, of which none brought anything to both."""
+        """Whether a backward came to some outputs and not to others: each may have its own."""
         own = [{one.backward for one in those} for (is_output, _), those in self.parts.items() if is_output]
-        return any(one.isdisjoint(other) for one, other in combinations(own, 2))
+        return any(one != other for one, other in combinations(own, 2))
 
     @property
     def varied(self) -> bool:

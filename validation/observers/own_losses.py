@@ -1,7 +1,8 @@
 """Losses of a module's own: backwards that come to its weights, or to what it was given, past what it gave.
 
 The gradients of most modules are those of what flowed back to their outputs. One that keeps an auxiliary loss in an
-attribute, or whose weights the loss punishes, has others besides, and nobody can tell these by its outputs.
+attribute, or whose weights the loss punishes, has others besides, and nobody can tell these by its outputs. Other
+losses are made outside of what a module gave: what they bring there, no other module handed back.
 
 Every backward begins at roots. From there its graph is walked down, no further than to what watched calls gave: in a
 usual step that is a node or two. What is very far down is not looked for. What calls gave and were given is noted in
@@ -10,7 +11,7 @@ the ``metadata`` of the graph's nodes, which lives as long as they do and keeps 
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
@@ -65,13 +66,13 @@ class OwnLoss:
 
 @dataclass(frozen=True)
 class _Noted:
-    """Of the results of one node: those that a call gave, and by number the modules that each was given to.
+    """Of the results of one node, by number: the modules that gave each in a call, and those that it was given to.
 
     ``weight_of``: of a node that is a weight as it was gathered, the modules that it is one of. ``viewed``: those of
     which a call gave a view.
     """
 
-    gave: set[int] = field(default_factory=set)
+    gave: dict[int, set[int]] = field(default_factory=dict)
     given: dict[int, set[int]] = field(default_factory=dict)
     weight_of: set[int] = field(default_factory=set)
     viewed: set[int] = field(default_factory=set)
@@ -84,6 +85,11 @@ class OwnLosses:
         self._flowed = flowed
         self._modules: dict[int, nn.Module] = {}  # by a number that no other has
         self._found: dict[nn.Module, OwnLoss] = {}
+        self._outside: dict[nn.Module, Stack] = {}
+
+    def outside(self, module: nn.Module) -> Stack | None:
+        """Where the first backward of a loss was called for that came to what ``module`` gave; None if none did."""
+        return self._outside.get(module)
 
     def of(self, module: nn.Module) -> OwnLoss | None:
         """The first of ``module``, if it has any."""
@@ -104,7 +110,7 @@ class OwnLosses:
         for node, number in _edges(one._base for one in every if one._is_view() and one._base is not None):
             _noted(node).viewed.add(number)
         for node, number in gave:
-            _noted(node).gave.add(number)
+            _noted(node).gave.setdefault(number, set()).update(own)
         for node, number in given:
             _noted(node).given.setdefault(number, set()).update(own)
         if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with others, gathered for this
@@ -114,19 +120,20 @@ class OwnLosses:
     def anew(self) -> None:
         """Another operation begins."""
         self._found.clear()
+        self._outside.clear()
 
     def close(self) -> None:
         """Look at no more backwards."""
         _forget(self)
 
-    def begins(self, leaves: Collection[Node], given: Collection[int]) -> Callable[[Stack, bool], None]:
-        """A backward begins that comes to ``leaves``, and to what modules of these numbers were ``given``, past what
-        calls gave; once it is over, tell where it was called for, and whether it adds gradients to those of tensors.
+    def begins(self, way: "_Way") -> Callable[[Stack, bool], None]:
+        """A backward begins that goes this ``way``; once it is over, tell where it was called for, and whether it adds
+        gradients to those of tensors.
 
         What a call itself asks for, and adds to none, is a part of that call, and is asked for again with it.
         """
-        reached = {id(one.variable) for one in leaves}
-        gathered = {number for one in leaves if _NOTED in _kept_by(one) for number in _noted(one).weight_of}
+        reached = {id(one.variable) for one in way.leaves}
+        gathered = {number for one in way.leaves if _NOTED in _kept_by(one) for number in _noted(one).weight_of}
         every = self._modules.items()  # in shards, a module's parameters are others once it is over
         punished = {n for n, one in every if n in gathered or any(id(own) in reached for own in one.parameters())}
         before = {number: self._flowed(one) for number, one in every}
@@ -135,7 +142,9 @@ class OwnLosses:
             for number, flowed in before.items():
                 module, weights = self._modules[number], number in punished
                 through = self._flowed(module) > flowed
-                to_given = number in given
+                to_given = number in way.given
+                if number in way.outside:
+                    self._outside.setdefault(module, stack)
                 if (weights or to_given) and (adds or not _is_called_now(module)):
                     found = OwnLoss(weights, not through, stack, to_given, frozenset(_names(module, reached)))
                     self._found[module] = self._found[module].and_also(found) if module in self._found else found
@@ -195,22 +204,26 @@ class _Engine(torch._C._ImperativeEngine):
         self.inner, self.looks = inner, True
 
     def run_backward(self, *given: Any, **named: Any) -> Any:
-        """Torch's. One inside another runs a part of the graph again: the outer one counts."""
+        """Torch's. One inside another may run a part of the graph again: then what it comes to was given to no call."""
         begin = self.inner.run_backward
-        if not self.looks or not _open or is_inside_a_backward():
+        if not self.looks or not _open:
             return begin(*given, **named)
         said = dict(zip(_SAID, given, strict=False)) | named
+        adds, inside = bool(said.get("accumulate_grad")), is_inside_a_backward()
+        if inside and not adds:
+            return begin(*given, **named)
         begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _kept_by(edge[0])]
         if not begun:
-            with _going_on():
+            with nullcontext() if inside else _going_on():
                 return begin(*given, **named)
-        leaves, numbers = _past(begun, said.get("inputs", ()))
-        if not leaves and not numbers:
+        way = _Way.of(begun, said["tensors"], said.get("inputs", ()))
+        way = replace(way, leaves=()) if inside else way
+        if not way.comes_anywhere:
             return begin(*given, **named)
-        told = [one.begins(leaves, numbers) for one in _open]
+        told = [one.begins(way) for one in _open]
         result = begin(*given, **named)
         for tell in told:
-            tell(own_stack(), bool(said.get("accumulate_grad")))
+            tell(own_stack(), adds)
         return result
 
     @staticmethod
@@ -266,18 +279,45 @@ def _forget(losses: OwnLosses) -> None:
     _engine = None
 
 
-def _past(begun: Sequence[Edge], ends: _Ends) -> tuple[list[Node], set[int]]:
-    """What a backward that has ``begun`` there comes to past what calls gave: leaves, and the numbers of modules that
-    were given it. Where there are ``ends`` it is for them alone, and what is left may begin anywhere on its way."""
-    passed, gave = down(begun, _is_given, FAR)
-    if written := {edge for node, _ in passed for edge in _written(node)}:
-        passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), FAR)
-    if ends:
-        for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node), FAR)[0]:
-            _kept_by(node)[_HALF] = True
-        passed &= {*_edges(ends)}
-    noted = (_noted(node).given.get(number, ()) for node, number in passed if _NOTED in _kept_by(node))
-    return _leaves(passed), set().union(*noted)
+@dataclass(frozen=True)
+class _Way:
+    """What a backward comes to: past what calls gave, ``leaves``, and what modules of these numbers were ``given``.
+
+    ``outside``: the modules to what they gave it comes from a loss.
+    """
+
+    leaves: Sequence[Node] = ()
+    given: Collection[int] = ()
+    outside: Collection[int] = ()
+
+    @staticmethod
+    def of(begun: Sequence[Edge], roots: _Ends, ends: _Ends) -> "_Way":
+        """That of one that has ``begun`` there, as it was called for at these ``roots``.
+
+        Where there are ``ends`` it is for them alone, and what is left may begin anywhere on its way.
+        """
+        passed, gave = down(begun, _is_given, FAR)
+        if written := {edge for node, _ in passed for edge in _written(node)}:
+            passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), FAR)
+        losses = [edge for edge in _edges(filter(_is_loss, roots)) if not _is_given(*edge)]
+        _, summed = down(losses, _is_given, FAR) if losses != [*begun] else ((), gave)
+        if ends:
+            for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node), FAR)[0]:
+                _kept_by(node)[_HALF] = True
+            passed &= {*_edges(ends)}
+        noted = (_noted(node).given.get(number, ()) for node, number in passed if _NOTED in _kept_by(node))
+        outside = (_noted(node).gave.get(number, ()) for node, number in summed if _NOTED in _kept_by(node))
+        return _Way(_leaves(passed), set().union(*noted), set().union(*outside))
+
+    @property
+    def comes_anywhere(self) -> bool:
+        """Whether it does."""
+        return bool(self.leaves or self.given or self.outside)
+
+
+def _is_loss(root: Tensor | GradientEdge) -> bool:
+    """Whether a backward of ``root`` may be that of a loss, which is one number."""
+    return isinstance(root, Tensor) and root.numel() == 1
 
 
 def _is_given(node: Node, number: int) -> bool:

@@ -21,7 +21,7 @@ from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
 from pipeproof.observers.hidden import InAttribute, hidden_in, hidden_inputs, inputs_kept
 from pipeproof.observers.hook import Hook
-from pipeproof.observers.own_losses import OwnLoss, OwnLosses, trains
+from pipeproof.observers.own_losses import OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import leaves_in, tensors_in
@@ -34,6 +34,7 @@ from pipeproof.worlds.posted_messages import Came, received_at
 from pipeproof.worlds.stack import Stack, own_stack
 
 Module = TypeVar("Module", bound=nn.Module)
+Keep = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -104,12 +105,13 @@ class Watcher:
     """Notes the calls of watched modules. ``compiled``: ``torch.compile`` took some in, whose calls it cannot see.
 
     keep: copies a tensor to where it is kept, so that calls can be run again; None: none is kept. generators: of random
-    numbers, those that calls may draw from besides torch's, Python's, numpy's and the modules' own.
+    numbers, those that calls may draw from besides torch's, Python's, numpy's and the modules' own. linked: calls are
+    held against their neighbours', as where they are kept.
     """
 
-    def __init__(self, *, keep: Callable[[Tensor], Tensor] | None = None, generators: Sequence[Generator] = ()) -> None:
+    def __init__(self, *, keep: Keep | None = None, generators: Sequence[Generator] = (), linked: bool = False) -> None:
         self.compiled = False
-        self._keep, self._generators = keep, generators
+        self._keep, self._generators, self._linked = keep, generators, linked or keep is not None
         self._hooks: list[RemovableHandle] = []
         self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
         self._watched: dict[int, _Watched] = {}
@@ -120,13 +122,13 @@ class Watcher:
         """Hook ``module``, once; calls count while ``when`` holds."""
         if id(module) not in self._watched:
             self._watched[id(module)] = _Watched(module, when or (lambda: True))
-            first = self._keep is not None  # or a call that is run again has what other hooks made of its inputs twice
+            first = self._linked  # or a call that is run again has what other hooks made of its inputs twice
             self._hooks.append(
                 module.register_forward_pre_hook(Hook(module, self._entered), prepend=first, with_kwargs=True)
             )
             self._hooks.append(module.register_forward_hook(Hook(module, self._called), with_kwargs=True))
             self._hooks += self._came.before_hooks_of(module)
-            if self._keep is not None:
+            if self._linked:
                 self._losses.watch(module)
 
     def close(self) -> None:
@@ -166,9 +168,10 @@ class Watcher:
         """The DDP in which ``module`` was called, if it was."""
         return self._watched[id(module)].replicas
 
-    def own_loss(self, module: nn.Module) -> OwnLoss | None:
-        """That of ``module``, if a backward came past what it gave: known of modules whose calls are kept."""
-        return self._losses.of(module)
+    @property
+    def losses(self) -> OwnLosses:
+        """Those that modules have besides, whose calls are kept."""
+        return self._losses
 
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
@@ -275,7 +278,7 @@ class Watcher:
         A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins. ``parts``
         are outputs of which this rank has a part each: through them, too, its own backwards come.
         """
-        flows, count = Flows(), partial(self._count, module, call)
+        flows, count = Flows(first=self._linked), partial(self._count, module, call)
         for number, tensor in enumerate(parts):
             flows.made(tensor, self._counting(call, count if not inputs and not outputs and not number else None))
         given = {id(tensor) for tensor in inputs.values()}
@@ -319,9 +322,9 @@ class Watcher:
                 call.asked.setdefault(number, (seen, kept))
 
             def write() -> None:
-                if seen is not None and call.again is not None:
+                if seen is not None and self._linked:
                     call.note_part((into is call.output_gradients, number), seen, kept, counts=count is not None)
-                if seen is not None and (self._keep is None or number not in into):  # of halves, the first has it all
+                if seen is not None and (not self._linked or number not in into):  # of halves, the first has it all
                     into[number] = seen
                 if kept is not None and call.again is not None:
                     call.again.flows.setdefault(number, kept)

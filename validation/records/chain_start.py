@@ -46,7 +46,7 @@ class ChainStart:
             several = " and ".join(map(str, same[0]))
             raise RecordError(f"stages {several} are one module: nobody can tell its calls apart; give each its own")
         for stage, module in own.modules.items():
-            if unmade := next((name for name, one in module.named_parameters() if is_lazy(one)), None):
+            if unmade := next((name for name, one in module.named_parameters() if is_lazy(one) or one.is_meta), None):
                 raise RecordError(f"{unmade} of stage {stage} is made in its first call: check a later step")
         names: dict[int, str] = {}
         every = [(stage, *pair) for stage, module in own.modules.items() for pair in module.named_parameters()]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import of_gradients
-from pipeproof.foreign.chain import Chain, without_trials
+from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.foreign.composed_verdict import verdict_of
@@ -26,6 +26,7 @@ from pipeproof.foreign.own_calls import StageSeen, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data
+from pipeproof.foreign.trials import Trials
 from pipeproof.foreign.wiring import called_too_often, gives_nothing, on_several_inputs, several_calls
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
@@ -210,12 +211,12 @@ class ComposedCheck(CheckedStep):
         every, calls = self._heard()
         lines = self._lines
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
-        own_chain = without_trials(own_chain, self._data)
+        trials = Trials.among(own_chain, self._data)
+        own_chain = trials.without
         calls = {stage: own[len(own) - len(own_chain[stage].calls) :] for stage, own in calls.items()}
         own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
-        on_several = "on several inputs of each microbatch"
-        of_several = (several_calls(stage, on_several) for stage in on_several_inputs(chain))
+        of_several = (several_calls(k, "on several inputs of each microbatch") for k in on_several_inputs(chain))
         for why in (*gives_nothing(chain), *called_too_often(chain), *of_several):
             self.refuse(why)
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
@@ -240,6 +241,8 @@ class ComposedCheck(CheckedStep):
             part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
         for why in self._begun.without_gradients(self._own, calls):
             self._ledger.doubt("presence", why)
+        if none := trials.enter(self._ledger, calls):
+            self.refuse(none)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
@@ -268,8 +271,9 @@ class ComposedCheck(CheckedStep):
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
                 raise RecordError(unseen)
+        rank, outside = self._exchange.rank, self._watched.outside
         seen = {
-            stage: StageSeen(self._exchange.rank, tuple(replace(call, again=None) for call in own))
+            stage: StageSeen(rank, tuple(replace(call, again=None) for call in own), outside=outside.get(stage))
             for stage, own in calls.items()
         }
         every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")

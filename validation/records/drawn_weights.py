@@ -1,9 +1,10 @@
-"""Weights that begin with random numbers, and whether a seed, or a copy of modules, makes two of them alike."""
+"""Weights that begin with random numbers, and whether a seed makes two of them alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import torch
 from torch import Tensor
 
 from pipeproof.observers.elements import in_fp64
@@ -13,6 +14,8 @@ from pipeproof.reference.step import Site
 _ROWS, _LONG, _MANY = 4, 1 << 10, 256  # what is looked at; numbers among it: bf16 has few, and repeats them
 _SHORT = 4  # elements of a row that may well be in order by chance
 _FIRST = 16  # elements that tell of what random numbers a weight was made
+_SEVERAL = 8  # rows of which it is no chance that each follows from those before
+_ROUNDED, _LITTLE = 8, 1e-3  # times what a type rounds, and what that makes of large angles
 _NEAR = 1e-2  # how far they may be from a multiple of others: bf16 has few digits
 
 
@@ -49,19 +52,32 @@ class DrawnWeights:
     every: Mapping[Site, Drawn]
 
     def are_twins(self, one: Site, other: Site) -> bool:
-        """Whether one seed, or a copy of the modules around them, makes both equal, and not they alone are.
+        """Whether one seed makes both equal, and not they alone are.
 
-        One seed makes the first weights of two stages equal, until they draw others; some may be drawn anew, and then
-        others of the same kind are equal still. A copy makes all of two modules so: the smallest around both that have
-        several weights tell.
+        It makes the first weights of two stages equal, until they draw others; some may be drawn anew, and then others
+        between which these lie are equal still. Whole modules that are equal otherwise are copies of each other, or
+        one: nobody knows.
         """
         if one not in self.every or other not in self.every:
             return True  # every one of its kind may begin so
         if self.every[one].kind != self.every[other].kind:
             return False
-        return self._have_one_seed(one, other) or self._are_in_copies(one, other) or self._are_of_several(one, other)
+        return self.have_one_seed(one, other) or self._are_of_several(one, other)
 
-    def _have_one_seed(self, one: Site, other: Site) -> bool:
+    def copies(self, plain: Iterable[Site], first: Mapping[str, str]) -> list[list[Site]]:
+        """Those of some weights that were not drawn that have one place in modules whose drawn weights are all one.
+
+        ``first``: of each name the first that its weight has.
+        """
+        groups: dict[object, list[Site]] = {}
+        for stage, name in plain:
+            prefix, drawn = self._beside(stage, name)
+            weights = tuple((one, first.get(f"{prefix}{one}", f"{prefix}{one}")) for one in sorted(drawn))
+            if weights:
+                groups.setdefault((weights, name.removeprefix(prefix)), []).append((stage, name))
+        return [those for those in groups.values() if len(those) > 1]
+
+    def have_one_seed(self, one: Site, other: Site) -> bool:
         """Whether all that their stages drew is alike, from the first on to them and until one drew something else.
 
         What it drew then is of the same random numbers, too. A single weight is alike by a seed only where it is all
@@ -77,28 +93,33 @@ class DrawnWeights:
         return alike > 1 or len(mine) == len(its)
 
     def _are_of_several(self, one: Site, other: Site) -> bool:
-        """Whether several different weights of their kind are equal in both stages, as those of layer after layer."""
+        """Whether several of their kind are equal in both stages, in the same places, and others lie between them.
+
+        As those of layer after layer of which an initialisation draws the others anew.
+        """
+        mine, its = (self._of(stage, name, 0) for stage, name in (one, other))
+        pairs = [*takewhile(lambda pair: pair[0].kind == pair[1].kind, zip(mine.values(), its.values(), strict=False))]
+        equal = [k for k, (a, b) in enumerate(pairs) if a.content is not None and a.content == b.content]
+        same = [*mine].index(one[1]) == [*its].index(other[1])
         kind = self.every[one].kind
-        both = ({own.content for own in self._of(*at, 0).values() if own.kind == kind} for at in (one, other))
-        return len(set.intersection(*both) - {None}) > 1
+        several = {pairs[k][0].content for k in equal if pairs[k][0].kind == kind}
+        return same and len(several) > 1 and equal[-1] - equal[0] >= len(equal)
 
-    def _are_in_copies(self, one: Site, other: Site) -> bool:
-        """Whether all that the modules around them both drew is alike, and that is more than they are."""
-        mine, its = self._around(*one), self._around(*other)
-        both = mine.keys() & its.keys()
-        return len(both) > 1 and all(mine[name].is_as(its[name]) for name in both)
-
-    def _around(self, stage: int, name: str) -> dict[str, Drawn]:
-        """By name in it, what the smallest module around the weight has that has others, too; else its stage."""
-        depth = name.count(".")
-        found = (self._of(stage, name, levels) for levels in range(depth, -1, -1))
-        return next((each for each in found if len(each) > 1), self._of(stage, name, 0))
+    def _beside(self, stage: int, name: str) -> tuple[str, Collection[str]]:
+        """The smallest module around a weight that drew any, and the names of those in it."""
+        prefixes = (_prefix(name, levels) for levels in range(name.count("."), -1, -1))
+        found = ((one, self._of(stage, name, one.count("."))) for one in prefixes)
+        return next((each for each in found if each[1]), (name, ()))
 
     def _of(self, stage: int, name: str, levels: int) -> dict[str, Drawn]:
         """What the module has that has the first so many ``levels`` of ``name``."""
-        prefix = "".join(f"{part}." for part in name.split(".")[:levels])
+        prefix = _prefix(name, levels)
         own = [site for site in self.every if site[0] == stage and site[1].startswith(prefix)]
         return {site[1].removeprefix(prefix): self.every[site] for site in own}
+
+
+def _prefix(name: str, levels: int) -> str:
+    return "".join(f"{part}." for part in name.split(".")[:levels])
 
 
 def drawn(kind: str, weight: Tensor) -> Drawn | None:
@@ -111,15 +132,32 @@ def drawn(kind: str, weight: Tensor) -> Drawn | None:
 
 
 def looks_drawn(weight: Tensor) -> bool:
-    """Whether rows of it have many numbers, in no order: not as of identities, or of ranges.
+    """Whether rows of it have many numbers, in no order: not as of identities, of ranges or of waves.
 
     Many layers begin with the same of these, as state space models do. A row of one number tells nothing, as one that
     no word of a vocabulary has.
     """
+    if _is_of_waves(held_here(weight).detach()):
+        return False
     rows = [row for row in _rows(held_here(weight).detach()) if len({*row}) > 1]
     every = [one for row in rows for one in row]
     in_order = all(row in (sorted(row), sorted(row, reverse=True)) for row in rows)
     return not in_order and len({*every}) >= min(len(every) / 2, _MANY)
+
+
+def _is_of_waves(held: Tensor) -> bool:
+    """Whether each column goes on as a wave does, as positions begin that are sines and cosines.
+
+    Of any three that follow each other, the outer two together are the same multiple of the middle one.
+    """
+    if held.dim() != 2 or len(held) < _SEVERAL or held.is_complex():
+        return False
+    few = held[:_LONG, :_MANY]
+    part = in_fp64(few).reshape(few.shape)
+    outer, middle = part[2:] + part[:-2], part[1:-1]
+    times = (outer * middle).sum(0) / middle.square().sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+    allowed = max(_LITTLE, _ROUNDED * torch.finfo(held.dtype).eps if held.is_floating_point() else 0.0)
+    return bool(((outer - times * middle).abs().amax(0) <= allowed * part.abs().amax(0)).all())
 
 
 def _rows(held: Tensor) -> list[Sequence[float]]:

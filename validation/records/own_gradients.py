@@ -61,6 +61,8 @@ class OwnGradients:
         ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
         """
         names = self._comparable(stage)
+        if stage.first_run.draws_again:
+            part = replace(part, drawing=part.drawing | {stage.stage})
         if not stage.closed:
             return part
         self._skip_untrained(stage)
@@ -166,6 +168,8 @@ class OwnGradients:
             return replace(part, undecided=(*part.undecided, why))
         begun = {full: self.shards.in_place(full, self.begun.get(full)) for full in names}
         found = own_causes(stage, self.ledger, numbers, seen, names, begun, placement=self.placement)
+        if not found.cause and self.lines.count == 1:
+            part = replace(part, wrong={**part.wrong, **sketched(stage.stage, whole, seen, due)})
         unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []
         causes, undecided = map(self.by_scale, found.cause), (*found.undecided, *unsought)
         return replace(part, causes=(*part.causes, *causes), undecided=(*part.undecided, *undecided))

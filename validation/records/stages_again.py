@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
+from pipeproof.foreign.obstacles import draws_in_backward
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.sources import TARGETS
 from pipeproof.judging.verdict import names_of
@@ -86,11 +87,7 @@ class StagesAgain:
                 if self.in_parts and own.other_form:
                     raise RecordError(own.other_form)
                 self.stages.append(self._as_meant(own))
-                if self.in_parts and (doubt := in_doubt(own, self.others.get(stage, ()))):
-                    own.doubt(doubt)
-                weights = weights_among(own.loss_leaves or (), own.model)
-                if (loss := self.own_losses.get(stage)) is not None and not loss.is_of(weights):
-                    own.doubt(_told(stage, loss))
+                self._note_doubts(self.stages[-1])
                 note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
                 flowed = (k for k, call in enumerate(made) if any(one.norm for one in call.output_gradients.values()))
@@ -131,6 +128,8 @@ class StagesAgain:
         for k, own in enumerate(self.stages):
             targets = targets_of(self.given, self.chain, own.stage)
             self.stages[k] = self.way.as_agreed(own, self.modules[own.stage], self._wanting(own.stage), targets)
+            if self.stages[k] is not own:
+                self._note_doubts(self.stages[k])
 
     @property
     def of_the_loss(self) -> list[str]:
@@ -147,6 +146,16 @@ class StagesAgain:
         inputs = [{n: one for n, one in own.items() if n < TARGETS} for own in contents]
         pairs = list(zip(inputs, contents, strict=True))
         return [m for m, (own, whole) in enumerate(pairs) if any(own == it and whole != all_ for it, all_ in pairs)]
+
+    def _note_doubts(self, own: OwnStage) -> None:
+        """Note why it is not known what a stage gives, though it runs again."""
+        if self.in_parts and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
+            own.doubt(doubt)
+        if own.first_run.draws_anew:
+            own.doubt(draws_in_backward(own.stage))
+        weights = weights_among(own.loss_leaves or (), own.model)
+        if (loss := self.own_losses.get(own.stage)) is not None and not loss.is_of(weights):
+            own.doubt(_told(own.stage, loss))
 
     def _wanting(self, stage: int) -> list[Call]:
         return wanting(self.calls[stage], self.chain.lost(stage))

@@ -9,6 +9,7 @@ from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.comm_hooks import CommHook, hooks_of
 from pipeproof.records.rank_part import RankStages
+from pipeproof.worlds.stack import Stack
 
 
 class WatchedStages:
@@ -21,7 +22,7 @@ class WatchedStages:
 
     def watch(self, stage: int, module: nn.Module, *, kept: bool) -> None:
         """Watch ``stage`` from now on. ``kept``: so that its calls can be run again."""
-        watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators)
+        watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators, linked=True)
         self._modules[stage], self._watchers[stage] = module, self._saw or watcher
         self._watchers[stage].watch(module)
 
@@ -37,7 +38,13 @@ class WatchedStages:
     @property
     def own_losses(self) -> dict[int, OwnLoss]:
         """The losses that stages have of their own."""
-        found = {k: self._watchers[k].own_loss(one) for k, one in self._modules.items()}
+        found = {k: self._watchers[k].losses.of(one) for k, one in self._modules.items()}
+        return {k: one for k, one in found.items() if one is not None}
+
+    @property
+    def outside(self) -> dict[int, Stack]:
+        """Where losses were made of what stages gave: of inner ones, these are outside of all stages."""
+        found = {k: self._watchers[k].losses.outside(one) for k, one in self._modules.items()}
         return {k: one for k, one in found.items() if one is not None}
 
     def comm_hooks(self, own: RankStages) -> dict[str, CommHook]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import SkipTest
 
 import pytest
 import torch
@@ -347,3 +348,28 @@ def test_where_nothing_could_be_planted_nothing_is_known(world: World) -> None:
 
 def test_nothing_is_left_behind(world: World) -> None:
     world.run(partial(replicas, strict=True), ranks=2)
+
+
+def skips(context: RankContext, how: Callable[[str], Any]) -> None:
+    """A test that skips where a gradient is odd, on every rank."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    layer(torch.ones(1, WIDTH)).sum().backward()
+    assert layer.weight.grad is not None
+    whole = layer.weight.grad.clone()
+    dist.all_reduce(whole)
+    if not torch.equal(whole, torch.full((WIDTH, WIDTH), float(context.ranks))):
+        how("odd numbers")
+
+
+def raises_skip(why: str) -> None:
+    raise SkipTest(why)
+
+
+@pytest.mark.parametrize("how", [pytest.skip, raises_skip])
+def test_a_test_that_skips_on_all_ranks_under_a_fault_has_not_judged_it(
+    whitebox: WhiteBox, how: Callable[[str], Any]
+) -> None:
+    (tried,) = whitebox.mutate(partial(skips, how=how), ranks=2, only=["gradient-doubled"]).tried
+    assert tried.outcome == "not judged", tried
+    assert tried.how.startswith("the test skips on rank"), tried.how
+    assert tried.how.endswith(": odd numbers"), tried.how

@@ -129,8 +129,8 @@ def test_what_is_no_accumulation_is_said_in_a_sentence() -> None:
     assert "accumulation is 'late': expected an Accumulation" in str(check.verdict)
 
 
-def test_weights_that_are_made_in_the_first_call_are_said_in_a_sentence() -> None:
-    stage = nn.LazyLinear(8)
+@pytest.mark.parametrize("stage", [nn.LazyLinear(8), nn.Linear(8, 8, device="meta")])
+def test_weights_that_are_made_in_the_first_call_are_said_in_a_sentence(stage: nn.Module) -> None:
     with check_step(stage, data(COUNT), against=Composed(LOSS)) as check:
         check.gradients()
     assert "weight of stage 0 is made in its first call: check a later step" in str(check.verdict)

@@ -80,3 +80,15 @@ def test_several_of_a_kind_that_are_equal_are_of_one_seed_though_others_were_dra
         )
     }
     assert DrawnWeights(every).are_twins((0, "0.0.q"), (1, "1.0.q")) is several
+
+
+def test_two_tables_at_the_begin_of_two_stages_may_be_the_same_two() -> None:
+    """As words and positions that both ends of a model have: nothing lies between them that was drawn anew."""
+    every = {
+        (stage, f"{stage}.{name}"): Drawn(kind, (float(stage), 1.0 + stage * at), content=content)
+        for stage in (0, 1)
+        for at, (name, kind, content) in enumerate(
+            [("words", "Embedding", "w"), ("places", "Embedding", "p"), ("l", "Linear", f"l{stage}")]
+        )
+    }
+    assert not DrawnWeights(every).are_twins((0, "0.words"), (1, "1.words"))

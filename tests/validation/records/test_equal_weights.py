@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from pipeproof.judging.verdict import Verdict
-from tests.support.pipeline_here import Job, checked, layers
+from pipeproof.records.composed_step import Composed
+from pipeproof.records.step_check import check_step
+from tests.support.pipeline_here import MSE, Job, checked, layers
 
 
 @dataclass
@@ -74,13 +76,16 @@ def seeded(*modules: Callable[[], nn.Module]) -> nn.Sequential:
 WIDE, BIASED = partial(nn.Linear, 8, 8, bias=False), partial(nn.Linear, 8, 8)
 
 
-def block() -> nn.Module:
-    return nn.Sequential(BIASED(), nn.Tanh(), BIASED())
-
-
 def states(module: nn.Linear) -> nn.Linear:
     """As state space models begin in each layer: with the same range in each row."""
     module.weight.data = torch.arange(1.0, 9.0).log().repeat(8, 1)
+    return module
+
+
+def waves(module: nn.Linear) -> nn.Linear:
+    """As positions begin: with sines and cosines."""
+    angles = torch.arange(8.0)[:, None] / torch.tensor([1.0, 10.0, 100.0, 1000.0])
+    module.weight.data = torch.stack([angles.sin(), angles.cos()], -1).flatten(1) / 2
     return module
 
 
@@ -89,7 +94,6 @@ def identity(module: nn.Linear) -> nn.Linear:
     return module
 
 
-COPY = block()
 EXPLAINED = {
     "the same": [seeded(WIDE, WIDE), seeded(WIDE, WIDE)],
     "until they draw others": [
@@ -99,15 +103,76 @@ EXPLAINED = {
     "one is all": [seeded(WIDE), seeded(WIDE)],
     "ranges": [nn.Sequential(BIASED(), states(BIASED())), nn.Sequential(states(BIASED()), nn.Tanh())],
     "identities": [nn.Sequential(identity(BIASED())), nn.Sequential(nn.Tanh(), identity(BIASED()))],
-    "copies of a module": [nn.Sequential(BIASED(), deepcopy(COPY)), nn.Sequential(BIASED(), deepcopy(COPY))],
+    "waves": [nn.Sequential(BIASED(), waves(BIASED())), nn.Sequential(waves(BIASED()), nn.Tanh())],
 }
 
 
 @pytest.mark.parametrize("stages", EXPLAINED.values(), ids=EXPLAINED)
-def test_what_a_seed_a_copy_or_no_draw_explains_is_only_pointed_at(stages: list[nn.Module]) -> None:
+def test_what_a_seed_or_no_draw_explains_is_only_pointed_at(stages: list[nn.Module]) -> None:
     verdict = checked(Job(stages))
     assert verdict.verdict == "pass", str(verdict)
     assert "begin alike, and each has its own gradient" in verdict.law("gradient").note
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+@dataclass
+class Repeated(Job):
+    """Each stage has a copy of one block behind a layer of its own; of its weights ``alone`` is not summed."""
+
+    alone: str = "none"
+
+    def step(self) -> list[float]:
+        losses = super().step()
+        blocks = [stage[1] for stage in self.stages]  # type: ignore[index]  # they are sequences
+        for copies in zip(*(block.named_parameters() for block in blocks), strict=True):
+            whole = torch.stack([one.grad for _, one in copies]).sum(0)
+            for name, one in copies:
+                one.grad = one.grad if self.alone in (name, "all") else whole.clone()
+        return losses
+
+
+@pytest.mark.parametrize(("apart", "said"), [("all", "unknown"), ("norm.bias", "unknown"), ("none", "pass")])
+def test_copies_of_a_whole_module_may_be_one_module(apart: str, said: str) -> None:
+    block = Block()
+    job = Repeated([nn.Sequential(BIASED(), deepcopy(block)) for _ in range(3)], alone=apart)
+    with check_step(dict(enumerate(job.stages)), job.data, against=Composed(MSE), rename="{}.{}".format) as check:
+        job.step()
+        check.gradients()
+    assert check.verdict.verdict == said, str(check.verdict)
+    note = check.verdict.law("gradient").note
+    assert ("2.1.norm.weight and 0.1.norm.weight" in note) == (apart != "all")
+    assert ("each has its own gradient: 0.1.norm.bias and 1.1.norm.bias" in note) == (apart == "norm.bias")
+
+
+def seeded_block() -> nn.Module:
+    torch.manual_seed(0)
+    return Block()
+
+
+def test_gradients_of_two_weights_of_one_seed_may_have_been_added_up_by_mistake() -> None:
+    """So nobody knows whether they are one weight."""
+    job = Repeated([nn.Sequential(nn.Tanh(), seeded_block()) for _ in range(2)])
+    with check_step(dict(enumerate(job.stages)), job.data, against=Composed(MSE), rename="{}.{}".format) as check:
+        job.step()
+        check.gradients()
+    assert check.verdict.verdict == "unknown", str(check.verdict)
+    note = check.verdict.law("gradient").note
+    assert "as one seed makes them, and have one sum: 0.1.layer.bias and 1.1.layer.bias" in note
+
+
+def test_norms_of_other_blocks_that_were_added_up_are_wrong() -> None:
+    job = Repeated([nn.Sequential(BIASED(), Block()) for _ in range(2)], alone="layer.weight")
+    verdict = checked(job)
+    assert verdict.law("gradient").outcome == "fail", str(verdict)
+    assert "one weight" not in str(verdict)
 
 
 class Unembedding(nn.Module):

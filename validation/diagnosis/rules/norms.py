@@ -72,9 +72,11 @@ def of_no_known_norm(evidence: Evidence) -> tuple[str, ...]:
     found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
     if not found or evidence.differs("gradient") or evidence.differs("presence"):
         return ()
+    value, right = evidence.norms[found[0].rank or 0], evidence.expected.norm
+    times = f"{value / right:.4g} times theirs, " if value and right else ""
     return (
-        "the norm is like nothing known of the gradients that were compared: it is formed in another way, or gradients "
-        "were changed after they were compared and before the norm was formed",
+        f"the norm is like nothing known of the gradients that were compared: it is {times}formed in another way, or "
+        "gradients were changed after they were compared and before the norm was formed",
     )
 
 
