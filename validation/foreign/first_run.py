@@ -35,12 +35,10 @@ class FirstRun:
         if self.speaks is not None:
             yield
             return
-        hook = register_module_forward_pre_hook(self._called)
         try:
             with Speaking() as speaking:
                 yield
         finally:
-            hook.remove()
             self.speaks, then = speaking.spoke, self._then or {}
             now = states_on(then)
             self._draws = any(not torch.equal(now[device], state) for device, state in then.items())
@@ -59,6 +57,7 @@ class FirstRun:
         """
         if not self._draws or self.speaks:
             return
+        hook = register_module_forward_pre_hook(self._called)  # torch warns of such where modules are compiled
         try:
             one, same = again(), again()
             self._disturbed = True
@@ -67,6 +66,7 @@ class FirstRun:
             return
         finally:
             self._disturbed = False
+            hook.remove()
         depends = _are_equal(one, same) and not _are_equal(one, other)
         self.draws_again, self.draws_anew = depends and self._runs_modules, depends and not self._runs_modules
 

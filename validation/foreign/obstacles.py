@@ -13,7 +13,8 @@ def by_attributes(stage: int, names: Sequence[str]) -> str:
 
 def draws_in_backward(stage: int) -> str:
     """Why it is not known what a stage gives whose backward itself draws random numbers."""
-    return f"what the backward of stage {stage} gives depends on what was drawn meanwhile: it draws random numbers"
+    told = f"what the backward of stage {stage} gives depends on what was drawn meanwhile: it draws random numbers"
+    return f"{told}; what runs again in it, as in a checkpoint, must draw what its forward drew"
 
 
 def draws_elsewhere(who: str, generator: object = None) -> str:

@@ -9,6 +9,7 @@ from pipeproof.foreign.sources import TARGETS, Source, is_target
 from pipeproof.judging.cause import listed
 from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
+from pipeproof.pipeline.sizes import some
 
 _LAW = "boundaries"
 _UNSURE = ", and at most what flowed back tells which: check a later step, in which they differ"
@@ -59,7 +60,16 @@ def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> 
         ledger.remark(_LAW, told)
 
 
-def on_several_inputs(chain: Chain) -> Iterator[int]:
+def refusals(chain: Chain) -> Iterator[str]:
+    """Why it is not known what stages were called on, or what they give."""
+    yield from gives_nothing(chain)
+    yield from _called_too_often(chain)
+    yield from _called_too_seldom(chain)
+    for stage in _on_several_inputs(chain):
+        yield several_calls(stage, "on several inputs of each microbatch")
+
+
+def _on_several_inputs(chain: Chain) -> Iterator[int]:
     """The stages that were called several times for each microbatch, each time on something else that was sent."""
     sent = _sent(chain)
     for stage, seen in chain.stages.items():
@@ -75,7 +85,7 @@ def gives_nothing(chain: Chain) -> Iterator[str]:
             yield f"stage {stage} gave no tensor that is seen: let its module give them in tuples, lists or mappings"
 
 
-def called_too_often(chain: Chain) -> Iterator[str]:
+def _called_too_often(chain: Chain) -> Iterator[str]:
     """Where stages were called more often than there are microbatches, on what nobody sent and no microbatch brings."""
     sent, count = _sent(chain), chain.microbatches
     for stage, seen in chain.stages.items():
@@ -86,6 +96,20 @@ def called_too_often(chain: Chain) -> Iterator[str]:
             told = f"stage {stage} was called {len(given)} times, and {count} microbatches were given"
             which = f"call {strange[0]}" if len(strange) == 1 else f"each of calls {listed(strange)}"
             yield f"{told}: what {which} was given is none of theirs; pass all microbatches that the step runs"
+
+
+def _called_too_seldom(chain: Chain) -> Iterator[str]:
+    """Where stages had fewer calls than there are microbatches, on nothing that was sent: perhaps on several at once.
+
+    Where any is on what was sent, microbatches are missing.
+    """
+    sent, count = _sent(chain), chain.microbatches
+    for stage, seen in chain.stages.items():
+        given = [{one.digest for one in call.inputs} for call in seen.calls]
+        if 0 < len(given) < count and all(given) and sent.isdisjoint(set[bytes]().union(*given)):
+            times = some(len(given), "time")
+            told = f"stage {stage} was called {times} for {count} microbatches, on nothing that was sent"
+            yield f"{told}: if that is several at once, call it for each microbatch in the step that is checked"
 
 
 def _sent(chain: Chain) -> set[bytes]:

@@ -27,7 +27,7 @@ from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data
 from pipeproof.foreign.trials import Trials
-from pipeproof.foreign.wiring import called_too_often, gives_nothing, on_several_inputs, several_calls
+from pipeproof.foreign.wiring import refusals
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
@@ -216,8 +216,7 @@ class ComposedCheck(CheckedStep):
         calls = {stage: own[len(own) - len(own_chain[stage].calls) :] for stage, own in calls.items()}
         own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
-        of_several = (several_calls(k, "on several inputs of each microbatch") for k in on_several_inputs(chain))
-        for why in (*gives_nothing(chain), *called_too_often(chain), *of_several):
+        for why in refusals(chain):
             self.refuse(why)
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
         first = self._only or 0

@@ -157,3 +157,24 @@ def test_what_comes_out_of_a_stage_later_is_not_seen() -> None:
         "stage 0 gave no tensor that is seen: let its module give them in tuples, lists or mappings"
     ]
     assert not [*gives_nothing(Chain({0: seen[1], 1: seen[0]}, []))], "of the last one the loss is another's"
+
+
+class Batched(Job):
+    """The second stage is called once, on all microbatches."""
+
+    def step(self) -> list[float]:
+        gave = [self.stages[0](x) for x, _ in self.data]
+        given = torch.cat([one.detach() for one in gave]).requires_grad_()
+        parts = self.stages[1](given).chunk(len(gave))
+        losses = [self.loss_fn(one, target) for one, (_, target) in zip(parts, self.data, strict=True)]
+        (torch.stack(losses).sum() / len(losses)).backward()
+        assert given.grad is not None
+        for one, flow in zip(gave, given.grad.chunk(len(gave)), strict=True):
+            one.backward(flow)
+        return [one.item() for one in losses]
+
+
+def test_a_stage_that_is_called_on_all_microbatches_at_once_is_not_known() -> None:
+    verdict = checked(Batched(layers(torch.tanh, torch.sin)))
+    assert verdict.verdict == "unknown", str(verdict)
+    assert "stage 1 was called 1 time for 3 microbatches, on nothing that was sent" in str(verdict)
