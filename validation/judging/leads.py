@@ -14,8 +14,8 @@ class Leads:
     """How many times what is due gradients are: of what, the factor, and how far from it rounding may lead.
 
     A coarse type leaves room for a gradient that is a hundredth too large, as of a wrong divisor. Rounding is as often
-    up as down, so that it leads few tensors anywhere, and hardly all of them one way. Of 842 gradients of 112 right
-    steps in bf16 and fp16, most with other kernels, none led farther than rounding may.
+    up as down, so that it leads few tensors anywhere, and hardly all of them one way. Of 2,492 gradients of 270 right
+    steps in bf16 and fp16, most with other kernels, 5 led farther than rounding may.
     """
 
     found: frozenset[tuple[object, float, float]] = field(default_factory=frozenset)
