@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.measured import Compared, Measured
 from pipeproof.judging.moved import Moved, unproven
@@ -84,6 +84,12 @@ def mixed(model: nn.Module) -> None:
     model.get_parameter("4.weight").register_hook(lambda one: one + one.roll(1, 0) / 4)
 
 
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1372)
+    one, two, three, four = (torch.randn(2, 32, generator=draw).bfloat16() for _ in range(4))
+    return [(one, two), (three, four)]
+
+
 @pytest.mark.parametrize(
     ("change", "outcome", "beside"),
     [(in_halves, "unknown", True), (in_halves, "unknown", False), (mixed, "fail", True)],
@@ -91,9 +97,7 @@ def mixed(model: nn.Module) -> None:
 def test_a_unit_near_zero_that_another_kernel_turns_is_no_fault(
     change: Callable[[nn.Module], None], outcome: str, beside: bool
 ) -> None:
-    draw = torch.Generator().manual_seed(1372)
-    every = [torch.randn(2, 32, generator=draw).bfloat16() for _ in range(4)]
-    given = [pair for k, pair in enumerate(pairwise(every)) if not k % 2]
+    given = pairs()
     model, source = narrow(), SingleDevice(narrow, loss_fn) if beside else record_step(narrow(), given, loss_fn=loss_fn)
     change(model)
     with check_step(model, given, against=source) as check:
@@ -103,3 +107,18 @@ def test_a_unit_near_zero_that_another_kernel_turns_is_no_fault(
     found = check.verdict
     assert (found.verdict, found.cause) == (outcome, ()), str(found)
     assert max(one.error for one in found.measured.of("gradient")) > 0.2
+
+
+def step_in_halves(model: nn.Sequential, microbatches: list[tuple[Tensor, Tensor]]) -> HandedBack:
+    in_halves(model)
+    stage, losses = watch(model), []
+    for x, y in microbatches:
+        losses.append(loss_fn(stage(x), y))
+        (losses[-1] / len(microbatches)).backward()
+    return HandedBack([stage], [loss.item() for loss in losses])
+
+
+def test_nor_is_it_in_a_step_that_is_watched(whitebox: WhiteBox) -> None:
+    found = whitebox.validate(step_in_halves, reference=narrow, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
+    assert (found.verdict, found.law("gradient").outcome) == ("unknown", "unknown"), str(found)
+    assert "no fault is proven" in found.law("gradient").note
