@@ -29,7 +29,7 @@ Sums = dict[Site, Gradient]
 
 
 @dataclass(frozen=True)
-class Moved:
+class Nudged:
     """Relative to what is due: gradients by parameter, their norm, and what an optimizer makes of each parameter.
 
     ``leads``: how far gradients may move along what is due, as a factor moves them. ``least``: what rounding is allowed
@@ -52,7 +52,7 @@ class Moved:
         least: float,
         norm: Callable[[Sums], float],
         updated: Callable[[Sums], Mapping[Site, Tensor]] | None = None,
-    ) -> "Moved":
+    ) -> "Nudged":
         """By ``others``, gradients one set after another; ``norm`` and ``updated`` are what follows from each.
 
         ``unit``: that of the type that is computed in. ``least``: as it has.
@@ -92,10 +92,10 @@ def _reach(found: dict[str, float], site: Site, far: float) -> None:
     found[site[1]] = max(found.get(site[1], 0.0), far)
 
 
-Moves = Callable[[int], Moved | None]  # of an operation, from 0; None where nobody knows
+Nudges = Callable[[int], Nudged | None]  # of an operation, from 0; None where nobody knows
 
 
-def unproven(verdict: Verdict, moved: Moves) -> Verdict:
+def unproven(verdict: Verdict, moved: Nudges) -> Verdict:
     """``verdict``; unknown where no cause explains all that is first wrong, and rounding may.
 
     ``moved`` is costly, and so asked for last.

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.measured import Compared, Measured
-from pipeproof.judging.moved import Moved, unproven
+from pipeproof.judging.nudged import Nudged, unproven
 from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 
 loss_fn = nn.functional.mse_loss
-MOVED = Moved({"w": 0.2, "b": 0.1}, {"w": 0.01, "b": 0.01}, norm=0.02, least=0.01)
+MOVED = Nudged({"w": 0.2, "b": 0.1}, {"w": 0.01, "b": 0.01}, norm=0.02, least=0.01)
 
 
 def wrong(law: str = "gradient", name: str | None = "w", *, error: float = 0.25, times: float = 1.0) -> Mismatch:
@@ -29,7 +29,7 @@ def verdict(*mismatches: Mismatch, **more: object) -> Verdict:
     return Verdict("a step", "fail", "none", (*laws, LawResult("loss", "pass", 2)), mismatches, **more)  # type: ignore[arg-type]
 
 
-def outcome(*mismatches: Mismatch, moved: Moved | None = MOVED, **more: object) -> str:
+def outcome(*mismatches: Mismatch, moved: Nudged | None = MOVED, **more: object) -> str:
     return unproven(verdict(*mismatches, **more), lambda number: moved if number == 0 else None).verdict
 
 
