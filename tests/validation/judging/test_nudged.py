@@ -1,5 +1,6 @@
 """What weights that are one rounding off move as far is no proof of a fault."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from pipeproof.reference.step import Expected
 
 loss_fn = nn.functional.mse_loss
 MOVED = Nudged({"w": 0.2, "b": 0.1}, {"w": 0.01, "b": 0.01}, norm=0.02, least=0.01)
@@ -41,6 +43,16 @@ def test_what_all_moves_as_far_is_unknown_and_anything_that_does_not_is_wrong() 
     assert outcome(wrong(), Mismatch("gradient", 1, parameter="w", error=None)) == "fail"
     assert outcome(wrong(), replace(wrong(name="b", error=0.1), limit=1e-6)) == "fail", "it is not of its size"
     assert outcome(wrong(), moved=None) == "fail"
+
+
+def test_what_overflows_or_grows_out_of_zero_explains_nothing() -> None:
+    site, zero = (0, "w"), (0, "b")
+    due = Expected("train", (), 0.0, gradients={site: torch.ones(2), zero: torch.zeros(2)}, norm=1.0)
+    others = [{site: torch.tensor([1.0, far]), zero: torch.ones(2)} for far in (1.1, math.inf)]
+    sizes = iter([1.05, math.nan])
+    found = Nudged.measured(due, others, unit=2.0**-8, least=0.0, norm=lambda _: next(sizes))
+    assert found.gradients == pytest.approx({"w": 0.1})
+    assert (found.leads, found.norm) == (pytest.approx({"w": 0.2, "b": 1.5 * 2.0**-8}), pytest.approx(0.05))
 
 
 def test_what_follows_later_and_what_is_in_doubt_by_itself_need_not_move() -> None:
