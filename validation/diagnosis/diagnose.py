@@ -32,7 +32,7 @@ from pipeproof.diagnosis.rules.update import clip, update
 from pipeproof.diagnosis.sights import measured
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
-from pipeproof.judging.moved import Moves, unproven
+from pipeproof.judging.nudged import Nudges, unproven
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import LATE
@@ -67,7 +67,7 @@ def explained(evidence: Evidence) -> Verdict:
     return replace(found, undecided=(*found.undecided, untold))
 
 
-def sought(verdict: Verdict, look: Callable[[], Verdict], *, moved: Moves = lambda _: None) -> Verdict:
+def sought(verdict: Verdict, look: Callable[[], Verdict], *, moved: Nudges = lambda _: None) -> Verdict:
     """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
 
     What fails never depends on code of the user's own, which may run in its explanation; but where no cause explains

@@ -11,7 +11,7 @@ from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
 from pipeproof.judging.judge import scenarios
-from pipeproof.judging.moved import Moved
+from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, precision_of_reference
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.tolerance import Precision
@@ -74,7 +74,7 @@ class StepOracle:
         self._floors |= {} if answer.floors is None else {number: answer.floors}
         return answer
 
-    def moved(self, number: int) -> Moved | None:
+    def moved(self, number: int) -> Nudged | None:
         """How far weights that are one rounding off move operation ``number``; None where that is no update."""
         return self._floors[number].moved if number in self._floors else None
 

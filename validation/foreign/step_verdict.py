@@ -16,7 +16,7 @@ from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unrouted import unrouted
 from pipeproof.judging.judge import judged, one_thread
-from pipeproof.judging.moved import Moves
+from pipeproof.judging.nudged import Nudges
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
 
@@ -90,7 +90,7 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
     """The verdict, with its cause, on ``runs`` as they are."""
     first, watched, missed = runs[0], runs[0].found.watched, runs[0].found.missed
 
-    def of_calls(which: Which) -> tuple[Verdict, Moves]:
+    def of_calls(which: Which) -> tuple[Verdict, Nudges]:
         observed = observed_of(runs, [one.passages(which) for one in runs])
         required, oracle = required_of(title, task, runs, second, observed, halted=halted)
         return judged(required, observed), oracle.moved
@@ -124,7 +124,7 @@ def _nearer(scaled: Verdict, verdict: Verdict) -> bool:
     return operations[0] > operations[1] or (operations[0] == operations[1] and counts[0] < counts[1])
 
 
-def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside, moved: Moves) -> Verdict:
+def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside, moved: Nudges) -> Verdict:
     """``verdict`` with its cause, sought in the operation that disagrees first."""
     known = one.passages(counted, undivided=True)
     if one.run.crash is not None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from pipeproof.judging.tolerance import Floor
 
-_SEVERAL = 4  # parameters: of fewer it may be chance, unless all lead twice as far as rounding does
-_FEW = 2
+_SEVERAL = 4  # parameters that lead one way: of fewer it may be chance
+_FEW = 2  # the same, of those that one factor explains
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Leads:
     """How many times what is due gradients are: of what, the factor, and how far from it rounding may lead.
 
     A coarse type leaves room for a gradient that is a hundredth too large, as of a wrong divisor. Rounding is as often
-    up as down, so that it leads few tensors anywhere, and hardly all of them one way. Of 842 gradients of 112 right
-    steps in bf16 and fp16, most with other kernels, none led farther than rounding may.
+    up as down, so that it leads few tensors anywhere, and hardly all of them one way. Of 6,551 gradients of 570 right
+    steps in bf16 and fp16, most with other kernels, 50 led farther than rounding may; of no step half of them did.
     """
 
     found: frozenset[tuple[object, float, float]] = field(default_factory=frozenset)
@@ -48,14 +48,11 @@ class Leads:
 
     @property
     def _doubtful(self) -> bool:
-        """Whether so many lead that it is no chance: all of them, or half where one factor may be that of all."""
+        """Whether so many lead that it is no chance: half, where one factor may be that of all, or several and all."""
         of, every = (
             {what for what, factor, led in self.found if abs(factor - 1) > led},
             {what for what, *_ in self.found},
         )
         alike = max(f - led for _, f, led in self.found) <= min(f + led for _, f, led in self.found)
         whole = all(abs(factor - 1) > led for _, factor, led in self.found)
-        far = all(abs(factor - 1) > 2 * led for _, factor, led in self.found)
-        if len(of) >= _SEVERAL:
-            return whole or (alike and 2 * len(of) >= len(every))
-        return len(of) >= _FEW and far and alike
+        return (alike and len(of) >= max(_FEW, len(every) / 2)) or (whole and len(of) >= _SEVERAL)

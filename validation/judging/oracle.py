@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.judging.makeup import Makeup
-from pipeproof.judging.moved import Moved, Sums
+from pipeproof.judging.nudged import Nudged, Sums
 from pipeproof.judging.tolerance import (
     FP32,
     FP64,
@@ -122,7 +122,7 @@ class Floors:
         return coarsest([self._precision, *(precision_of(one) for one in types)])
 
     @cached_property
-    def moved(self) -> Moved | None:
+    def moved(self) -> Nudged | None:
         """How far weights that are one rounding off move all of it; None where no narrow type is computed in."""
         if (narrow := self._narrowest).unit <= FP32.unit:
             return None
@@ -130,7 +130,7 @@ class Floors:
         made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
         totals = (self._total(one) for one in made if one is not None)
         due, norm, least = self._last, self._reference.norm, self._precision.least
-        return Moved.measured(due, totals, unit=narrow.unit, least=least, norm=norm, updated=self._updated)
+        return Nudged.measured(due, totals, unit=narrow.unit, least=least, norm=norm, updated=self._updated)
 
     def _excused(self, gap: float) -> float:
         """How much of the gap to nudged numbers may be rounding, as a floor that is multiplied by our own factor."""

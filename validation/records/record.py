@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.cases.case import AXES
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.moved import Moved
+from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.oracle import Floors
 from pipeproof.judging.tolerance import (
     Floor,
@@ -95,7 +95,7 @@ class RecordedFloors:
     losses: Sequence[Floor]
     norm: Floor
     gradients: Mapping[str, Floor]
-    moved: Moved | None = None
+    moved: Nudged | None = None
 
     @classmethod
     def measured(cls, expected: Expected, floors: Floors, *, moved: bool = False) -> "RecordedFloors":
@@ -148,7 +148,7 @@ class Record:
         found = self.config.get("max_norm")
         return float(found) if isinstance(found, int | float) else None
 
-    def moved(self, number: int) -> Moved | None:
+    def moved(self, number: int) -> Nudged | None:
         """How far weights that are one rounding off move operation ``number``; None where nobody measured it."""
         floors = self.operations[number].floors
         return None if floors is None else floors.moved

@@ -16,7 +16,7 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage as HeldStage
-from pipeproof.judging.moved import Moves
+from pipeproof.judging.nudged import Nudges
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
@@ -225,7 +225,7 @@ def explained(
     exchange: Exchange,
     *,
     look: Callable[[], Evidence],
-    moved: Moves,
+    moved: Nudges,
     bound_s: float,
 ) -> Verdict:
     """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
-from pipeproof.judging.moved import Moved
+from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.tolerance import PRECISIONS, Floor
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
@@ -213,9 +213,9 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients, moved)
 
 
-def _moved(data: Mapping[str, Any]) -> Moved:
+def _moved(data: Mapping[str, Any]) -> Nudged:
     of = {what: {name: float(far) for name, far in data[what].items()} for what in ("gradients", "leads", "updates")}
-    return Moved(**of, norm=float(data["norm"]), least=float(data["least"]))
+    return Nudged(**of, norm=float(data["norm"]), least=float(data["least"]))
 
 
 def _is_config(path: Path) -> bool:

@@ -23,7 +23,7 @@ from pipeproof.foreign.task import (
 )
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
-from pipeproof.judging.moved import Moved
+from pipeproof.judging.nudged import Nudged
 from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
@@ -148,7 +148,7 @@ class ReferenceBeside:
             step.of_record, now=now, tied=copies_apart(self.model, owner), computed_in=lambda: self._computed_in
         )
 
-    def moved(self, number: int) -> Moved | None:
+    def moved(self, number: int) -> Nudged | None:
         """How far weights that are one rounding off move the step, which is one; on rank 0."""
         assert self.model is not None, "a step was compared with what this model gave"
         with drawing_apart(), buffers_kept(self._loss_fn):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.judging.judge import due_of
 from pipeproof.judging.measured import versions
-from pipeproof.judging.moved import Moved
+from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.records.record import (
@@ -90,7 +90,7 @@ def recorded(
     return Record("expected", _config(model, microbatches, recipe), (operation,))
 
 
-def moved(model: nn.Module, microbatches: Pairs, recipe: Recipe, *, stages: Stages) -> Moved | None:
+def moved(model: nn.Module, microbatches: Pairs, recipe: Recipe, *, stages: Stages) -> Nudged | None:
     """How far weights that are one rounding off move what is ``recorded``; None where it is in no narrow type."""
     step = _performed(model, microbatches, recipe, None, stages)
     return Floors(_reference(copied(model), recipe, stages), [step]).moved

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from pipeproof.judging.moved import Moved
+from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.tolerance import Floor, same_bits
 from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError
 from pipeproof.records.record_file import FORMAT, VERSION, described, read, write
@@ -22,7 +22,7 @@ from pipeproof.worlds.output_file import OutputError, OutputFile
 
 FLOOR = Floor(1e-8, 2e-7, 0.25, size=3e-9)
 WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3) / 7, torch.tensor([1.0, -0.0])
-MOVED = Moved({"w": 0.1}, {"w": 1e-3}, norm=math.inf, least=0.5, updates={"w": 0.2})
+MOVED = Nudged({"w": 0.1}, {"w": 1e-3}, norm=math.inf, least=0.5, updates={"w": 0.2})
 RECORD = Record(
     "expected",
     {"case": "1f1b r2 s2 m2", "seed": 3, "ragged": True},

@@ -5,6 +5,7 @@ jumps, farther than any sum rounds, and nothing is wrong. Weights that are off o
 too.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,7 @@ Sums = dict[Site, Gradient]
 
 
 @dataclass(frozen=True)
-class Moved:
+class Nudged:
     """Relative to what is due: gradients by parameter, their norm, and what an optimizer makes of each parameter.
 
     ``leads``: how far gradients may move along what is due, as a factor moves them. ``least``: what rounding is allowed
@@ -52,25 +53,24 @@ class Moved:
         least: float,
         norm: Callable[[Sums], float],
         updated: Callable[[Sums], Mapping[Site, Tensor]] | None = None,
-    ) -> "Moved":
+    ) -> "Nudged":
         """By ``others``, gradients one set after another; ``norm`` and ``updated`` are what follows from each.
 
         ``unit``: that of the type that is computed in. ``least``: as it has.
         """
-        gradients, leads, updates = dict[str, float](), dict[str, float](), dict[str, float]()
-        size = 0.0
+        gradients, leads, updates, norms = (dict[str, float]() for _ in range(4))
         for other in others:
             for site, one in due.gradients.items():
                 moved = other.get(site)
                 if one is not None and moved is not None:
-                    _reach(gradients, site, error(moved, one))
-                    _reach(leads, site, max(LEAD * unit, _AS_LED * lead(moved, one)))
-            size = max(size, scalar_error(norm(other), due.norm or 0.0))
+                    _reach(gradients, site[1], error(moved, one))
+                    _reach(leads, site[1], max(LEAD * unit, _AS_LED * lead(moved, one)))
+            _reach(norms, "", scalar_error(norm(other), due.norm or 0.0))
             for site, after in ({} if updated is None else updated(other)).items():
                 if site in due.parameters:
                     start = due.before[site[1]]
-                    _reach(updates, site, error(after, due.parameters[site], base=start, rounded=True))
-        return cls(gradients, leads, size, least, updates)
+                    _reach(updates, site[1], error(after, due.parameters[site], base=start, rounded=True))
+        return cls(gradients, leads, norms.get("", 0.0), least, updates)
 
     def explains(self, one: Mismatch) -> bool:
         """Whether what ``one`` is about moves as far as it is off, and leads as far."""
@@ -88,14 +88,16 @@ class Moved:
         return times is None or abs(times - 1) <= self.leads.get(name, 0.0)
 
 
-def _reach(found: dict[str, float], site: Site, far: float) -> None:
-    found[site[1]] = max(found.get(site[1], 0.0), far)
+def _reach(found: dict[str, float], name: str, far: float) -> None:
+    """Note how ``far`` something moves, unless it overflows or grows out of zero: that would explain anything."""
+    if math.isfinite(far):
+        found[name] = max(found.get(name, 0.0), far)
 
 
-Moves = Callable[[int], Moved | None]  # of an operation, from 0; None where nobody knows
+Nudges = Callable[[int], Nudged | None]  # of an operation, from 0; None where nobody knows
 
 
-def unproven(verdict: Verdict, moved: Moves) -> Verdict:
+def unproven(verdict: Verdict, moved: Nudges) -> Verdict:
     """``verdict``; unknown where no cause explains all that is first wrong, and rounding may.
 
     ``moved`` is costly, and so asked for last.
