@@ -163,10 +163,10 @@ def tensors_in(values: Sequence[object], named: Mapping[str, object] = _NONE) ->
     """Those in nests of tuples and lists, with memory to speak of; of a DTensor and its like, what it consists of."""
     found: list[Tensor] = []
     for value in (*values, *named.values()) if named else values:
-        if isinstance(value, Tensor):
-            if is_traceable_wrapper_subclass(value):
-                found += tensors_in([getattr(value, name) for name in value.__tensor_flatten__()[0]])
-            elif value.layout is torch.strided and has_memory(value):
+        if is_traceable_wrapper_subclass(value):
+            found += tensors_in([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif isinstance(value, Tensor):
+            if value.layout is torch.strided and has_memory(value):
                 found.append(value)
         elif isinstance(value, _NESTS):
             found += tensors_in(value)
