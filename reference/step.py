@@ -279,16 +279,18 @@ class Reference:
 
     def _update(self, expected: Expected, max_norm: float) -> Expected:
         gradients = self.total(self._sums)
-        norm = self.norm(gradients)
-        factor = clip_factor(norm, max_norm)
+        norm, self._sums = self.norm(gradients), {}
+        parameters = self.step(gradients, clip_factor(norm, max_norm))
+        return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
+
+    def step(self, gradients: Mapping[Site, Gradient], factor: float) -> dict[Site, Tensor]:
+        """Take a step with ``factor`` times these gradients: what becomes of every parameter."""
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else (gradient * factor).to(parameter.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._sums = {}
-        parameters = {self._sites[name]: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
+        return {self._sites[name]: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     def accumulate(
         self,

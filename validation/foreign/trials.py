@@ -12,9 +12,8 @@ from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 
 _TAKEN = "the first call of stage {}, one too many, was taken for a trial"
 _ADDED = (
-    "stage {} was called {} times, and {} microbatches were given: what call 1 was given is none of theirs, it had a "
-    "backward, and gradients are not those of the others; pass all microbatches that the step runs, or let a trial add "
-    "nothing"
+    "stage {} was called {} times for {} microbatch{}: what call 1 was given is of none of these, it had a backward, "
+    "and gradients are not those of the others; pass all microbatches that the step runs, or let a trial add nothing"
 )
 
 
@@ -50,17 +49,17 @@ class Trials:
         """The stages without their trials."""
         return {k: replace(one, calls=one.calls[1:]) if k in self.found else one for k, one in self.stages.items()}
 
-    def enter(self, ledger: Ledger, own: Iterable[int]) -> str:
-        """Enter what was taken for trials of a rank's ``own`` stages, whose gradients were compared in ``ledger``.
+    def enter(self, ledger: Ledger, own: Iterable[int]) -> None:
+        """Say what was taken for a trial of a rank's ``own`` stages, whose gradients were compared in ``ledger``.
 
-        Why it was none, if that looks so.
+        Where gradients are wrong it may be none.
         """
+        count = self.microbatches
         wrong = {one.stage for one in ledger.mismatches if one.law in ("gradient", "presence")}
         for stage in sorted(self.found.keys() & {*own}):
-            if stage in wrong & self.nobodys and self.found[stage].trained:
-                return _ADDED.format(stage, len(self.stages[stage].calls), self.microbatches)
-            ledger.remark("microbatches", _TAKEN.format(stage))
-        return ""
+            added = stage in wrong & self.nobodys and self.found[stage].trained
+            told = _ADDED.format(stage, len(self.stages[stage].calls), count, "es" * (count != 1))
+            ledger.remark("microbatches", told if added else _TAKEN.format(stage))
 
 
 def _flows(call: Call) -> dict[int, bytes]:

@@ -5,7 +5,7 @@ It asks for one tensor at a time, so a job that holds one stage can be judged wh
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
+from pipeproof.judging.turned import only_turned
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim
@@ -184,21 +185,31 @@ class Comparison:
     def parameter(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter after the optimizer: how far it moved is what is judged."""
         wanted, before = self._due.parameters[name], self._due.before[name]
-        if any_nan(wanted):
-            self._ledger.leave_out("updated-parameters", [name], "what they are compared with is NaN")
+        if any_nan(wanted) or (all_finite(before) and not all_finite(wanted)):
+            self._ledger.leave_out("updated-parameters", [name], "what they are compared with is not finite")
             return
         gradient = self._due.gradients[name] if name in self._due.gradients else None
         moves = gradient is not None and any_nonzero(gradient)
         if moves:
             self.trained[name] = stage, not same_bits(wanted, before)
-        self._ledger.tensors(
-            self._at("updated-parameters", parameter=name, rank=rank, stage=stage),
-            seen.detach(),
-            wanted,
-            lambda: update_floor(self._allowed.update(name), before, wanted, gradient),
-            base=before,
-            rounded=may_be_rounded(gradient, before, wanted),
-        )
+        rounded = may_be_rounded(gradient, before, wanted)
+
+        def floor() -> Floor:
+            found = update_floor(self._allowed.update(name), before, wanted, gradient)
+            if gradient is None or not only_turned(
+                seen.detach(),
+                wanted,
+                before,
+                gradient=gradient,
+                floor=self._allowed.gradient(name),
+                limit=found.limit,
+                rounded=rounded,
+            ):
+                return found
+            return replace(found, nudged=math.inf)  # no proof of a fault
+
+        place = self._at("updated-parameters", parameter=name, rank=rank, stage=stage)
+        self._ledger.tensors(place, seen.detach(), wanted, floor, base=before, rounded=rounded)
 
     def start(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter before the operation."""

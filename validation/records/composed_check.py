@@ -240,8 +240,7 @@ class ComposedCheck(CheckedStep):
             part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
         for why in self._begun.without_gradients(self._own, calls):
             self._ledger.doubt("presence", why)
-        if none := trials.enter(self._ledger, calls):
-            self.refuse(none)
+        trials.enter(self._ledger, calls)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}

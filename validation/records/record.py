@@ -89,22 +89,30 @@ class OtherSteps(RecordError):
 class RecordedFloors:
     """What rounding alone does to each number of an operation, as the reference measured it.
 
-    ``moved``: how far weights that are one rounding off move it; None where that was not measured.
+    ``moved``: how far weights that are one rounding off move it; None where that was not measured. ``updates``: what an
+    optimizer makes of rounding; none where it makes no more of it than a gradient has.
     """
 
     losses: Sequence[Floor]
     norm: Floor
     gradients: Mapping[str, Floor]
     moved: Nudged | None = None
+    updates: Mapping[str, Floor] = field(default_factory=dict)
 
     @classmethod
-    def measured(cls, expected: Expected, floors: Floors, *, moved: bool = False) -> "RecordedFloors":
-        """All the ``floors`` of an operation that must give ``expected``; ``moved``: by other weights as well."""
+    def measured(
+        cls, expected: Expected, floors: Floors, *, moved: bool = False, updates: bool = False
+    ) -> "RecordedFloors":
+        """All the ``floors`` of an operation that must give ``expected``; ``moved``: by other weights as well.
+
+        ``updates``: those of what an optimizer makes, too.
+        """
         return cls(
             tuple(floors.loss(microbatch) for microbatch in range(len(expected.losses))),
             floors.norm(),
             {name: floors.gradient((stage, name)) for stage, name in expected.gradients},
             floors.moved if moved else None,
+            {name: floors.update((stage, name)) for stage, name in expected.parameters if updates},
         )
 
 
@@ -293,8 +301,8 @@ class Recorded:
 
     def update(self, name: str) -> Floor:
         """Of a parameter's movement."""
-        floor = replace(self.gradient(name), sums=None)
-        return replace(floor, fault=2 * _LOST) if self.expected.floors is None else floor
+        floors, floor = self.expected.floors, replace(self.gradient(name), sums=None)
+        return replace(floor, fault=2 * _LOST) if floors is None else floors.updates.get(name, floor)
 
 
 def upstream(names: Iterable[str], stages: dict[str, int]) -> list[str]:

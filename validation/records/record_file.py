@@ -208,9 +208,11 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
         led = float(values.get("led", math.inf))
         return Floor(permutation, rounding, fault, precision, nudged, size, sums=sums, led=led)
 
-    gradients = {name: floor(one) for name, one in data["gradients"].items()}
+    gradients, updates = (  # of updates older ones have none
+        {name: floor(one) for name, one in data.get(what, {}).items()} for what in ("gradients", "updates")
+    )
     moved = _moved(data["moved"]) if data.get("moved") else None  # which older ones have not
-    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients, moved)
+    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients, moved, updates)
 
 
 def _moved(data: Mapping[str, Any]) -> Nudged:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from pipeproof.pipeline.sizes import some
-from pipeproof.records.record import OtherSteps, Record, RecordedOperation, digest, numbers_in
+from pipeproof.records.record import OtherSteps, Record, RecordedFloors, RecordedOperation, digest, numbers_in
 from pipeproof.records.record_file import Addressed
 
 Value = TypeVar("Value")
@@ -85,14 +85,19 @@ def _renamed(record: Record, names: Mapping[str, str]) -> Record:
     def by(found: Mapping[str, Value]) -> dict[str, Value]:
         return {names.get(name, name): found[name] for name in found}
 
+    def floors_of(one: RecordedFloors) -> RecordedFloors:
+        moved = one.moved
+        if moved is not None:
+            moved = replace(moved, gradients=by(moved.gradients), leads=by(moved.leads), updates=by(moved.updates))
+        return replace(one, gradients=by(one.gradients), updates=by(one.updates), moved=moved)
+
     def operation(one: RecordedOperation) -> RecordedOperation:
-        floors = None if one.floors is None else replace(one.floors, gradients=by(one.floors.gradients), moved=None)
         return replace(
             one,
             before=by(one.before),
             gradients=by(one.gradients),
             parameters=by(one.parameters),
-            floors=floors,
+            floors=None if one.floors is None else floors_of(one.floors),
         )
 
     return replace(record, operations=tuple(map(operation, record.operations)), places=by(record.places))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.judging.judge import due_of
 from pipeproof.judging.measured import versions
-from pipeproof.judging.nudged import Nudged
+from pipeproof.judging.nudged import Nudged, Sums
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.records.record import (
@@ -24,7 +25,7 @@ from pipeproof.records.record import (
 from pipeproof.records.record_file import write
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Loss, Recipe, Reference, sgd
+from pipeproof.reference.step import Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
 
 _NAMES = {dtype: one.name for dtype, one in PRECISIONS.items() if not dtype.is_complex}
@@ -32,6 +33,7 @@ _NAMES = {dtype: one.name for dtype, one in PRECISIONS.items() if not dtype.is_c
 LossFn = Callable[..., Tensor]
 Pairs = Sequence[tuple[object, object]]
 Stages = Mapping[str, Collection[int]]
+Updated = Callable[[Sums], Mapping[Site, Tensor]]
 
 
 def record_step(
@@ -83,7 +85,8 @@ def recorded(
         raise RecordError(f"the model, a {type(model).__name__}, has no parameter to train: nothing could be compared")
     step = _performed(model, microbatches, recipe, optimizer, stages)
     beside, expected = _reference(copied(model), recipe, stages), step.expected
-    measured = _floors(beside, step, moves=moves) if floors else None
+    updated = None if optimizer is None else partial(_updated, model, optimizer, recipe, stages)
+    measured = _floors(beside, step, moves=moves, updated=updated) if floors else None
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
     operation = RecordedOperation(**vars(due), floors=measured, contents=content_digests(microbatches))
@@ -121,7 +124,16 @@ def _reference(model: nn.Module, recipe: Recipe, stages: Stages) -> Reference:
     return Reference(model, owner=owner, recipe=recipe, copies=copies, by_use=bool(copies))
 
 
-def _floors(reference: Reference, step: Pending, *, moves: bool) -> RecordedFloors:
+def _updated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, stages: Stages, gradients: Sums
+) -> Mapping[Site, Tensor]:
+    """What the optimizer makes of the parameters with these gradients; both stay as they are."""
+    own, stepping = copied((model, optimizer))
+    reference = _reference(own, replace(recipe, optimizer=lambda _: stepping), stages)
+    return reference.step(gradients, clip_factor(reference.norm(gradients), recipe.max_norm))
+
+
+def _floors(reference: Reference, step: Pending, *, moves: bool, updated: Updated | None) -> RecordedFloors:
     """What rounding does to every number of ``step``; ``reference`` is as it was before."""
     again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
     others = [one.loss for one in again][::-1]
@@ -131,7 +143,8 @@ def _floors(reference: Reference, step: Pending, *, moves: bool) -> RecordedFloo
                 f"the model does not give the same loss twice: microbatch {number} {loss:.9g}, then {other:.9g}; "
                 "seed what it draws from the microbatch, or switch it off"
             )
-    return RecordedFloors.measured(step.expected, Floors(reference, [step]), moved=moves)
+    floors = Floors(reference, [step], updated=updated)
+    return RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
 
 
 def _config(model: nn.Module, microbatches: Pairs, recipe: Recipe) -> dict[str, object]:

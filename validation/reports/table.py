@@ -45,15 +45,16 @@ def line(case: Case, verdict: Verdict, width: int | None = None) -> str:
 
 
 def compared(verdict: Verdict, *laws: str) -> list[str]:
-    """How many things were compared for each of ``laws``."""
-    return [str(verdict.law(name).checked) if verdict.laws else "-" for name in laws]
+    """How many things were compared for each of ``laws``; a step that cannot be compared has none of them."""
+    checked = {law.name: str(law.checked) for law in verdict.laws}
+    return [checked.get(name, "-") for name in laws]
 
 
 def outcome(verdict: Verdict) -> list[str]:
     """The cells that every table ends with: tier, worst error, floor, error of the norm, verdict, time."""
-    errors = ["-"] * 3
-    if verdict.laws:
-        gradients, norm = (verdict.law(name) for name in ("gradient", "grad-norm"))
+    errors, found = ["-"] * 3, {law.name: law for law in verdict.laws}
+    if {"gradient", "grad-norm"} <= found.keys():
+        gradients, norm = found["gradient"], found["grad-norm"]
         floor = gradients.floor if gradients.worst else verdict.floor
         errors = list(map(small, (gradients.worst, floor, norm.worst)))
     return [verdict.tier, *errors, verdict.word, f"{verdict.seconds:.1f} s"]

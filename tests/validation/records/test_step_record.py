@@ -96,6 +96,11 @@ def test_the_file_is_the_record(model: Tied, tmp_path: Path) -> None:
     verdict = compare(record, read(tmp_path / "x"))
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert record.config["model"] == "Tied"
+    written, floors = read(tmp_path / "x").operations[0].floors, record.operations[0].floors
+    assert floors is not None
+    assert written is not None
+    assert written.updates.keys() == floors.updates.keys() == record.operations[0].parameters.keys()
+    assert all(written.updates[name].limit == one.limit for name, one in floors.updates.items())
 
 
 def test_randomness_that_is_not_seeded_is_refused(model: Tied) -> None:

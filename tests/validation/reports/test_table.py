@@ -170,6 +170,12 @@ def test_the_table() -> None:
     assert max(map(len, table.splitlines())) <= 120
 
 
+def test_a_step_that_cannot_be_compared_has_a_line_without_numbers() -> None:
+    verdict = Verdict(str(CASE), "unknown", "none", (LawResult("comparable", "unknown", note="a call too many"),))
+    cells = line(CASE, verdict).split()
+    assert cells[-9:-3] == ["-", "-", "none", "-", "-", "-"]
+
+
 def test_the_summary_counts() -> None:
     assert summary([FAILED, PASSED, PASSED]) == "2 pass, 1 fail; 2 of 3 bit for bit"
     assert summary([FAILED]) == "0 pass, 1 fail; 0 of 1 bit for bit"
