@@ -18,7 +18,8 @@ def only_turned(
 ) -> bool:
     """Whether ``seen`` is as near to ``due`` as ``limit`` allows, but for elements that rounding may have turned round.
 
-    ``floor``: of the ``gradient`` that is due. An element that goes farther than any should is no such.
+    ``floor``: of the ``gradient`` that is due. An element that goes farther than any should is no such. Nor is one that
+    has no gradient at all, as in rows of an embedding that nobody looked up.
     """
     alike = seen.shape == due.shape == before.shape == gradient.shape and seen.device == due.device
     if not alike or not is_rounded(gradient.dtype) or gradient.is_complex() or floor.noise or not seen.numel():
@@ -26,7 +27,7 @@ def only_turned(
     small = _NEAR * floor.limit * max(float(one.abs().amax()) for (one,) in pieces(gradient))
     longest = _AS_LONG * max(float((one - start).abs().amax()) for one, start in pieces(due, before))
     turned = [
-        ((given.abs() <= small) & ((one - start).abs() <= longest)).to(seen.device)
+        ((given.abs() <= small) & (given != 0) & ((one - start).abs() <= longest)).to(seen.device)
         for one, start, given in pieces(seen, before, gradient)
     ]
     mixed = torch.where(torch.cat(turned).reshape(seen.shape), due, seen)

@@ -26,11 +26,12 @@ DUE = after(-1, 1, -1, -1, 1, 0)
 @pytest.mark.parametrize(
     ("seen", "turned"),
     [
-        (after(-1, 1, -1, 1, -1, 1), True),
+        (after(-1, 1, -1, 1, -1, 0), True),
         (after(-1, 1, -1, 0, 0, 0), True),
         (after(-1, 1, 1, -1, 1, 0), False),
         (after(-1, 1, 1, 1, -1, 1), False),
         (after(-1, 1, -1, 2, 1, 0), False),
+        (after(-1, 1, -1, -1, 1, 1), False),
         (after(-1.3, 1.3, -1.3, -1.1, 1.1, 0), False),
     ],
 )
@@ -39,7 +40,7 @@ def test_elements_whose_gradient_is_hardly_there_may_go_either_way(seen: Tensor,
 
 
 def test_what_is_of_other_sizes_or_of_rounding_alone_is_not_excused() -> None:
-    flat, noise = after(-1, 1, -1, 1, -1, 1), Floor(0.0, 0.01, 1.0, BF16, size=1.0)
+    flat, noise = after(-1, 1, -1, 1, -1, 0), Floor(0.0, 0.01, 1.0, BF16, size=1.0)
     for seen, floor in ((flat[:3], FLOOR), (flat, noise)):
         assert not only_turned(seen, DUE, BEFORE, gradient=GRADIENT, floor=floor, limit=0.01, rounded=False)
 
