@@ -176,12 +176,13 @@ class Reference:
         optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         *,
         max_norm: float | None = None,
+        norm: float | None = None,
     ) -> dict[Site, Tensor]:
         """What a first step of ``optimizer``, which is made of a copy of the model, makes of every parameter.
 
-        ``max_norm``: gradients are clipped to it before.
+        ``max_norm``: gradients are clipped to it before, as if ``norm`` were theirs where that is given.
         """
-        model, factor = copied(self.model), 1.0 if max_norm is None else clip_factor(self.norm(gradients), max_norm)
+        model, factor = copied(self.model), clip_factor(self.norm(gradients) if norm is None else norm, max_norm)
         for name, parameter in model.named_parameters():
             gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True) * factor
@@ -387,10 +388,10 @@ def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tup
     return model.mean_loss, float(len(batches))
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
-    """What clipping to ``max_norm`` multiplies gradients of this ``norm`` by."""
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What clipping to ``max_norm`` multiplies gradients of this ``norm`` by; None: nothing is clipped."""
     # Not min(): Python's min(1.0, nan) is 1.0, and a norm that is not a number must not go unseen.
-    factor = max_norm / (norm + 1e-6) if max_norm < math.inf else 1.0
+    factor = 1.0 if max_norm is None or max_norm == math.inf else max_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
 

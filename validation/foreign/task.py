@@ -130,15 +130,16 @@ class Task:
         *,
         by: Optimizing | None,
         max_norm: float | None,
+        norm: float | None = None,
     ) -> dict[Site, Tensor]:
         """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
 
-        Raises ``ReferenceRaised``.
+        ``norm``: as if that were theirs. Raises ``ReferenceRaised``.
         """
         if by is None:
             return {}
         try:
-            return reference.updated(gradients, by, max_norm=max_norm)
+            return reference.updated(gradients, by, max_norm=max_norm, norm=norm)
         except OptimizerError as error:
             raise ReferenceRaised(f"optimizer={name_of(by.func)} {error}") from error
         except Exception as error:  # no one type: it is the user's code

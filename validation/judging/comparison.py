@@ -5,15 +5,15 @@ It asks for one tensor at a time, so a job that holds one stage can be judged wh
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from pipeproof.judging.ledger import Heading, Ledger
+from pipeproof.judging.slopes import Moved
 from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
-from pipeproof.judging.turned import only_turned
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim
@@ -60,6 +60,9 @@ class Allowed(Protocol):
 
     def update(self, name: str) -> Floor:
         """Of a parameter's movement, but for what storing it does."""
+
+    def slope(self, name: str) -> Tensor | None:
+        """How far each element of a parameter moves where its gradient is off; None: no farther, or nobody knows."""
 
 
 _STILL = "vanish in rounding, or by a rate of 0"
@@ -195,21 +198,18 @@ class Comparison:
         rounded = may_be_rounded(gradient, before, wanted)
 
         def floor() -> Floor:
-            found = update_floor(self._allowed.update(name), before, wanted, gradient)
-            if gradient is None or not only_turned(
-                seen.detach(),
-                wanted,
-                before,
-                gradient=gradient,
-                floor=self._allowed.gradient(name),
-                limit=found.limit,
-                rounded=rounded,
-            ):
-                return found
-            return replace(found, nudged=math.inf)  # no proof of a fault
+            return update_floor(self._allowed.update(name), before, wanted, gradient)
+
+        def by_gradient() -> tuple[float, Floor] | None:
+            slope = None if gradient is None or seen.shape != wanted.shape else self._allowed.slope(name)
+            if gradient is None or slope is None:
+                return None
+            floor = self._allowed.gradient(name)
+            update = Moved(seen.detach(), wanted, before, gradient, slope)
+            return update.as_gradient(floor.limit, rounded=rounded), floor
 
         place = self._at("updated-parameters", parameter=name, rank=rank, stage=stage)
-        self._ledger.tensors(place, seen.detach(), wanted, floor, base=before, rounded=rounded)
+        self._ledger.tensors(place, seen.detach(), wanted, floor, base=before, rounded=rounded, or_else=by_gradient)
 
     def start(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter before the operation."""

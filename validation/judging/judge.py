@@ -119,6 +119,9 @@ class _Measured:
             return self.gradient(name)
         return self.floors.update(self.sites[name])
 
+    def slope(self, name: str) -> Tensor | None:
+        return None if name in self.wide or self.floors is None else self.floors.slope(self.sites[name])
+
 
 class Judge:
     """Asks the oracle for each operation of the plan, and compares."""

@@ -6,7 +6,7 @@ too.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from pipeproof.reference.step import Expected, Gradient, Site
 # times as far.
 _AS_FAR = 1.5
 _AS_LED = 4.0
-_JUMP = ("gradient", "grad-norm", "updated-parameters")  # laws of what does; a loss moves no farther than it rounds
+_MOVES = ("loss", "gradient", "grad-norm", "updated-parameters")  # laws of what does
 _NOTE = (
     "no fault is proven: weights that are one rounding off move it as far, as where a unit near zero is on in one run "
     "and off in another; fp32 decides it"
@@ -33,13 +33,15 @@ Sums = dict[Site, Gradient]
 class Nudged:
     """Relative to what is due: gradients by parameter, their norm, and what an optimizer makes of each parameter.
 
-    ``leads``: how far gradients may move along what is due, as a factor moves them. ``least``: what rounding is allowed
-    at least; where less was allowed, a fault shows in another way than by its size.
+    ``loss``: the loss that moves farthest, for a single one may hardly move by chance. ``leads``: how far gradients may
+    move along what is due, as a factor moves them. ``least``: what rounding is allowed at least; where less was
+    allowed, a fault shows in another way than by its size.
     """
 
     gradients: Mapping[str, float]
     leads: Mapping[str, float]
     norm: float = 0.0
+    loss: float = 0.0
     least: float = 0.0
     updates: Mapping[str, float] = field(default_factory=dict)
 
@@ -47,37 +49,39 @@ class Nudged:
     def measured(
         cls,
         due: Expected,
-        others: Iterable[Sums],
+        others: Iterable[tuple[Sums, Sequence[float]]],
         *,
         unit: float,
         least: float,
         norm: Callable[[Sums], float],
         updated: Callable[[Sums], Mapping[Site, Tensor]] | None = None,
     ) -> "Nudged":
-        """By ``others``, gradients one set after another; ``norm`` and ``updated`` are what follows from each.
+        """By ``others``, gradients and losses one set after another; ``norm`` and ``updated``: what follows from each.
 
         ``unit``: that of the type that is computed in. ``least``: as it has.
         """
-        gradients, leads, updates, norms = (dict[str, float]() for _ in range(4))
-        for other in others:
+        gradients, leads, updates, numbers = (dict[str, float]() for _ in range(4))
+        for other, losses in others:
             for site, one in due.gradients.items():
                 moved = other.get(site)
                 if one is not None and moved is not None:
                     _reach(gradients, site[1], error(moved, one))
                     _reach(leads, site[1], max(LEAD * unit, _AS_LED * lead(moved, one)))
-            _reach(norms, "", scalar_error(norm(other), due.norm or 0.0))
+            _reach(numbers, "norm", scalar_error(norm(other), due.norm or 0.0))
+            for loss, wanted in zip(losses, due.losses, strict=True):
+                _reach(numbers, "loss", scalar_error(loss, wanted))
             for site, after in ({} if updated is None else updated(other)).items():
                 if site in due.parameters:
                     start = due.before[site[1]]
                     _reach(updates, site[1], error(after, due.parameters[site], base=start, rounded=True))
-        return cls(gradients, leads, norms.get("", 0.0), least, updates)
+        return cls(gradients, leads, numbers.get("norm", 0.0), numbers.get("loss", 0.0), least, updates)
 
     def explains(self, one: Mismatch) -> bool:
         """Whether what ``one`` is about moves as far as it is off, and leads as far."""
-        if one.law not in _JUMP or one.error is None or (one.limit or 0.0) < self.least:
+        if one.law not in _MOVES or one.error is None or (one.limit or 0.0) < self.least:
             return False
         name = str(one.parameter)
-        far = self.norm if one.law == "grad-norm" else self.gradients.get(name, 0.0)
+        far = {"loss": self.loss, "grad-norm": self.norm}.get(one.law, self.gradients.get(name, 0.0))
         if one.law == "updated-parameters":
             far = max(far, self.updates.get(name, 0.0))
         return one.error <= _AS_FAR * far and (one.law != "gradient" or self._leads(name, one.found))
@@ -106,7 +110,7 @@ def unproven(verdict: Verdict, moved: Nudges) -> Verdict:
         return verdict
     first = min(one.operation for one in verdict.mismatches)  # what is wrong later follows from that
     wrong = [one for one in _failing(verdict) if one.operation == first]
-    if not wrong or any(one.law not in _JUMP for one in wrong):
+    if not wrong or any(one.law not in _MOVES for one in wrong):
         return verdict
     found = moved(first - 1)
     if found is None or not all(map(found.explains, wrong)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeproof.judging.makeup import Makeup
 from pipeproof.judging.nudged import Nudged, Sums
+from pipeproof.judging.slopes import Slopes, Updates
 from pipeproof.judging.tolerance import (
     FP32,
     FP64,
@@ -70,7 +71,7 @@ class Floors:
         reference: Reference,
         pending: Sequence[Pending],
         *,
-        updated: Callable[[Sums], Mapping[Site, Tensor]] | None = None,
+        updated: Updates | None = None,
     ) -> None:
         self._reference = reference
         self._updated = updated
@@ -128,7 +129,7 @@ class Floors:
             return None
         off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(_DRAWS), (1, -1))
         made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
-        totals = (self._total(one) for one in made if one is not None)
+        totals = ((self._total(one), [m.loss for m in one[-1]]) for one in made if one is not None)
         due, norm, least = self._last, self._reference.norm, self._precision.least
         return Nudged.measured(due, totals, unit=narrow.unit, least=least, norm=norm, updated=self._updated)
 
@@ -211,10 +212,21 @@ class Floors:
     def update(self, site: Site) -> Floor:
         """The floor of what is made of one parameter."""
         floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
-        if self._updated is None or floor.noise or site not in self._last.parameters:
+        if self._slopes is None or self._slopes.known or floor.noise or site not in self._last.parameters:
             return floor
         permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
         return replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
+
+    def slope(self, site: Site) -> Tensor | None:
+        """How far each element of a parameter moves where its gradient is off; None where no farther than that."""
+        return None if self._slopes is None else self._slopes.of(site)
+
+    @cached_property
+    def _slopes(self) -> Slopes | None:
+        if self._updated is None:
+            return None
+        floors = {site: self.gradient(site) for site, one in self._last.gradients.items() if one is not None}
+        return Slopes(self._last, floors, self._updated, there=self._apart_total)
 
     @cached_property
     def _updates(self) -> tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]]:

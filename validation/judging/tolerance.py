@@ -227,7 +227,7 @@ def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rou
         return float("inf")
     unit = torch.finfo(expected.dtype).eps if rounded and is_rounded(expected.dtype) else 0.0
     parts = pieces(observed, expected, *([] if base is None else [base]))
-    return _relative(_difference(one, wanted, unit, *origin) for one, wanted, *origin in parts)
+    return relative(difference(one, wanted, unit, *origin) for one, wanted, *origin in parts)
 
 
 def distance(observed: Tensor, expected: Tensor) -> float:
@@ -245,15 +245,15 @@ def lead(observed: Tensor, expected: Tensor) -> float:
     return abs(float(sum(pairs))) / size if size else 0.0
 
 
-def _difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """How far ``one`` is from ``wanted``, and what that is relative to."""
+def difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """How far ``one`` is from ``wanted``, and what that is relative to. ``unit``: so much of each is nothing."""
     apart = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
     size = wanted if origin is None else wanted - origin
     endless = ~wanted.isfinite() & ((one == wanted) | (one.isnan() & wanted.isnan()))
     return apart.masked_fill(endless, 0.0), size.masked_fill(endless, 0.0)
 
 
-def _relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+def relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """The larger of |top| / |bottom| in both norms, of tensors that come piece by piece."""
     squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for pair in pairs:
@@ -277,7 +277,7 @@ def update_floor(gradient: Floor, before: Tensor, after: Tensor, given: Tensor |
     if gradient.noise:
         gradient = _of_noise(gradient, before, after, given)
     place = torch.finfo(after.dtype).eps if is_rounded(after.dtype) else 0.0
-    blind = _relative((place * new, new - old) for new, old in pieces(after, before)) >= gradient.fault / 2
+    blind = relative((place * new, new - old) for new, old in pieces(after, before)) >= gradient.fault / 2
     return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient
 
 

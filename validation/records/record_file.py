@@ -149,7 +149,7 @@ def described(record: Record, tensors: dict[str, Tensor]) -> str:
     return json.dumps(finite({**data, "forms": forms} if forms else data), allow_nan=False)
 
 
-_TENSORS = ("before", "gradients", "parameters", "buffers")
+_TENSORS = ("before", "gradients", "parameters", "buffers", "slopes")
 
 
 def restored(text: str, fetch: Fetch) -> Record:
@@ -179,7 +179,8 @@ def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
         tuple(map(float, data["losses"])),
         None if data["loss"] is None else float(data["loss"]),
         None if data["norm"] is None else float(data["norm"]),
-        **{name: Addressed(data[name], fetch) for name in _TENSORS},  # type: ignore[arg-type]  # only gradients are None
+        # Only gradients are None, and older records have no slopes.
+        **{name: Addressed(data.get(name, {}), fetch) for name in _TENSORS},  # type: ignore[arg-type]
         floors=None if data["floors"] is None else _floors(data["floors"]),
         contents=tuple(data.get("contents", ())),  # which older ones have not
     )
@@ -187,8 +188,8 @@ def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
 
 def _check_whole(data: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for an operation that has not all that belongs together."""
-    for what in ("before", "parameters", "buffers"):
-        if lost := next((name for name, address in data[what].items() if address is None), None):
+    for what in ("before", "parameters", "buffers", "slopes"):
+        if lost := next((name for name, address in data.get(what, {}).items() if address is None), None):
             raise ValueError(f"{what} has no tensor for {lost}")
     floors = data["floors"]
     if floors is None:
@@ -217,7 +218,7 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
 
 def _moved(data: Mapping[str, Any]) -> Nudged:
     of = {what: {name: float(far) for name, far in data[what].items()} for what in ("gradients", "leads", "updates")}
-    return Nudged(**of, norm=float(data["norm"]), least=float(data["least"]))
+    return Nudged(**of, norm=float(data["norm"]), loss=float(data.get("loss", 0.0)), least=float(data["least"]))
 
 
 def _is_config(path: Path) -> bool:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from pipeproof.judging.judge import due_of
 from pipeproof.judging.measured import versions
-from pipeproof.judging.nudged import Nudged, Sums
+from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.oracle import Floors, Pending
+from pipeproof.judging.slopes import Updates
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.records.record import (
     Record,
@@ -25,7 +26,7 @@ from pipeproof.records.record import (
 from pipeproof.records.record_file import write
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Loss, Recipe, Reference, Site, clip_factor, sgd
+from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
 
 _NAMES = {dtype: one.name for dtype, one in PRECISIONS.items() if not dtype.is_complex}
@@ -33,7 +34,6 @@ _NAMES = {dtype: one.name for dtype, one in PRECISIONS.items() if not dtype.is_c
 LossFn = Callable[..., Tensor]
 Pairs = Sequence[tuple[object, object]]
 Stages = Mapping[str, Collection[int]]
-Updated = Callable[[Sums], Mapping[Site, Tensor]]
 
 
 def record_step(
@@ -86,10 +86,11 @@ def recorded(
     step = _performed(model, microbatches, recipe, optimizer, stages)
     beside, expected = _reference(copied(model), recipe, stages), step.expected
     updated = None if optimizer is None else partial(_updated, model, optimizer, recipe, stages)
-    measured = _floors(beside, step, moves=moves, updated=updated) if floors else None
+    measured, slopes = _floors(beside, step, moves=moves, updated=updated) if floors else (None, {})
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
-    operation = RecordedOperation(**vars(due), floors=measured, contents=content_digests(microbatches))
+    contents = content_digests(microbatches)
+    operation = RecordedOperation(**vars(due), floors=measured, contents=contents, slopes=slopes)
     return Record("expected", _config(model, microbatches, recipe), (operation,))
 
 
@@ -125,16 +126,24 @@ def _reference(model: nn.Module, recipe: Recipe, stages: Stages) -> Reference:
 
 
 def _updated(
-    model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, stages: Stages, gradients: Sums
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    stages: Stages,
+    gradients: Mapping[Site, Gradient],
+    *,
+    norm: float | None = None,
 ) -> Mapping[Site, Tensor]:
-    """What the optimizer makes of the parameters with these gradients; both stay as they are."""
+    """What the optimizer makes of the parameters with these gradients, as ``Updates`` has it; both stay as they are."""
     own, stepping = copied((model, optimizer))
     reference = _reference(own, replace(recipe, optimizer=lambda _: stepping), stages)
-    return reference.step(gradients, clip_factor(reference.norm(gradients), recipe.max_norm))
+    return reference.step(gradients, clip_factor(reference.norm(gradients) if norm is None else norm, recipe.max_norm))
 
 
-def _floors(reference: Reference, step: Pending, *, moves: bool, updated: Updated | None) -> RecordedFloors:
-    """What rounding does to every number of ``step``; ``reference`` is as it was before."""
+def _floors(
+    reference: Reference, step: Pending, *, moves: bool, updated: Updates | None
+) -> tuple[RecordedFloors, dict[str, Tensor]]:
+    """What rounding does to every number of ``step``, and slopes by name; ``reference`` is as it was before."""
     again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
     others = [one.loss for one in again][::-1]
     for number, (loss, other) in enumerate(zip(step.expected.losses, others, strict=True)):
@@ -144,7 +153,9 @@ def _floors(reference: Reference, step: Pending, *, moves: bool, updated: Update
                 "seed what it draws from the microbatch, or switch it off"
             )
     floors = Floors(reference, [step], updated=updated)
-    return RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
+    slopes = {name: floors.slope((stage, name)) for stage, name in step.expected.parameters}
+    found = RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
+    return found, {name: one for name, one in slopes.items() if one is not None}
 
 
 def _config(model: nn.Module, microbatches: Pairs, recipe: Recipe) -> dict[str, object]:

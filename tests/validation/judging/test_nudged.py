@@ -19,7 +19,7 @@ from pipeproof.records.step_record import record_step
 from pipeproof.reference.step import Expected
 
 loss_fn = nn.functional.mse_loss
-MOVED = Nudged({"w": 0.2, "b": 0.1}, {"w": 0.01, "b": 0.01}, norm=0.02, least=0.01)
+MOVED = Nudged({"w": 0.2, "b": 0.1}, {"w": 0.01, "b": 0.01}, norm=0.02, loss=0.1, least=0.01)
 
 
 def wrong(law: str = "gradient", name: str | None = "w", *, error: float = 0.25, times: float = 1.0) -> Mismatch:
@@ -36,9 +36,16 @@ def outcome(*mismatches: Mismatch, moved: Nudged | None = MOVED, **more: object)
 
 
 def test_what_all_moves_as_far_is_unknown_and_anything_that_does_not_is_wrong() -> None:
-    norm = wrong("grad-norm", None, error=0.025)
-    assert outcome(wrong(), wrong(name="b", error=0.1), norm) == "unknown"
-    for more in (wrong(name="b"), wrong(name="other"), wrong(times=1.2), replace(norm, error=0.1), wrong("loss")):
+    norm, loss = wrong("grad-norm", None, error=0.025), replace(wrong("loss", None, error=0.12), microbatch=1)
+    assert outcome(wrong(), wrong(name="b", error=0.1), norm, loss) == "unknown"
+    for more in (
+        wrong(name="b"),
+        wrong(name="other"),
+        wrong(times=1.2),
+        replace(norm, error=0.1),
+        wrong("loss"),
+        wrong("presence"),
+    ):
         assert outcome(wrong(), more) == "fail", more
     assert outcome(wrong(), Mismatch("gradient", 1, parameter="w", error=None)) == "fail"
     assert outcome(wrong(), replace(wrong(name="b", error=0.1), limit=1e-6)) == "fail", "it is not of its size"
@@ -47,12 +54,14 @@ def test_what_all_moves_as_far_is_unknown_and_anything_that_does_not_is_wrong() 
 
 def test_what_overflows_or_grows_out_of_zero_explains_nothing() -> None:
     site, zero = (0, "w"), (0, "b")
-    due = Expected("train", (), 0.0, gradients={site: torch.ones(2), zero: torch.zeros(2)}, norm=1.0)
-    others = [{site: torch.tensor([1.0, far]), zero: torch.ones(2)} for far in (1.1, math.inf)]
+    due = Expected("train", (1.0, 0.0), 0.5, gradients={site: torch.ones(2), zero: torch.zeros(2)}, norm=1.0)
+    gradients = [{site: torch.tensor([1.0, far]), zero: torch.ones(2)} for far in (1.1, math.inf)]
+    others = [*zip(gradients, ([1.01, 0.1], [math.inf, 0.0]), strict=True)]
     sizes = iter([1.05, math.nan])
     found = Nudged.measured(due, others, unit=2.0**-8, least=0.0, norm=lambda _: next(sizes))
     assert found.gradients == pytest.approx({"w": 0.1})
     assert (found.leads, found.norm) == (pytest.approx({"w": 0.2, "b": 1.5 * 2.0**-8}), pytest.approx(0.05))
+    assert found.loss == pytest.approx(0.01)
 
 
 def test_what_follows_later_and_what_is_in_doubt_by_itself_need_not_move() -> None:

@@ -22,7 +22,7 @@ from pipeproof.worlds.output_file import OutputError, OutputFile
 
 FLOOR = Floor(1e-8, 2e-7, 0.25, size=3e-9)
 WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3) / 7, torch.tensor([1.0, -0.0])
-MOVED = Nudged({"w": 0.1}, {"w": 1e-3}, norm=math.inf, least=0.5, updates={"w": 0.2})
+MOVED = Nudged({"w": 0.1}, {"w": 1e-3}, norm=math.inf, loss=0.3, least=0.5, updates={"w": 0.2})
 RECORD = Record(
     "expected",
     {"case": "1f1b r2 s2 m2", "seed": 3, "ragged": True},
@@ -38,6 +38,7 @@ RECORD = Record(
             gradients={"w": WEIGHT * 2, "tied": WEIGHT * 2, "b": None},
             parameters={"w": WEIGHT - 1, "b": BIAS},
             buffers={"n": torch.tensor(3)},
+            slopes={"w": WEIGHT.bfloat16()},
             floors=RecordedFloors((FLOOR, FLOOR), FLOOR, {"w": FLOOR, "tied": FLOOR, "b": FLOOR}, MOVED),
         ),
     ),
@@ -61,7 +62,7 @@ def test_a_record_comes_back_bit_for_bit(path: Path) -> None:
     assert math.isnan(evaluated.losses[1])
     assert (trained.losses, trained.norm, trained.floors) == ((0.1 + 0.2, 1e-300), 2 / 3, RECORD.operations[1].floors)
     assert trained.gradients["b"] is None
-    for kind in ("before", "gradients", "parameters", "buffers"):
+    for kind in ("before", "gradients", "parameters", "buffers", "slopes"):
         wanted, seen = getattr(RECORD.operations[1], kind), getattr(trained, kind)
         assert list(seen) == list(wanted)
         assert all(wanted[name] is None or same_bits(seen[name], wanted[name]) for name in wanted)
@@ -80,7 +81,7 @@ def test_equal_tensors_are_stored_once_and_nothing_is_pickled(path: Path) -> Non
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    assert len(header) - 1 == 5, "two weights, the tied gradient once, one bias, one buffer"
+    assert len(header) - 1 == 6, "two weights, the tied gradient once, one bias, one buffer, one slope"
     with pytest.raises(ValueError, match=r"opcode|exhausted|no newline"):
         list(pickletools.genops(data))
 

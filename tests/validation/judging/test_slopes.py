@@ -1,0 +1,171 @@
+"""An update counts as the gradient that would make it: rounding may turn one near zero round, and no other."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.judging.slopes import Moved, Slopes
+from pipeproof.judging.tolerance import BF16, Floor
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+from pipeproof.reference.step import Expected, Gradient, Site
+from tests.support.steps import pairs
+
+FLOOR = Floor(0.0, 0.01, 1.0, BF16)  # so that a gradient's element may be off by 0.04 of the largest
+DATA = pairs(4, width=32, seed=0)
+GRADIENT = torch.tensor([1.0, -0.5, 0.2, 0.03, -0.01, 0.0])
+BEFORE = torch.full_like(GRADIENT, 10.0)
+W: Site = (0, "w")
+
+Step = Callable[[Tensor], Tensor]
+
+
+def signs(gradient: Tensor) -> Tensor:
+    """What a first step of Adam makes of it."""
+    return BEFORE - 0.1 * gradient.sign()
+
+
+def plain(gradient: Tensor) -> Tensor:
+    return BEFORE - 0.1 * gradient
+
+
+def by_norm(gradient: Tensor) -> Tensor:
+    """Every element moves with all others."""
+    return BEFORE - 0.1 * gradient.sign() * gradient.norm()
+
+
+def slopes(step: Step, *, floor: Floor = FLOOR, there: Tensor = GRADIENT) -> Slopes:
+    def updates(gradients: Mapping[Site, Gradient], *, norm: float | None = None) -> Mapping[Site, Tensor]:
+        assert norm == 7.0, "of the step that is due, or clipping would move all elements"
+        one = gradients[W]
+        assert one is not None
+        return {W: step(one)}
+
+    due = Expected("train", (), 0.0, (), {"w": BEFORE}, {W: GRADIENT}, 7.0, {W: step(GRADIENT)})
+    return Slopes(due, {W: floor}, updates, there={W: there})
+
+
+def slope(**more: Tensor) -> Tensor:
+    found = slopes(signs, **more).of(W)
+    assert found is not None
+    return found
+
+
+def after(*steps: float) -> Tensor:
+    return BEFORE + 0.1 * torch.tensor(steps)
+
+
+def off(*steps: float, **more: Tensor) -> float:
+    moved = Moved(after(*steps), signs(GRADIENT), BEFORE, GRADIENT, slope(**more))
+    return moved.as_gradient(FLOOR.limit, rounded=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "most"),
+    [
+        ((-1, 1, -1, -1, 1, 0), 0.0),
+        ((-1, 1, -1, -1, 1.01, 0), 0.0),
+        ((-1, 1, -1, -1, -1, 0), 0.03),
+        ((-1, 1, -1, 1, -1, 0), 0.05),
+        ((-1, 1, -1, 1, 3, 0), 0.05),
+        ((-1, 1, 1, -1, 1, 0), math.inf),
+        ((-1, 1, -1, -1, 1, 1), math.inf),
+        ((-1.3, 1.3, -1.3, -1, 1, 0), math.inf),
+        ((-1, 1, -1, -1, math.nan, 0), math.inf),
+        ((-1, 1, -1, -1, -math.inf, 0), math.inf),
+    ],
+)
+def test_an_update_is_off_as_the_gradient_is_that_would_make_it(steps: tuple[float, ...], most: float) -> None:
+    found = off(*steps)
+    assert most / 2 <= found <= most, found
+
+
+def test_what_is_zero_by_chance_may_become_something() -> None:
+    steps = (-1, 1, -1, -1, 1, 1)
+    assert math.isinf(off(*steps))
+    assert off(*steps, there=GRADIENT + 1e-9) < FLOOR.limit
+
+
+def test_who_moves_no_farther_than_its_gradient_needs_no_slope() -> None:
+    found = slopes(plain)
+    assert (found.known, found.of(W)) == (True, None)
+
+
+def test_who_moves_one_element_with_another_has_none() -> None:
+    found = slopes(by_norm)
+    assert (found.known, found.of(W)) == (False, None)
+
+
+def test_a_gradient_of_rounding_alone_has_none() -> None:
+    found = slopes(signs, floor=Floor(0.0, 0.01, 1.0, BF16, size=1.0))
+    assert (found.known, found.of(W)) == (False, None)
+
+
+class InHalves(nn.Linear):
+    """A kernel that adds up two halves of each sum, each rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.in_features // 2
+        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T + self.bias
+
+
+def build(layer: type[nn.Linear] = nn.Linear) -> nn.Module:
+    torch.manual_seed(8)
+    return nn.Sequential(*(nn.Sequential(layer(32, 32), nn.GELU()) for _ in range(3)))
+
+
+def adam(model: nn.Module, rate: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate)
+
+
+def in_halves(model: nn.Module) -> nn.Module:
+    """``model``, with another kernel than the reference's."""
+    own = build(InHalves).to(next(model.parameters()).dtype)
+    own.load_state_dict(model.state_dict())
+    return own
+
+
+def checked(rate: float) -> Verdict:
+    """A step in bf16."""
+    data, mse, model = [(x.bfloat16(), y.bfloat16()) for x, y in DATA], nn.functional.mse_loss, build().bfloat16()
+    job = in_halves(model)
+    record, optimizer = record_step(model, data, loss_fn=mse, optimizer=adam(model)), adam(job, rate)
+    with check_step(job, data, against=record) as check:
+        for inputs, target in data:
+            (mse(job(inputs), target) / 4).backward()
+        check.gradients()
+        optimizer.step()
+    return check.verdict
+
+
+def step(model: nn.Module, microbatches: list[tuple[Tensor, Tensor]], rate: float = 0.01) -> HandedBack:
+    """In fp32. It clips, so that every element of a gradient counts for all."""
+    own = in_halves(model)
+    stage, losses, optimizer = watch(own), [], adam(own, rate)
+    for x, y in microbatches:
+        losses.append(nn.functional.mse_loss(stage(x), y))
+        (losses[-1] / len(microbatches)).backward()
+    gradients = {one: None if one.grad is None else one.grad.clone() for one in own.parameters()}
+    norm = nn.utils.clip_grad_norm_(own.parameters(), 0.01).item()
+    optimizer.step()
+    return HandedBack([stage], [loss.item() for loss in losses], norm, gradients=gradients, max_norm=0.01)
+
+
+def watched(whitebox: WhiteBox, rate: float) -> Verdict:
+    given: dict[str, Any] = {"microbatches": DATA, "loss_fn": nn.functional.mse_loss, "optimizer": adam}
+    return whitebox.validate(partial(step, rate=rate), reference=build, ranks=1, **given)
+
+
+def test_a_right_step_of_adam_with_another_kernel_passes_and_a_wrong_rate_does_not(whitebox: WhiteBox) -> None:
+    for right in (watched(whitebox, 0.01), checked(0.01)):
+        assert right.law("gradient").outcome == right.law("updated-parameters").outcome == "pass", str(right)
+        assert right.law("updated-parameters").exact == 0, "and other elements than those that are due"
+    for wrong in (checked(0.0105), watched(whitebox, 0.0105)):
+        assert wrong.law("updated-parameters").outcome == "fail", str(wrong)
