@@ -215,7 +215,8 @@ class Floors:
         if self._slopes is None or self._slopes.known or floor.noise or site not in self._last.parameters:
             return floor
         permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
-        return replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
+        floor = replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
+        return replace(floor, nudged=max(floor.nudged, self._slopes.far(site) / floor.precision.factor))
 
     def slope(self, site: Site) -> Tensor | None:
         """How far each element of a parameter moves where its gradient is off; None where no farther than that."""

@@ -7,14 +7,14 @@ rounding allows. What it makes of them is rounding, too, however far it leads.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pipeproof.judging.tolerance import Floor, difference, distance, pieces, relative
+from pipeproof.judging.tolerance import Floor, difference, distance, error, pieces, relative
 from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.step import Expected, Gradient, Site
 
@@ -51,32 +51,35 @@ class Slopes:
     @property
     def known(self) -> bool:
         """Whether the optimizer moves every element by its own gradient alone."""
-        return bool(self._reaches)
+        return bool(self._limits) and self._led.alone
 
     def of(self, site: Site) -> Tensor | None:
         """Those of one parameter, in its shape; None where no push leads farther than it would by itself."""
-        if site not in self._reaches:
+        if site not in self._limits or not self._led.alone:
             return None
         due, before = self._due.parameters[site], self._due.before[site[1]]
         step = max(float((new - old).abs().amax()) for new, old in pieces(due, before))
-        reach = (self._reaches[site] - torch.finfo(due.dtype).eps * _wide(due).abs()).clamp(min=0)  # less its storing
+        reach = self._led.reach[site] - torch.finfo(due.dtype).eps * _wide(due).abs()  # less what storing does
         if reach.amax() <= self._limits[site] * step:
             return None
-        return (reach / self._push(site)).nan_to_num(0.0).to(_KEPT_IN)
+        return (reach.clamp(min=0) / self._push(site)).nan_to_num(0.0).to(_KEPT_IN)
+
+    def far(self, site: Site) -> float:
+        """How far the pushes lead one parameter as a whole, as ``tolerance.error`` has it; 0 where none was pushed."""
+        return self._led.far[site] if site in self._limits else 0.0
 
     @cached_property
-    def _reaches(self) -> dict[Site, Tensor]:
-        """How far the pushes lead, the one way or the other; empty where one element moves with another."""
-        found: dict[Site, Tensor] = {}
+    def _led(self) -> "_Led":
+        led = _Led()
         for way, half in ((way, half) for way in (1, -1) for half in (0, 1)):
             pushed = {site: self._pushed(site, way, half) for site in self._limits}
             after = self._updates({**self._due.gradients, **pushed}, norm=self._due.norm)
             for site in self._limits:
-                apart = (_wide(after[site]) - _wide(self._due.parameters[site])).abs()
-                if not (apart[~_half(apart, half)] == 0).all():
-                    return {}
-                found[site] = apart if site not in found else torch.maximum(found[site], apart)
-        return found
+                due, one = self._due.parameters[site], after[site]
+                led.add(site, (_wide(one) - _wide(due)).abs(), half)
+                far = error(one, due, base=self._due.before[site[1]], rounded=True)
+                led.far[site] = max(far, led.far.get(site, 0.0))
+        return led
 
     def _pushed(self, site: Site, way: int, half: int) -> Tensor:
         gradient, push = self._gradient(site), self._push(site)
@@ -93,6 +96,19 @@ class Slopes:
         found = self._due.gradients[site]
         assert found is not None, "what is pushed is there"
         return found
+
+
+@dataclass
+class _Led:
+    """Where pushes led: each element, the one way or the other, and all of a parameter."""
+
+    reach: dict[Site, Tensor] = field(default_factory=dict)
+    far: dict[Site, float] = field(default_factory=dict)
+    alone: bool = True  # did only those move that were pushed?
+
+    def add(self, site: Site, apart: Tensor, half: int) -> None:
+        self.alone = self.alone and bool((apart[~_half(apart, half)] == 0).all())
+        self.reach[site] = torch.maximum(self.reach[site], apart) if site in self.reach else apart
 
 
 @dataclass(frozen=True)
