@@ -10,9 +10,10 @@ from pipeproof.foreign.optimizing import Optimizing
 from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
+from pipeproof.judging.floors import Floors, Orders, Pending
 from pipeproof.judging.judge import scenarios
 from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, precision_of_reference
+from pipeproof.judging.oracle import Answer, precision_of_reference
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.tolerance import Precision
 from pipeproof.observers.observed import Observed

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pipeproof.judging.comparison import Comparison, Due, leave_out, tell_of_unmoved
 from pipeproof.judging.execution import Execution
+from pipeproof.judging.floors import Floors
 from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measuring import ran_of
-from pipeproof.judging.oracle import Answer, Floors
+from pipeproof.judging.oracle import Answer
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.routes import RouteJudge
 from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits

@@ -19,6 +19,8 @@ class Leads:
     """
 
     found: frozenset[tuple[object, float, float]] = field(default_factory=frozenset)
+    near: frozenset[object] = frozenset()  # what is as near as its own sum rounds
+    far: frozenset[object] = frozenset()  # what is not, and need not be, as what is added up is rounded more coarsely
 
     @classmethod
     def one(cls, what: object, factor: float | None, floor: Floor | None = None) -> "Leads":
@@ -26,15 +28,32 @@ class Leads:
         if factor is None or (floor is not None and floor.noise):
             return cls()
         led = 0.0 if floor is None else floor.led if floor.led < math.inf else floor.limit
-        return cls(frozenset([(what, factor, led)]))
+        one, none = frozenset([what]), frozenset[object]()
+        # Of fp16, in which small numbers have fewer digits, a scale of the loss makes other backwards by itself.
+        far = floor is not None and floor.sums is not None and floor.precision.name == "bf16"
+        return cls(frozenset([(what, factor, led)]), none if far else one, one if far else none)
 
     def joined(self, other: "Leads") -> "Leads":
         """Of these and the ``other`` ones."""
-        return Leads(self.found | other.found)
+        return Leads(self.found | other.found, self.near | other.near, self.far | other.far)
+
+    def doubts(self, *, losses_agree: bool) -> list[str]:
+        """Why they may not be right together; empty where nothing speaks against them.
+
+        ``losses_agree``: all losses are what is due to the bit.
+        """
+        return [*filter(None, (self._one_way, self._some_alone(losses_agree)))]
+
+    def _some_alone(self, losses_agree: bool) -> str:
+        """Other kernels than the reference's show everywhere: what comes later takes what they made."""
+        if not self.far or not (self.near or losses_agree):
+            return ""
+        told = f"{len(self.far)} of {len(self.near | self.far)} are off by more than their sums round, and"
+        others = "the others are not" if self.near else "losses agree to the bit"
+        return f"{told} {others}: kernels that are not the reference's would show everywhere"
 
     @property
-    def doubt(self) -> str:
-        """Why they may not be right together; empty where nothing speaks against them."""
+    def _one_way(self) -> str:
         leading = [(what, factor) for what, factor, led in self.found if abs(factor - 1) > led]
         if len({factor > 1 for _, factor in leading}) != 1 or not self._doubtful:
             return ""

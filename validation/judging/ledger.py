@@ -153,8 +153,7 @@ class Ledger:
     ) -> None:
         """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved.
 
-        ``rounded``: let pass what storing them may have done to their last places. ``or_else``: another error, with its
-        floor, that counts where they are better by that.
+        ``rounded``: let pass what storing may have done to last places. ``or_else``: an error and its floor, if better.
         """
         if same_bits(observed, expected):
             self._enter(place, "pass", exact=True)
@@ -315,7 +314,8 @@ class Ledger:
             outcome = "fail"
         elif "unknown" in entry.outcomes or entry.checked == entry.empty.total():
             outcome = "unknown"  # also of nothing, or of nothing in which a fault shows
-        doubt = [entry.leads.doubt] if outcome != "fail" and entry.leads.doubt else []
+        agree = (losses := self._entries.get("loss", _Entry())).checked == losses.exact > 0
+        doubt = entry.leads.doubts(losses_agree=agree) if outcome != "fail" else []
         empty = [f"{count} of them {'is' if count == 1 else 'are'} {what}" for what, count in entry.empty.items()]
         note = "; ".join([*doubt, *entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
         counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from pipeproof.cases.case import AXES
 from pipeproof.judging.comparison import Comparison, Due
+from pipeproof.judging.floors import Floors
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.oracle import Floors
 from pipeproof.judging.tolerance import (
     Floor,
     Precision,

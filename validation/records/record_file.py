@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,8 @@ def _check_whole(data: Mapping[str, Any]) -> None:
 
 def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     def floor(values: Mapping[str, Any]) -> Floor:
-        precision = {one.name: one for one in PRECISIONS.values()}[values["precision"]["name"]]
+        said = values["precision"]
+        precision = replace({one.name: one for one in PRECISIONS.values()}[said["name"]], least=float(said["least"]))
         permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
         nudged, size = (float(values.get(name, 0.0)) for name in ("nudged", "size"))
         sums = floor(values["sums"]) if values.get("sums") else None

@@ -1,0 +1,376 @@
+"""What rounding alone does to everything that a step gives, measured on this very run."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from pipeproof.judging.makeup import Makeup
+from pipeproof.judging.nudged import Nudged, Sums
+from pipeproof.judging.slopes import Slopes, Updates
+from pipeproof.judging.tolerance import (
+    FP32,
+    FP64,
+    HARDLY,
+    Floor,
+    Precision,
+    coarsest,
+    error,
+    floor_of,
+    precision_among,
+    precision_of,
+    rounding_of,
+    scalar_error,
+    unmeasured,
+)
+from pipeproof.judging.verdict import raised
+from pipeproof.observers.elements import is_rounded
+from pipeproof.reference.accumulation import Accumulation
+from pipeproof.reference.data import Batch
+from pipeproof.reference.otherwise import computed_in, in_double, one_place_off
+from pipeproof.reference.step import (
+    Contribution,
+    Expected,
+    Gradient,
+    Reference,
+    Site,
+)
+
+Orders = Mapping[int, Sequence[int]]
+Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch
+Otherwise = Callable[[Reference, Expected, Sequence[Batch]], tuple[Contribution, ...]]
+
+_DRAWS = 4  # of weights that are one rounding off, each way: a unit near zero turns in a third of these, as a rule
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One operation whose gradients the next update uses: what was expected, of which microbatches, in which order."""
+
+    expected: Expected
+    batches: Sequence[Batch]
+    orders: Orders
+
+
+class Floors:
+    """The floors of one update, measured when first asked for; most runs are bitwise and never ask.
+
+    ``pending`` are the operations whose gradients the update sums; the last is the update itself. ``obstacle`` says
+    why fp64 told nothing, once that is known. Then only what other orders of addition explain may pass: that is less
+    than would pass otherwise. ``updated``: what the optimizer makes of the parameters with other gradients; without it
+    an update is as near as its gradient.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        pending: Sequence[Pending],
+        *,
+        updated: Updates | None = None,
+    ) -> None:
+        self._reference = reference
+        self._updated = updated
+        self._pending = tuple(pending)
+        self._last = pending[-1].expected
+        self._accumulation = reference.recipe.accumulation
+        self._precision = precision_among(reference.model.parameters())
+        # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
+        self._otherwise = one_place_off if self._precision is FP64 else in_double
+        self.obstacle = ""
+        self._computed_in: Precision | None = None  # what nudged numbers are rounded as, if more coarsely
+        self._wide: dict[torch.dtype, Sums] = {}
+
+    @cached_property
+    def _apart(self) -> Contributions:
+        """What each operation's microbatches give where numbers are rounded otherwise; as they are where none tells."""
+        found, why = self._computed(self._otherwise)
+        found = found or self._much_apart
+        if found is None:
+            self.obstacle = f"rounding was not measured against fp64: there the reference {why}"
+        return found or [one.expected.contributions for one in self._pending]
+
+    @property
+    def _much_apart(self) -> Contributions | None:
+        """The same in fp64 of what is computed in a narrower type than weights are in, and so gives other losses.
+
+        None where gradients are farther apart than that type rounds, as those of a model that draws otherwise in fp64.
+        """
+        narrow, found = self._narrowest, None
+        if self._otherwise is in_double and narrow.unit > self._precision.unit:
+            found, _ = self._computed(in_double, most=narrow.most)
+        pairs = [] if found is None else zip(self._last.contributions, found[-1], strict=True)
+        gaps = [error(one, two) for own, other in pairs for one, two in _both(own.gradients, other.gradients)]
+        return found if gaps and median(gaps) <= narrow.most else None
+
+    @cached_property
+    def _nudged(self) -> Contributions | None:
+        """The same with other weights, one rounding off, in the same type; or as what is computed in a narrower one."""
+        if (narrow := self._narrow) is not None:
+            found, _ = self._computed(in_double, most=narrow.most)
+            self.obstacle += "" if found is None else f", for it computes in {narrow.name}"
+            if found is None:
+                found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)
+            if found is not None:
+                self._computed_in = narrow
+                return found
+        same = bool(self._apart) and not self.obstacle
+        return None if self._otherwise is one_place_off else self._computed(one_place_off, same=same)[0]
+
+    @property
+    def _narrow(self) -> Precision | None:
+        """How the narrowest type that the reference computes in rounds, if fp64 told nothing of that."""
+        told = (self._apart and not self.obstacle) or self._precision is FP64
+        return None if told or self._narrowest.unit <= self._precision.unit else self._narrowest
+
+    @cached_property
+    def _coarse(self) -> Precision:
+        """How what the reference computes is rounded: more coarsely than its weights, as under autocast, if fp64 told.
+
+        Little of it may be computed in the narrow type. So nothing passes that is off by more than measured, and then
+        no more than what always passes in that type.
+        """
+        own, narrow = self._precision, self._narrowest
+        told = bool(self._apart) and not self.obstacle
+        return replace(narrow, least=own.least, most=narrow.least) if told and narrow.unit > own.unit else own
+
+    @cached_property
+    def _coarseness(self) -> float:
+        """What rounding does to half of the gradients: to a single number it may do little by chance."""
+        found = [error(one, apart) for one, apart in _both(self._last.gradients, self._apart_total)]
+        return median(size for size in found if size < math.inf)
+
+    def _coarsely(self, floor: Floor) -> Floor:
+        """``floor`` where it is ``_coarse``."""
+        if floor.noise or self._coarse is self._precision:
+            return floor
+        return replace(floor, rounding=max(floor.rounding, self._coarseness))
+
+    @cached_property
+    def _narrowest(self) -> Precision:
+        """How the narrowest type that the reference computes in rounds."""
+        try:
+            types = computed_in(self._reference, self._last, self._pending[-1].batches)
+        except Exception:  # no one type: it is the user's code, which may not run once more
+            return self._precision
+        return coarsest([self._precision, *(precision_of(one) for one in types)])
+
+    @cached_property
+    def moved(self) -> Nudged | None:
+        """How far weights that are one rounding off move all of it; None where no narrow type is computed in."""
+        if (narrow := self._narrowest).unit <= FP32.unit:
+            return None
+        off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(_DRAWS), (1, -1))
+        made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
+        totals = ((self._total(one), [m.loss for m in one[-1]]) for one in made if one is not None)
+        due, norm, least = self._last, self._reference.norm, self._precision.least
+        return Nudged.measured(due, totals, unit=narrow.unit, least=least, norm=norm, updated=self._updated)
+
+    def _excused(self, gap: float) -> float:
+        """How much of the gap to nudged numbers may be rounding, as a floor that is multiplied by our own factor."""
+        own, narrow = self._precision, self._computed_in
+        return gap if narrow is None else max(narrow.factor * gap, narrow.least) / own.factor
+
+    def _computed(
+        self, otherwise: Otherwise, *, same: bool = False, most: float = 0.0
+    ) -> tuple[Contributions | None, str]:
+        """All contributions computed ``otherwise``, or None and why they tell nothing: it is the user's code.
+
+        ``same``: it is known to give the same losses, but for rounding; ``most``: how far that may be off at least.
+        """
+        try:
+            found = [otherwise(self._reference, one.expected, one.batches) for one in self._pending]
+        except Exception as error:
+            return None, f"raised {raised(error)}"
+        own = [one.expected.contributions for one in self._pending]
+        nothing = HARDLY * max(abs(one.loss) for some in own for one in some)
+        # A model that draws otherwise in another precision, as dropout does, says nothing about rounding there.
+        alike = same or all(
+            scalar_error(one.loss, other.loss) <= max(most, self._precision.most) or abs(other.loss) <= nothing
+            for pair in zip(own, found, strict=True)
+            for one, other in zip(*pair, strict=True)
+        )
+        return (found, "") if alike else (None, "gives other losses")
+
+    @cached_property
+    def _reversed_total(self) -> Sums:
+        sums: Sums = {}
+        for one in reversed(self._pending):
+            orders = {stage: tuple(reversed(order)) for stage, order in one.orders.items()}
+            sums = self._reference.accumulate(one.expected.contributions, orders=orders, onto=sums)
+        return self._reference.total(sums)
+
+    @cached_property
+    def _apart_total(self) -> Sums:
+        # In the types that these are in: no other is to round what is measured.
+        return self._total(self._apart, by=Accumulation(shares=self._accumulation.shares))
+
+    @cached_property
+    def _nudged_total(self) -> Sums:
+        return {} if self._nudged is None else self._total(self._nudged)
+
+    def _total(self, made: Contributions, *, by: Accumulation | None = None) -> Sums:
+        sums: Sums = {}
+        for one, contributions in zip(self._pending, made, strict=True):
+            sums = self._reference.accumulate(contributions, orders=one.orders, onto=sums, by=by)
+        return self._reference.total(sums)
+
+    def gradient(self, site: Site) -> Floor:
+        """The floor of one site's gradient."""
+        expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
+        if expected is None or other is None or apart is None:
+            return Floor(0.0, 0.0, 0.0, self._precision)
+        again, parts = partial(self._again, site), self._parts(site)
+        floor = floor_of(expected, [other], apart, parts, again=again, computed=self._coarse)
+        floor = self._coarsely(floor)
+        nudged = self._again(site) if self.obstacle else None
+        return floor if nudged is None else replace(floor, nudged=self._excused(error(expected, nudged)))
+
+    def gradient_by_microbatch(self, site: Site) -> Floor:
+        """The same, which also tells whether each microbatch is there where rounding is as large as half of one."""
+        floor = self.gradient(site)
+        return floor if not floor.blind or self.obstacle else replace(floor, alike=self._makeup(site).alike)
+
+    def _parts(self, site: Site) -> list[Gradient]:
+        """What each microbatch gives, in every stage that has a copy."""
+        late, homes = self._reference.late, self._reference.homes(site)
+        contributions = [one for pending in self._pending for one in pending.expected.contributions]
+        parts = [one.gradients[home] for one in contributions for home in homes]
+        return [None if part is None else part / late for part in parts]
+
+    def _makeup(self, site: Site) -> Makeup:
+        """What the gradient at ``site``, where there is one, is made of, and how well that can be told."""
+        totals = [total[site] for total in (self._last.gradients, self._reversed_total, self._apart_total)]
+        expected, *others = [total for total in totals if total is not None]
+        return Makeup.measured(expected, others, self._parts(site), factor=self._precision.factor)
+
+    def update(self, site: Site) -> Floor:
+        """The floor of what is made of one parameter."""
+        floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
+        if self._slopes is None or self._slopes.known or floor.noise or site not in self._last.parameters:
+            return floor
+        permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
+        floor = replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
+        return replace(floor, nudged=max(floor.nudged, self._slopes.far(site) / floor.precision.factor))
+
+    def slope(self, site: Site) -> Tensor | None:
+        """How far each element of a parameter moves where its gradient is off; None where no farther than that."""
+        return None if self._slopes is None else self._slopes.of(site)
+
+    @cached_property
+    def _slopes(self) -> Slopes | None:
+        if self._updated is None:
+            return None
+        floors = {site: self.gradient(site) for site, one in self._last.gradients.items() if one is not None}
+        return Slopes(self._last, floors, self._updated, there=self._apart_total)
+
+    @cached_property
+    def _updates(self) -> tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]]:
+        """The parameters as gradients in another order, and with other rounding, would make them."""
+        assert self._updated is not None, "asked for only where there is an optimizer"
+        return self._updated(self._reversed_total), self._updated(self._apart_total)
+
+    def _moved(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:
+        """How far apart two updates are, relative to the one that is due."""
+        due, before = self._last.parameters[site], self._last.before[site[1]]
+        return error(parameters[site], due, base=before, rounded=True)
+
+    def _again(self, site: Site) -> Gradient:
+        return self._nudged_total.get(site)
+
+    def added_in(self, dtype: torch.dtype, site: Site) -> Tensor | None:
+        """One site's gradient, if what the microbatches give is added up in ``dtype``."""
+        if dtype not in self._wide:
+            by = replace(self._accumulation, dtype=dtype)
+            self._wide[dtype] = self._total([one.expected.contributions for one in self._pending], by=by)
+        return self._wide[dtype][site]
+
+    def loss(self, microbatch: int) -> Floor:
+        """The floor of one microbatch's loss."""
+        own, apart = self._last.losses[microbatch], self._apart[-1][microbatch].loss
+
+        def again() -> Tensor | None:
+            return None if self._nudged is None else _number(self._nudged[-1][microbatch].loss)
+
+        if not self.obstacle:
+            floor = rounding_of(_number(own), _number(apart), again=again, precision=self._coarse)
+            floor = replace(floor, rounding=max(floor.rounding, self._usual)) if not floor.noise else floor
+            return self._coarsely(floor)
+        other = again()
+        return unmeasured(self._precision, nudged=0.0 if other is None else self._excused(error(_number(own), other)))
+
+    @cached_property
+    def _usual(self) -> float:
+        """What rounding does to half of the losses: to a single one it may do little by chance."""
+        pairs = zip(self._last.losses, self._apart[-1], strict=True)
+        return median(scalar_error(own, apart.loss) for own, apart in pairs)
+
+    def output(self, microbatch: int, name: str) -> Floor:
+        """The floor of what a microbatch puts out under a name."""
+        return self._of_tensor(microbatch, lambda one: one.outputs[name], most=self._coarse)
+
+    def scores(self, microbatch: int, router: str, number: int) -> Floor:
+        """The floor of the scores by which a router makes its choice of this number for a microbatch.
+
+        Where the model computes in a coarser type, they are as coarse, whatever type they are in.
+        """
+
+        def scored(one: Contribution) -> Tensor:
+            scores = one.choices[router][number].scores_TE
+            return scores.masked_fill(~scores.isfinite(), 0.0)  # what may not be chosen
+
+        return self._of_tensor(microbatch, scored, most=self._coarse)
+
+    def _of_tensor(self, microbatch: int, tensor: Callable[[Contribution], Tensor], *, most: Precision = FP64) -> Floor:
+        """The floor of a ``tensor`` of a microbatch, which is as coarse as ``most`` at least."""
+        own, apart = tensor(self._last.contributions[microbatch]), tensor(self._apart[-1][microbatch])
+        precision = coarsest([precision_of(own.dtype), most])
+
+        def again() -> Tensor | None:
+            return None if self._nudged is None else tensor(self._nudged[-1][microbatch])
+
+        if not is_rounded(own.dtype):
+            return Floor(0.0, 0.0, 0.0, self._precision)
+        if not self.obstacle:
+            return rounding_of(own, apart, again=again, precision=precision)
+        other = again()
+        return unmeasured(precision, nudged=0.0 if other is None else self._excused(error(own, other)))
+
+    def total(self) -> Floor:
+        """The floor of what all losses are together: none was measured, but where they are rounding alone."""
+        sizes = [self.loss(microbatch).size for microbatch in range(len(self._last.losses))]
+        return self._coarsely(Floor(0.0, 0.0, 0.0, self._coarse, size=max(sizes) if all(sizes) else 0.0))
+
+    def norm(self) -> Floor:
+        """The floor of the gradient norm."""
+        norm = self._last.norm or 0.0
+        totals = [self._reversed_total, self._apart_total]
+        if self.obstacle:
+            totals.append(self._nudged_total or self._apart_total)
+        permutation, rounding, *nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
+        floor = self._coarsely(Floor(permutation, rounding, 0.0, self._coarse))
+        if nudged:
+            floor = unmeasured(self._precision, permutation=permutation, nudged=self._excused(nudged[0]))
+        wide = precision_among(one for one in self._last.gradients.values() if one is not None)
+        coarse = wide.unit < floor.precision.unit
+        return replace(floor, sums=Floor(permutation, 0.0, 0.0, wide)) if coarse else floor
+
+    def worst(self) -> float:
+        """The largest floor over all gradients."""
+        floors = (self.gradient(site) for site in self._last.gradients)
+        return max((floor.largest for floor in floors if not floor.noise), default=0.0)
+
+
+def _both(one: Mapping[Site, Gradient], other: Mapping[Site, Gradient]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What both have; the ``other`` may have it for each of several sites."""
+    for site, gradient in one.items():
+        if gradient is not None and (beside := other.get(site)) is not None:
+            yield gradient, beside
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
