@@ -135,7 +135,7 @@ class Floors:
         no more than what always passes in that type.
         """
         own, narrow = self._precision, self._narrowest
-        told = bool(self._apart) and not self.obstacle
+        told = self._otherwise is in_double and bool(self._apart) and not self.obstacle
         return replace(narrow, least=own.least, most=narrow.least) if told and narrow.unit > own.unit else own
 
     @cached_property
