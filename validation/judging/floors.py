@@ -131,18 +131,19 @@ class Floors:
     def _coarse(self) -> Precision:
         """How what the reference computes is rounded: more coarsely than its weights, as under autocast, if fp64 told.
 
-        Little of it may be computed in the narrow type. So nothing passes that is off by more than measured, and then
-        no more than what always passes in that type.
+        Little of it may be computed in the narrow type. So what passes there in any case does not pass here unless that
+        much was measured.
         """
         own, narrow = self._precision, self._narrowest
         told = self._otherwise is in_double and bool(self._apart) and not self.obstacle
-        return replace(narrow, least=own.least, most=narrow.least) if told and narrow.unit > own.unit else own
+        coarse = told and narrow.unit > own.unit and own.factor * self._coarseness > own.most
+        return replace(narrow, least=own.most, most=narrow.least) if coarse else own
 
     @cached_property
     def _coarseness(self) -> float:
         """What rounding does to half of the gradients: to a single number it may do little by chance."""
         found = [error(one, apart) for one, apart in _both(self._last.gradients, self._apart_total)]
-        return median(size for size in found if size < math.inf)
+        return median([size for size in found if size < math.inf] or [0.0])
 
     def _coarsely(self, floor: Floor) -> Floor:
         """``floor`` where it is ``_coarse``."""
