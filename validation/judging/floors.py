@@ -100,18 +100,23 @@ class Floors:
 
         None where gradients are farther apart than that type rounds, as those of a model that draws otherwise in fp64.
         """
-        narrow, found = self._narrowest, None
-        if self._otherwise is in_double and narrow.unit > self._precision.unit:
-            found, _ = self._computed(in_double, most=narrow.most)
+        found = self._of_narrow if self._narrowest.unit > self._precision.unit else None
         pairs = [] if found is None else zip(self._last.contributions, found[-1], strict=True)
         gaps = [error(one, two) for own, other in pairs for one, two in _both(own.gradients, other.gradients)]
-        return found if gaps and median(gaps) <= narrow.most else None
+        return found if gaps and median(gaps) <= self._narrowest.most else None
+
+    @cached_property
+    def _of_narrow(self) -> Contributions | None:
+        """The same in fp64, where losses may be as far off as the narrowest type puts them; None in fp64 itself."""
+        if self._otherwise is not in_double:
+            return None
+        return self._computed(in_double, most=self._narrowest.most)[0]
 
     @cached_property
     def _nudged(self) -> Contributions | None:
         """The same with other weights, one rounding off, in the same type; or as what is computed in a narrower one."""
         if (narrow := self._narrow) is not None:
-            found, _ = self._computed(in_double, most=narrow.most)
+            found = self._of_narrow
             self.obstacle += "" if found is None else f", for it computes in {narrow.name}"
             if found is None:
                 found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)

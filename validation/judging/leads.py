@@ -45,12 +45,12 @@ class Leads:
         return [*filter(None, (self._one_way, self._some_alone(losses_agree)))]
 
     def _some_alone(self, losses_agree: bool) -> str:
-        """Other kernels than the reference's show everywhere: what comes later takes what they made."""
+        """Other kernels than the reference's show everywhere, as a rule: what comes later takes what they made."""
         if not self.far or not (self.near or losses_agree):
             return ""
         told = f"{len(self.far)} of {len(self.near | self.far)} are off by more than their sums round, and"
         others = "the others are not" if self.near else "losses agree to the bit"
-        return f"{told} {others}: kernels that are not the reference's would show everywhere"
+        return f"{told} {others}: kernels that are not the reference's show everywhere, as a rule"
 
     @property
     def _one_way(self) -> str:
