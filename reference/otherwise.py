@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
+from pipeproof.reference.products import TYPES, products_in, sort_of
 from pipeproof.reference.step import Contribution, Expected, Reference
 
 Off = Callable[[torch.dtype], float]
@@ -69,24 +70,34 @@ def one_place_off(
 
 
 class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
-    """While it is open, notes the types of the floating-point numbers that are computed."""
+    """While it is open, notes the types of the floating-point numbers that are computed, and products of fp32."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # in torch
         self.found: set[torch.dtype] = set()
+        self.products: set[tuple[torch.device, str]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
         args, kwargs = (*given, {})[:2]  # by name there may be none
         made = func(*args, **(kwargs or {}))
-        self.found |= {one.dtype for one in tree_leaves(made) if isinstance(one, Tensor) and one.is_floating_point()}
+        numbers = [one for one in tree_leaves(made) if isinstance(one, Tensor) and one.is_floating_point()]
+        self.found |= {one.dtype for one in numbers}
+        if sort := sort_of(func):
+            self.products |= {(one.device, sort) for one in numbers if one.dtype is torch.float32}
         return made
 
 
 def computed_in(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> frozenset[torch.dtype]:
-    """The types of the floating-point numbers that the model computes for the first of ``batches``."""
-    return types_in(lambda: _once_more(reference, copied(reference.model), expected, batches[:1]))
+    """The types of the floating-point numbers that the model computes for the first of ``batches``.
+
+    Where the device makes products of fp32 from fewer digits, the type that has as many is among them.
+    """
+    with _Types() as types:
+        _once_more(reference, copied(reference.model), expected, batches[:1])
+    products = (TYPES[products_in(place, [sort])[sort]] for place, sort in types.products)
+    return frozenset([*types.found, *products])
 
 
 def types_in(compute: Callable[[], object]) -> frozenset[torch.dtype]:
@@ -94,6 +105,13 @@ def types_in(compute: Callable[[], object]) -> frozenset[torch.dtype]:
     with _Types() as types:
         compute()
     return frozenset(types.found)
+
+
+def products_made(compute: Callable[[], object]) -> frozenset[str]:
+    """The sorts of products of fp32 that ``compute`` makes."""
+    with _Types() as types:
+        compute()
+    return frozenset(sort for _, sort in types.products)
 
 
 def _once_more(

@@ -172,10 +172,14 @@ def test_copies_that_are_waited_for_are_right_in_any_order(machine: Pretending, 
     assert ran.stdout.endswith("1 pass; 1 of 1 bit for bit\n"), ran.stdout
 
 
-def test_a_running_job_is_checked_there(machine: Pretending, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "place"), [((), "pretend"), (("device=cpu",), "cpu")])
+def test_a_running_job_is_checked_there_by_a_model_that_computes_there_too(
+    machine: Pretending, tmp_path: Path, given: tuple[str, ...], place: str
+) -> None:
     (tmp_path / "checked.py").write_text(CHECKED)
-    ran = machine.run(tmp_path, "checked.py", "pretend")
+    ran = machine.run(tmp_path, "checked.py", "pretend", *given)
     assert ran.stdout.startswith("PASS 36 comparisons, bitwise"), ran.stdout
+    assert ran.stdout.endswith(f", by a reference on {place}\n")
 
 
 def test_what_the_host_kept_is_run_again_there_and_a_backward_has_its_line(machine: Pretending, tmp_path: Path) -> None:

@@ -12,21 +12,28 @@ from tests.support.warm_start import Ended, WarmStart, run_new
 BOUND_S = 400.0  # of a busy machine
 CHECKED = """
 import sys
+from functools import partial
 
 import torch
 from torch import nn
 
 from pipeproof import PipelineSchedule, SingleDevice, World, check_step
 
-loss_fn = nn.functional.mse_loss
+places = set()  # on rank 0, which has no loss of its own, those of the reference
 
 
-def steps(context):
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))).to(context.device)
+def loss_fn(output, target):
+    places.add(output.device.type)
+    return nn.functional.mse_loss(output, target.to(output.device))
 
-    stage = build()[2 * context.rank : 2 * context.rank + 2]
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+
+def steps(context, **given):
+    stage = build()[2 * context.rank : 2 * context.rank + 2].to(context.device)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
     schedule = PipelineSchedule(
         kind="1F1B", n_microbatches=4, stages=[stage], loss_fn=loss_fn, optimizer=optimizer, pp_group=context.group
@@ -34,15 +41,15 @@ def steps(context):
     draw = torch.Generator().manual_seed(0)
     data = [(torch.randn(8, 16, generator=draw).to(context.device), torch.zeros(8, 16).to(context.device))] * 4
     for _ in range(2):
-        with check_step(stage, data, against=SingleDevice(build, loss_fn)) as check:
+        with check_step(stage, data, against=SingleDevice(build, loss_fn, **given)) as check:
             result = schedule.wrapped(check.wrap).train_step(data, max_norm=0.1)
             check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
-    return str(check.verdict)
+    return f"{check.verdict}, by a reference on {', '.join(places)}"
 
 
 if __name__ == "__main__":
     with World(device=sys.argv[1], silent=True) as world:
-        print(world.run(steps, ranks=2)[0])
+        print(world.run(partial(steps, **dict(one.split("=") for one in sys.argv[2:])), ranks=2)[0])
 """
 
 

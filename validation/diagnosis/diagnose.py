@@ -33,6 +33,7 @@ from pipeproof.diagnosis.sights import measured
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.nudged import Nudges, unproven
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import LATE
@@ -67,18 +68,25 @@ def explained(evidence: Evidence) -> Verdict:
     return replace(found, undecided=(*found.undecided, untold))
 
 
-def sought(verdict: Verdict, look: Callable[[], Verdict], *, moved: Nudges = lambda _: None) -> Verdict:
+def sought(
+    verdict: Verdict,
+    look: Callable[[], Verdict],
+    *,
+    moved: Nudges = lambda _: None,
+    products: OtherProducts | None = None,
+) -> Verdict:
     """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
 
     What fails never depends on code of the user's own, which may run in its explanation; but where no cause explains
-    it, and rounding may, it is unknown: ``moved`` is how far that goes, in an operation.
+    it, and rounding may, it is unknown: ``moved`` is how far that goes, in an operation, and ``products`` are those
+    that were computed otherwise.
     """
     try:
         found = look()
     except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
         found = verdict.without_cause(Crash.of(error))
     try:
-        return unproven(found, moved)
+        return unproven(found, moved, products)
     except Exception:  # the model runs once more
         return found
 

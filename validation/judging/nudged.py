@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from pipeproof.judging.measured import Compared
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.tolerance import LEAD, error, lead, scalar_error
 from pipeproof.judging.verdict import Mismatch, Size, Verdict, overall
 from pipeproof.reference.step import Expected, Gradient, Site
@@ -101,10 +102,10 @@ def _reach(found: dict[str, float], name: str, far: float) -> None:
 Nudges = Callable[[int], Nudged | None]  # of an operation, from 0; None where nobody knows
 
 
-def unproven(verdict: Verdict, moved: Nudges) -> Verdict:
+def unproven(verdict: Verdict, moved: Nudges, products: OtherProducts | None = None) -> Verdict:
     """``verdict``; unknown where no cause explains all that is first wrong, and rounding may.
 
-    ``moved`` is costly, and so asked for last.
+    ``products``: those that were computed otherwise. ``moved`` is costly, and so asked for last.
     """
     if verdict.verdict != "fail" or verdict.stopped or (verdict.cause and not verdict.undecided):
         return verdict
@@ -112,10 +113,12 @@ def unproven(verdict: Verdict, moved: Nudges) -> Verdict:
     wrong = [one for one in _failing(verdict) if one.operation == first]
     if not wrong or any(one.law not in _MOVES for one in wrong):
         return verdict
+    if products is not None and products.explain(verdict, wrong):
+        return _in_doubt(verdict, products.note)
     found = moved(first - 1)
     if found is None or not all(map(found.explains, wrong)):
         return verdict
-    return _in_doubt(verdict)
+    return _in_doubt(verdict, _NOTE)
 
 
 def _failing(verdict: Verdict) -> Iterator[Mismatch]:
@@ -132,12 +135,10 @@ def _about(one: Mismatch | Compared) -> tuple[object, ...]:
     return one.law, one.operation, one.microbatch, one.parameter
 
 
-def _in_doubt(verdict: Verdict) -> Verdict:
+def _in_doubt(verdict: Verdict, why: str) -> Verdict:
     """``verdict``, of which nothing proves a fault: what might be its cause is only one of the explanations."""
     laws = tuple(
-        replace(law, outcome="unknown", note="; ".join(filter(None, [_NOTE, law.note])))
-        if law.outcome == "fail"
-        else law
+        replace(law, outcome="unknown", note="; ".join(filter(None, [why, law.note]))) if law.outcome == "fail" else law
         for law in verdict.laws
     )
     every = verdict.measured.compared

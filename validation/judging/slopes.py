@@ -34,8 +34,8 @@ class Slopes:
 
     ``due``: the step. ``floors`` say how far each gradient may be off. Every element is pushed as far, or to the other
     side of zero where that is nearer, both ways. Half of them are pushed at a time: an optimizer that makes something
-    of that in the other half, as Muon does, has no slopes. Elements stay as they are where ``there``, the same
-    gradients in fp64, has none either, as rows of an embedding that nobody looked up.
+    of that in the other half, as Muon does, has no slopes. Rows and columns of zeros stay as they are where ``there``,
+    the same gradients in fp64, has none either, as rows of an embedding that nobody looked up.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Slopes:
         size, other = _wide(self._gradient(site)).abs(), self._there[site]
         most = self._limits[site] * float(size.amax())
         none = (size == 0) & (True if other is None else other.to(size.device) == 0)
-        return (2 * size).clamp(_NEAREST * most, most) * ~none
+        return (2 * size).clamp(_NEAREST * most, most) * ~_in_lines(none)
 
     def _gradient(self, site: Site) -> Tensor:
         found = self._due.gradients[site]
@@ -140,6 +140,17 @@ class Moved:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _in_lines(none: Tensor) -> Tensor:
+    """Where all of a row or a column is so.
+
+    A single element may be zero by chance: terms cancel to the bit, and what is too small for fp16 is zero in it.
+    """
+    if none.dim() < 2:
+        return torch.zeros_like(none)
+    rows, columns = (none.flatten(1).all(1), none.transpose(0, 1).flatten(1).all(1))
+    return (rows[:, None] | columns[None, :]).view(*none.shape[:2], *[1] * (none.dim() - 2)).expand_as(none)
 
 
 def _half(tensor: Tensor, half: int) -> Tensor:

@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from pipeproof.reference.graph import types_between
-
-_PRODUCTS = {"high": torch.float16, "medium": torch.bfloat16}  # torch's settings; TF32 has the digits of fp16
+from pipeproof.reference.products import MATRICES, TYPES, products_in
 
 
 class ComputedIn:
@@ -27,6 +26,7 @@ class ComputedIn:
         self._hooks = list[RemovableHandle]()
         self._found: set[torch.dtype] = set()
         self._looked: set[int] = set()  # the ids of modules
+        self._places: set[torch.device] = set()  # where fp32 is computed
 
     def __enter__(self) -> Self:
         self._hooks = [one.register_forward_hook(self._note, with_kwargs=True) for one in self._modules]
@@ -41,8 +41,7 @@ class ComputedIn:
     @property
     def narrowest(self) -> str:
         """The name of the type with the least digits; empty where nothing was seen."""
-        products = _PRODUCTS.get(torch.get_float32_matmul_precision())
-        found = self._found | ({products} if products is not None and self._found else set())
+        found = self._found | {TYPES[products_in(place, [MATRICES])[MATRICES]] for place in self._places}
         least = max(found, key=lambda one: torch.finfo(one).eps, default=None)
         return "" if least is None else str(least).removeprefix("torch.")
 
@@ -52,6 +51,8 @@ class ComputedIn:
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor) and one.dtype.is_floating_point]
         for one in made:
             self._found.add(one.dtype)
+            if one.dtype is torch.float32 and not one.is_meta:
+                self._places.add(one.device)
             if torch.is_autocast_enabled(one.device.type):
                 self._found.add(torch.get_autocast_dtype(one.device.type))
         if made and id(module) not in self._looked:

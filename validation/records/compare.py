@@ -13,6 +13,7 @@ from pipeproof.diagnosis.evidence import Evidence, failing
 from pipeproof.judging.comparison import leave_out
 from pipeproof.judging.judge import Where, concluded
 from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import JUDGED, Crash, Verdict
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (
@@ -56,7 +57,10 @@ def compare(
     verdict = replace(verdict.before_its_end(crash), sides=sides)
     if not verdict.mismatches or not verdict.judged:
         return verdict
-    return sought(verdict, lambda: explained(evidence_of(verdict, expected, seen)), moved=expected.moved)
+    others = OtherProducts.among(expected.products, [seen.products])
+    return sought(
+        verdict, lambda: explained(evidence_of(verdict, expected, seen)), moved=expected.moved, products=others
+    )
 
 
 def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, str]) -> Crash | None:

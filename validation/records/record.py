@@ -148,6 +148,12 @@ class Record:
         return str(self.config.get("case") or self.config.get("model") or "a step")
 
     @property
+    def products(self) -> Mapping[str, str]:
+        """As what products of fp32 were rounded, by their sort, where the record says so."""
+        found = self.config.get("products")
+        return {str(sort): str(name) for sort, name in found.items()} if isinstance(found, Mapping) else {}
+
+    @property
     def framework(self) -> str:
         """The framework that ran it; empty where that was none."""
         return str(self.config.get("framework") or "")

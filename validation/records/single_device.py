@@ -36,8 +36,11 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.loss_state import buffers_kept
 from pipeproof.reference.step import Loss, Recipe
 from pipeproof.reference.traced import Traced
+from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.side_store import Exchange
+
+_NO_ROOM = "; SingleDevice(..., device='cpu') runs it on the host, and check_step(against=Composed(...)) needs none"
 
 Held = Mapping[str, Mapping[Shard | None, int]]  # by name, where parts lie (None: all), and the rank that gives it
 
@@ -57,11 +60,13 @@ def _weight(name: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class SingleDevice:
-    """How the reference is made: ``build()`` gives the whole model, on any device; its weights are then the job's.
+    """How the reference is made: ``build()`` gives the whole model; its weights are then the job's.
 
     ``loss_fn``, ``loss_divisor`` and ``floors`` are those of ``record_step``. Of what depends on the data, ``loss_fn``
     is a ``LossOfAll``, and the divisor a function of the model and all microbatches. accumulation: how the job adds
-    gradients up, but for the shares of its replicas.
+    gradients up, but for the shares of its replicas. device: where the reference computes, as ``torch.device`` has it.
+    None: where ``build`` puts the model, and where that is the host, on the device of rank 0's own weights: other
+    devices round otherwise, and autocast is for one type of them.
     """
 
     build: Callable[[], nn.Module]
@@ -69,6 +74,7 @@ class SingleDevice:
     loss_divisor: float | Callable[[Any, Pairs], float] | None = None
     floors: bool = True
     accumulation: Accumulation = PLAIN
+    device: torch.device | str | None = None
 
     def check(self) -> None:
         """Raise ``WhiteBoxError`` for what no reference can be made of."""
@@ -77,6 +83,16 @@ class SingleDevice:
             check_loss_fn(self.loss_fn)
         if not callable(self.loss_divisor):
             check_divisor(self.loss_divisor)
+        try:
+            torch.device(self.device or CPU)
+        except (RuntimeError, TypeError):
+            raise WhiteBoxError(f"device is {self.device!r}: expected one of torch's, such as cpu or cuda:0") from None
+
+    def placed(self, model: nn.Module, beside: torch.device) -> nn.Module:
+        """``model`` where it is to compute, the job's own weights being ``beside``."""
+        own = {parameter.device.type for parameter in model.parameters()}
+        place = torch.device(self.device) if self.device is not None else beside if own == {CPU} else None
+        return model if place is None else model.to(place)
 
 
 class ReferenceBeside:
@@ -99,6 +115,7 @@ class ReferenceBeside:
         self._divisor: float | None = None
         self._shares: tuple[tuple[int, ...], ...] = ()
         self._stages: dict[str, set[int]] = {}
+        self._beside = torch.device(CPU)  # where this rank's own weights are
 
     def record(
         self,
@@ -113,6 +130,7 @@ class ReferenceBeside:
         ``parameters`` are this rank's, by name; ``shares`` the microbatches of each replica, where that is known.
         """
         held, own = lying_at(arrivals), self._exchange.rank
+        self._beside = next((one.device for one in parameters.values()), torch.device(CPU))
         given = [name for name, parts in held.items() if own in parts.values()]
         for name in given:
             self._exchange.give(_weight(name, own), parameters[name])
@@ -198,7 +216,8 @@ class ReferenceBeside:
         except (RecordError, WhiteBoxError) as error:
             return "", str(error)
         except Exception as error:  # the user's own code runs in it
-            return "", f"the reference raised {type(error).__name__}: {error}"
+            cure = _NO_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
+            return "", f"the reference raised {type(error).__name__}: {error}{cure}"
         for address, tensor in self._laid_out.items():
             self._exchange.give(address, tensor)
         return text, ""
@@ -220,7 +239,7 @@ class ReferenceBeside:
                 if (ours := form(parameter)) != (theirs := form(weight)):
                     raise RecordError(f"the reference's {name} is of {ours}, the job's of {theirs}: build both alike")
                 parameter.copy_(weight)
-        return model
+        return self.source.placed(model, self._beside)
 
     def _whole(self, name: str, held: Mapping[Shard | None, int]) -> Tensor:
         """The weight that ranks have, put together of their parts."""

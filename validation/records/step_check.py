@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.judging.comparison import Comparison
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.records.as_given import (
@@ -52,6 +53,7 @@ from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.unchecked import Unchecked
+from pipeproof.reference.products import products_in
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import RanksAbsent
 
@@ -159,7 +161,16 @@ class StepCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> StepPart:
         why = self._why if self._at is None else self._problem
-        return StepPart(about, self._ledger, self._kept.notes, self._norm, why, self._crash, self._no_norm)
+        more = self._crash, self._no_norm, self._products
+        return StepPart(about, self._ledger, self._kept.notes, self._norm, why, *more)
+
+    @property
+    def _products(self) -> Mapping[str, str]:
+        """As what this rank rounds products of fp32, where anything is wrong that this may explain."""
+        place = next((one.device for one in self._own.parameters.values()), None)
+        if place is None or self._record is None or not self._ledger.mismatches:
+            return {}
+        return products_in(place, self._record.products)
 
     def _concluded(self, parts: Sequence[StepPart]) -> Verdict:
         return self._explained(self._joined(parts), parts)
@@ -280,6 +291,7 @@ class StepCheck(CheckedStep):
             self._exchange,
             look=lambda: self._checked(parts).evidence(verdict),
             moved=self._record.moved if self._beside is None else self._beside.moved,
+            products=OtherProducts.among(self._record.products, [part.products for part in parts]),
             bound_s=self._bound_s,
         )
 

@@ -1,8 +1,8 @@
 """What each rank saw of a checked step, and the one verdict that all of them make of it."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeproof.judging.comparison import leave_out
@@ -23,6 +23,7 @@ class StepPart:
     """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong.
 
     ``crash``: what was raised while it compared. ``no_norm``: why it reports no norm, where it was told one.
+    ``products``: how its device rounds those that what is due was computed by.
     """
 
     report: RankReport
@@ -32,6 +33,7 @@ class StepPart:
     problem: str = ""
     crash: Crash | None = None
     no_norm: str = ""
+    products: Mapping[str, str] = field(default_factory=dict)
 
 
 def joined(

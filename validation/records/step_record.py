@@ -26,6 +26,8 @@ from pipeproof.records.record import (
 from pipeproof.records.record_file import write
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
+from pipeproof.reference.otherwise import products_made
+from pipeproof.reference.products import products_in
 from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
 
@@ -91,7 +93,9 @@ def recorded(
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
     contents = content_digests(microbatches)
     operation = RecordedOperation(**vars(due), floors=measured, contents=contents, slopes=slopes)
-    return Record("expected", _config(model, microbatches, recipe), (operation,))
+    config = _config(model, microbatches, recipe)
+    config["products"] = _products(_reference(copied(model), recipe, stages), step)
+    return Record("expected", config, (operation,))
 
 
 def moved(model: nn.Module, microbatches: Pairs, recipe: Recipe, *, stages: Stages) -> Nudged | None:
@@ -156,6 +160,12 @@ def _floors(
     slopes = {name: floors.slope((stage, name)) for stage, name in step.expected.parameters}
     found = RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
     return found, {name: one for name, one in slopes.items() if one is not None}
+
+
+def _products(reference: Reference, step: Pending) -> dict[str, str]:
+    """As what the products of fp32 that a step makes are rounded where it is made, by their sort."""
+    sorts = products_made(lambda: [*reference.contributing(step.batches[:1])])
+    return products_in(next(reference.model.parameters()).device, sorted(sorts))
 
 
 def _config(model: nn.Module, microbatches: Pairs, recipe: Recipe) -> dict[str, object]:

@@ -77,7 +77,7 @@ def off(*steps: float, **more: Tensor) -> float:
         ((-1, 1, -1, 1, -1, 0), 0.05),
         ((-1, 1, -1, 1, 3, 0), 0.05),
         ((-1, 1, 1, -1, 1, 0), math.inf),
-        ((-1, 1, -1, -1, 1, 1), math.inf),
+        ((-1, 1, -1, -1, 1, 1), 0.003),
         ((-1.3, 1.3, -1.3, -1, 1, 0), math.inf),
         ((-1, 1, -1, -1, math.nan, 0), math.inf),
         ((-1, 1, -1, -1, -math.inf, 0), math.inf),
@@ -88,10 +88,20 @@ def test_an_update_is_off_as_the_gradient_is_that_would_make_it(steps: tuple[flo
     assert most / 2 <= found <= most, found
 
 
-def test_what_is_zero_by_chance_may_become_something() -> None:
-    steps = (-1, 1, -1, -1, 1, 1)
-    assert math.isinf(off(*steps))
-    assert off(*steps, there=GRADIENT + 1e-9) < FLOOR.limit
+def test_rows_and_columns_of_zeros_stay_so_unless_they_are_something_in_fp64() -> None:
+    sparse = torch.tensor([[0.01, 0.0, 0.005], [0.0, 0.0, 0.0], [0.0, 0.0, 0.5]])
+    due = Expected("train", (), 0.0, (), {"w": sparse}, {W: sparse}, None, {W: -sparse.sign()})
+
+    def updates(gradients: Mapping[Site, Gradient], *, norm: float | None = None) -> Mapping[Site, Tensor]:
+        one = gradients[W]
+        assert one is not None
+        return {W: -one.sign()}
+
+    alone, other = (Slopes(due, {W: FLOOR}, updates, there={W: there}).of(W) for there in (sparse, sparse + 1e-9))
+    assert alone is not None
+    assert other is not None
+    assert (alone > 0).tolist() == [[True, False, True], [False, False, False], [True, False, False]]
+    assert (other > 0).sum() == 8, "a sum of nothing is nothing in fp64, too; one element is too large to turn"
 
 
 def test_who_moves_no_farther_than_its_gradient_needs_no_slope() -> None:

@@ -1,0 +1,69 @@
+"""How a device rounds products of fp32: it may be told to make them from fewer digits, and does so in convolutions.
+
+torch has many settings of that, older and newer ones that cannot be asked once both were used, and what they do depends
+on the device. So the device itself is asked, with a small product whose fp64 result is known.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MATRICES, CONVOLUTION = "matrices", "convolution"
+
+_SORTS: Mapping[str, str] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "matmul"), MATRICES),
+    **dict.fromkeys(("convolution", "_convolution", "convolution_backward"), CONVOLUTION),
+}
+_ATTENTION = "scaled_dot_product"  # all of torch's kernels of it, by their names
+_SIZE = 64  # rows and columns; smaller ones may go another way
+_FP32, _TF32, _BF16 = "fp32", "TF32", "bf16"
+_BY_ERROR = ((1e-5, _FP32), (1.2e-3, _TF32))  # TF32 is off by 3e-4, bf16 by 3e-3
+
+# The type of torch that has as many digits.
+TYPES: Mapping[str, torch.dtype] = {_FP32: torch.float32, _TF32: torch.float16, _BF16: torch.bfloat16}
+
+
+def sort_of(func: Any) -> str:
+    """Which products an operator of torch makes; empty if none."""
+    name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+    return _SORTS.get(name, MATRICES if name.startswith(("_" + _ATTENTION, _ATTENTION)) else "")
+
+
+def products_in(place: torch.device | str, sorts: Iterable[str]) -> dict[str, str]:
+    """As what each of these sorts of products of fp32 are rounded now at ``place``, by the names of ``TYPES``.
+
+    fp32 where the device cannot be asked.
+    """
+    return {sort: _rounded(torch.device(place), sort) for sort in sorts}
+
+
+def _rounded(place: torch.device, sort: str) -> str:
+    one, other = _factors()
+    try:
+        under = torch.autocast(place.type, enabled=False) if torch.is_autocast_enabled(place.type) else nullcontext()
+        with torch.no_grad(), under:
+            made = _product(one.to(place), other.to(place), sort).cpu().double()
+    except Exception:  # no one type: a device may lack what this takes
+        return _FP32
+    due = _product(one.double(), other.double(), sort)
+    off = float((made - due).norm() / due.norm())
+    return next((name for most, name in _BY_ERROR if off <= most), _BF16)
+
+
+def _product(one: Tensor, other: Tensor, sort: str) -> Tensor:
+    if sort == MATRICES:
+        return one @ other
+    return functional.conv2d(one.view(1, _SIZE, 8, 8), other[:, :, None, None])
+
+
+@cache
+def _factors() -> tuple[Tensor, Tensor]:
+    """Two matrices of numbers that need all digits of fp32; they draw from no generator of the job's."""
+    draw = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, _SIZE, _SIZE, generator=draw, device="cpu", dtype=torch.float32)
+    return one, other

@@ -1,0 +1,86 @@
+"""Products of fp32 that are rounded more coarsely here than there prove no fault, and excuse none that is larger."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeproof.judging.other_products import OtherProducts
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+from pipeproof.reference.products import CONVOLUTION, MATRICES
+from tests.support.rounded_products import Rounded
+from tests.support.steps import Pairs, pairs
+
+DATA = pairs(4, width=32, seed=0)
+TF32 = 10  # bits behind the first
+Hurt = Callable[[nn.Module], None]
+
+
+class InHalves(nn.Linear):
+    """A kernel that adds up two halves of each sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.in_features // 2
+        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T + self.bias
+
+
+def build(layer: type[nn.Linear] = nn.Linear) -> nn.Module:
+    torch.manual_seed(8)
+    return nn.Sequential(*(nn.Sequential(layer(32, 32), nn.GELU()) for _ in range(3)))
+
+
+def rounded(bits: int | None) -> Any:
+    return nullcontext() if bits is None else Rounded(bits)
+
+
+def checked(*, due: int | None, seen: int | None, hurt: Hurt = lambda _: None, job: Pairs = DATA) -> Verdict:
+    """A step with another kernel, and what is due with products of so many bits."""
+    mse, model = nn.functional.mse_loss, build(InHalves)
+    with rounded(due):
+        record = record_step(build(), DATA, loss_fn=mse)
+    with rounded(seen), check_step(model, DATA, against=record) as check:
+        losses = [mse(model(inputs), target) for inputs, target in job]
+        (torch.stack(losses).sum() / 4).backward()
+        hurt(model)
+        check.gradients()
+        check.report(losses=[loss.item() for loss in losses])
+    return check.verdict
+
+
+def one_is_scaled(model: nn.Module) -> None:
+    first = next(model.parameters())
+    assert first.grad is not None
+    first.grad *= 1.1
+
+
+def test_all_that_is_a_little_off_is_unknown_with_its_cure() -> None:
+    verdict = checked(due=None, seen=TF32)
+    assert verdict.verdict == "unknown", str(verdict)
+    told = "the job computes matrix products of fp32 in TF32, and what is due was computed in fp32"
+    assert told in verdict.law("gradient").note
+    assert "torch.backends.cuda.matmul.fp32_precision says how" in verdict.law("gradient").note
+    assert checked(due=TF32, seen=None).verdict == "pass", "TF32's own rounding was measured"
+
+
+@pytest.mark.parametrize(("due", "seen"), [(None, None), (TF32, TF32), (7, 7)])
+def test_computed_alike_it_is_judged_and_other_kernels_pass(due: int | None, seen: int | None) -> None:
+    assert checked(due=due, seen=seen).verdict == "pass"
+    assert checked(due=due, seen=seen, hurt=one_is_scaled).verdict == "fail"
+
+
+def test_a_microbatch_less_is_no_rounding() -> None:
+    verdict = checked(due=None, seen=TF32, job=DATA[:3])
+    assert verdict.verdict == "fail", str(verdict)
+
+
+def test_of_several_ranks_any_may_be_other_and_older_records_say_nothing() -> None:
+    plain, coarse = {MATRICES: "fp32"}, {MATRICES: "TF32", CONVOLUTION: "TF32"}
+    assert OtherProducts.among(plain, [plain, {}]) is None
+    assert OtherProducts.among({}, [coarse]) is None
+    assert OtherProducts.among(plain, [plain, coarse]) == OtherProducts(MATRICES, "fp32", "TF32")
+    assert OtherProducts.among(plain, [{MATRICES: "of another time"}]) is None
