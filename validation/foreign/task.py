@@ -16,6 +16,7 @@ from pipeproof.reference.choices import Chosen, Routers
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
+from pipeproof.reference.settings_off import settings_off
 from pipeproof.reference.step import Gradient, Loss, Reference, Site
 from pipeproof.worlds.accelerator import first_of
 
@@ -131,15 +132,17 @@ class Task:
         by: Optimizing | None,
         max_norm: float | None,
         norm: float | None = None,
+        off: float = 0.0,
     ) -> dict[Site, Tensor]:
         """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
 
-        ``norm``: as if that were theirs. Raises ``ReferenceRaised``.
+        ``norm``: as if that were theirs; ``off``: with settings so far off. Raises ``ReferenceRaised``.
         """
         if by is None:
             return {}
         try:
-            return reference.updated(gradients, by, max_norm=max_norm, norm=norm)
+            made = lambda model: settings_off(by(model), off)  # noqa: E731
+            return reference.updated(gradients, made, max_norm=max_norm, norm=norm)
         except OptimizerError as error:
             raise ReferenceRaised(f"optimizer={name_of(by.func)} {error}") from error
         except Exception as error:  # no one type: it is the user's code

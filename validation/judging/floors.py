@@ -257,7 +257,12 @@ class Floors:
     def update(self, site: Site) -> Floor:
         """The floor of what is made of one parameter."""
         floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
-        if self._slopes is None or self._slopes.known or floor.noise or site not in self._last.parameters:
+        if self._slopes is None or floor.noise or site not in self._last.parameters:
+            return floor
+        # Fused kernels have their settings in fp32: one less beta to the second has few digits then, in early steps.
+        settled = self._moved(site, self._settled) / floor.precision.factor
+        floor = replace(floor, rounding=max(floor.rounding, settled))
+        if self._slopes.known:
             return floor
         permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
         floor = replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
@@ -279,6 +284,12 @@ class Floors:
         """The parameters as gradients in another order, and with other rounding, would make them."""
         assert self._updated is not None, "asked for only where there is an optimizer"
         return self._updated(self._reversed_total), self._updated(self._apart_total)
+
+    @cached_property
+    def _settled(self) -> Mapping[Site, Tensor]:
+        """The parameters as the optimizer would make them with settings that are one rounding of fp32 off."""
+        assert self._updated is not None, "asked for only where there is an optimizer"
+        return self._updated(self._last.gradients, norm=self._last.norm, off=FP32.unit)
 
     def _moved(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:
         """How far apart two updates are, relative to the one that is due."""

@@ -25,8 +25,10 @@ _KEPT_IN = torch.bfloat16  # three digits suffice to say how steep it is
 class Updates(Protocol):
     """What an optimizer makes of every parameter, each time from where the step began."""
 
-    def __call__(self, gradients: Mapping[Site, Gradient], *, norm: float | None = None) -> Mapping[Site, Tensor]:
-        """With these gradients; ``norm``: clipped as if this were theirs."""
+    def __call__(
+        self, gradients: Mapping[Site, Gradient], *, norm: float | None = None, off: float = 0.0
+    ) -> Mapping[Site, Tensor]:
+        """With these gradients; ``norm``: clipped as if this were theirs. ``off``: with settings so far off."""
 
 
 class Slopes:

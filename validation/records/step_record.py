@@ -28,6 +28,7 @@ from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import products_made
 from pipeproof.reference.products import products_in
+from pipeproof.reference.settings_off import settings_off
 from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
 
@@ -137,10 +138,11 @@ def _updated(
     gradients: Mapping[Site, Gradient],
     *,
     norm: float | None = None,
+    off: float = 0.0,
 ) -> Mapping[Site, Tensor]:
     """What the optimizer makes of the parameters with these gradients, as ``Updates`` has it; both stay as they are."""
     own, stepping = copied((model, optimizer))
-    reference = _reference(own, replace(recipe, optimizer=lambda _: stepping), stages)
+    reference = _reference(own, replace(recipe, optimizer=lambda _: settings_off(stepping, off)), stages)
     return reference.step(gradients, clip_factor(reference.norm(gradients) if norm is None else norm, recipe.max_norm))
 
 

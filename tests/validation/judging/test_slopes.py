@@ -193,6 +193,47 @@ def test_a_right_step_of_adam_with_another_kernel_passes_and_a_wrong_rate_does_n
         assert wrong.law("updated-parameters").outcome == "fail", str(wrong)
 
 
+class InFp32(torch.optim.Optimizer):
+    """Adam as a kernel makes it that has in fp32 how much of its averages is there by now, as CUDA's fused one."""
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        super().__init__(model.parameters(), {"lr": rate})
+        self.inner = torch.optim.Adam(model.parameters(), lr=1.0)
+        self.number = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.number += 1
+        off = [(1 - torch.tensor(beta) ** self.number) / (1 - beta**self.number) for beta in (0.9, 0.999)]
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"] * float(off[1].sqrt() / off[0])
+        self.inner.step()
+
+
+def second_update(rate: float) -> str:
+    """How the second step of such a kernel is judged by Adam's own."""
+    mse, model = nn.functional.mse_loss, build()
+    optimizer = InFp32(model, rate)
+    for number in range(2):
+        due = build()
+        due.load_state_dict(model.state_dict())
+        own = torch.optim.Adam(due.parameters(), lr=0.01)
+        own.load_state_dict({**optimizer.inner.state_dict(), "param_groups": own.state_dict()["param_groups"]})
+        record = record_step(due, DATA, loss_fn=mse, optimizer=own)
+        optimizer.zero_grad()
+        with check_step(model, DATA, against=record) as check:
+            losses = [mse(model(inputs), target) for inputs, target in DATA]
+            (torch.stack(losses).sum() / 4).backward()
+            check.gradients()
+            optimizer.step()
+        if number:
+            assert check.verdict.law("updated-parameters").exact == 0
+    return check.verdict.law("updated-parameters").outcome
+
+
+def test_settings_that_a_kernel_has_in_fp32_are_rounding_and_a_rate_that_is_a_little_off_is_not() -> None:
+    assert second_update(0.01) == "pass"
+    assert second_update(0.01001) == "fail"
+
+
 def test_what_an_optimizer_makes_of_all_elements_together_is_no_proof_of_a_fault() -> None:
     right, wrong = (checked(rate, data=pairs(4, width=32, seed=3), makes=muon) for rate in (0.01, 0.04))
     assert right.law("updated-parameters").outcome == "unknown", str(right)

@@ -12,6 +12,7 @@ import torch
 
 from pipeproof.worlds.belongings import belongings, belongs_to_rank
 from pipeproof.worlds.simulated.own_modules import OwnModules
+from pipeproof.worlds.simulated.product_settings import products, set_products
 from pipeproof.worlds.simulated.torch_inside import SWITCHES
 
 _numpys: Any = np.random  # its stubs leave out what sets its generator
@@ -27,7 +28,7 @@ _SWITCHES: tuple[_Value, ...] = (  # which people set for a block of code, and i
         lambda both: torch.set_anomaly_enabled(*both),
     ),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (products, set_products),
     (torch.get_num_threads, torch.set_num_threads),
     *SWITCHES,
 )

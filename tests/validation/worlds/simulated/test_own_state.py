@@ -85,6 +85,25 @@ def test_what_is_set_for_a_block_of_code_is_a_ranks_own_and_gone_after_a_run(sim
         assert simulated.run(switched, ranks=1)[0] == [*one, count], "no run leaves any of it"
 
 
+def with_newer_settings(context: RankContext) -> list[str]:
+    """How products are rounded, told by one rank in a way that makes torch refuse to say it in the older one."""
+    if context.rank == 0:
+        torch.backends.fp32_precision = "tf32"  # type: ignore[assignment]
+        torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    seen = []
+    for _ in range(2):
+        dist.barrier()
+        seen += [torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision]
+    return seen if context.rank == 0 else [*seen, torch.get_float32_matmul_precision()]
+
+
+def test_torchs_newer_settings_of_products_are_a_ranks_own_too(simulated: World) -> None:
+    for simulated.seed in range(4):
+        one, other = simulated.run(with_newer_settings, ranks=2)
+        assert one == ["tf32", "bf16"] * 2
+        assert other == ["none", "none"] * 2 + ["highest"]
+
+
 @pytest.fixture
 def emptied(simulated: World) -> Iterator[World]:
     """What a module keeps that ranks share is not there before and after."""
