@@ -65,7 +65,7 @@ class Allowed(Protocol):
         """How far each element of a parameter moves where its gradient is off; None: no farther, or nobody knows."""
 
 
-_STILL = "vanish in rounding, or by a rate of 0"
+_STILL = "vanish in rounding, by a rate of 0, or in the optimizer"
 
 
 class Comparison:

@@ -54,6 +54,7 @@ from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.unchecked import Unchecked
 from pipeproof.reference.products import products_in
+from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import RanksAbsent
 
@@ -167,9 +168,9 @@ class StepCheck(CheckedStep):
     @property
     def _products(self) -> Mapping[str, str]:
         """As what this rank rounds products of fp32, where anything is wrong that this may explain."""
-        place = next((one.device for one in self._own.parameters.values()), None)
-        if place is None or self._record is None or not self._ledger.mismatches:
+        if self._record is None or not self._ledger.mismatches:
             return {}
+        place = next((one.device for one in self._own.parameters.values()), CPU)
         return products_in(place, self._record.products)
 
     def _concluded(self, parts: Sequence[StepPart]) -> Verdict:
