@@ -1,6 +1,7 @@
 """A step's contributions once more, with numbers that are rounded otherwise: what rounding alone may do."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -89,15 +90,26 @@ class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         return made
 
 
-def computed_in(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> frozenset[torch.dtype]:
-    """The types of the floating-point numbers that the model computes for the first of ``batches``.
+@dataclass(frozen=True)
+class Made:
+    """The types of the floating-point numbers that a model computes, and as what its ``products`` of fp32 are rounded,
+    by their sort."""
 
-    Where the device makes products of fp32 from fewer digits, the type that has as many is among them.
-    """
+    types: frozenset[torch.dtype]
+    products: Mapping[str, str]
+
+    @property
+    def rounded_in(self) -> frozenset[torch.dtype]:
+        """The types, and those that have as many digits as products have."""
+        return self.types | {TYPES[name] for name in self.products.values()}
+
+
+def made_of(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> Made:
+    """What the model makes of the first of ``batches``."""
     with _Types() as types:
         _once_more(reference, copied(reference.model), expected, batches[:1])
-    products = (TYPES[products_in(place, [sort])[sort]] for place, sort in types.products)
-    return frozenset([*types.found, *products])
+    products = (products_in(place, [sort]) for place, sort in sorted(types.products, key=str))
+    return Made(frozenset(types.found), {sort: name for one in products for sort, name in one.items()})
 
 
 def types_in(compute: Callable[[], object]) -> frozenset[torch.dtype]:
@@ -105,13 +117,6 @@ def types_in(compute: Callable[[], object]) -> frozenset[torch.dtype]:
     with _Types() as types:
         compute()
     return frozenset(types.found)
-
-
-def products_made(compute: Callable[[], object]) -> frozenset[str]:
-    """The sorts of products of fp32 that ``compute`` makes."""
-    with _Types() as types:
-        compute()
-    return frozenset(sort for _, sort in types.products)
 
 
 def _once_more(

@@ -32,7 +32,7 @@ from pipeproof.judging.verdict import raised
 from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.otherwise import computed_in, in_double, one_place_off
+from pipeproof.reference.otherwise import Made, in_double, made_of, one_place_off
 from pipeproof.reference.step import (
     Contribution,
     Expected,
@@ -159,11 +159,19 @@ class Floors:
     @cached_property
     def _narrowest(self) -> Precision:
         """How the narrowest type that the reference computes in rounds."""
+        return coarsest([self._precision, *(precision_of(one) for one in self._made.rounded_in)])
+
+    @property
+    def products(self) -> Mapping[str, str]:
+        """As what products of fp32 are rounded, by their sort."""
+        return self._made.products
+
+    @cached_property
+    def _made(self) -> Made:
         try:
-            types = computed_in(self._reference, self._last, self._pending[-1].batches)
-        except Exception:  # no one type: it is the user's code, which may not run once more
-            return self._precision
-        return coarsest([self._precision, *(precision_of(one) for one in types)])
+            return made_of(self._reference, self._last, self._pending[-1].batches)
+        except Exception:  # the user's code may not run once more
+            return Made(frozenset(), {})
 
     @cached_property
     def moved(self) -> Nudged | None:
@@ -261,9 +269,8 @@ class Floors:
             return floor
         # Fused kernels have their settings in fp32: one less beta to the second has few digits then, in early steps.
         settled = self._moved(site, self._settled) / floor.precision.factor
-        floor = replace(floor, rounding=max(floor.rounding, settled))
         if self._slopes.known:
-            return floor
+            return replace(floor, rounding=max(floor.rounding, settled))
         permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
         floor = replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
         return replace(floor, nudged=max(floor.nudged, self._slopes.far(site) / floor.precision.factor))
@@ -288,7 +295,7 @@ class Floors:
     @cached_property
     def _settled(self) -> Mapping[Site, Tensor]:
         """The parameters as the optimizer would make them with settings that are one rounding of fp32 off."""
-        assert self._updated is not None, "asked for only where there is an optimizer"
+        assert self._updated is not None, "there is an optimizer"
         return self._updated(self._last.gradients, norm=self._last.norm, off=FP32.unit)
 
     def _moved(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:

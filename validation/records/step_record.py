@@ -26,8 +26,6 @@ from pipeproof.records.record import (
 from pipeproof.records.record_file import write
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.otherwise import products_made
-from pipeproof.reference.products import products_in
 from pipeproof.reference.settings_off import settings_off
 from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
@@ -89,14 +87,13 @@ def recorded(
     step = _performed(model, microbatches, recipe, optimizer, stages)
     beside, expected = _reference(copied(model), recipe, stages), step.expected
     updated = None if optimizer is None else partial(_updated, model, optimizer, recipe, stages)
-    measured, slopes = _floors(beside, step, moves=moves, updated=updated) if floors else (None, {})
+    measured, slopes, products = _floors(beside, step, moves=moves, updated=updated) if floors else (None, {}, {})
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
     contents = content_digests(microbatches)
     operation = RecordedOperation(**vars(due), floors=measured, contents=contents, slopes=slopes)
     config = _config(model, microbatches, recipe)
-    config["products"] = _products(_reference(copied(model), recipe, stages), step)
-    return Record("expected", config, (operation,))
+    return Record("expected", config | ({"products": products} if floors else {}), (operation,))
 
 
 def moved(model: nn.Module, microbatches: Pairs, recipe: Recipe, *, stages: Stages) -> Nudged | None:
@@ -148,8 +145,11 @@ def _updated(
 
 def _floors(
     reference: Reference, step: Pending, *, moves: bool, updated: Updates | None
-) -> tuple[RecordedFloors, dict[str, Tensor]]:
-    """What rounding does to every number of ``step``, and slopes by name; ``reference`` is as it was before."""
+) -> tuple[RecordedFloors, dict[str, Tensor], Mapping[str, str]]:
+    """What rounding does to every number of ``step``, slopes by name, and as what products of fp32 are rounded.
+
+    ``reference`` is as it was before.
+    """
     again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
     others = [one.loss for one in again][::-1]
     for number, (loss, other) in enumerate(zip(step.expected.losses, others, strict=True)):
@@ -161,13 +161,7 @@ def _floors(
     floors = Floors(reference, [step], updated=updated)
     slopes = {name: floors.slope((stage, name)) for stage, name in step.expected.parameters}
     found = RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
-    return found, {name: one for name, one in slopes.items() if one is not None}
-
-
-def _products(reference: Reference, step: Pending) -> dict[str, str]:
-    """As what the products of fp32 that a step makes are rounded where it is made, by their sort."""
-    sorts = products_made(lambda: [*reference.contributing(step.batches[:1])])
-    return products_in(next(reference.model.parameters()).device, sorted(sorts))
+    return found, {name: one for name, one in slopes.items() if one is not None}, floors.products
 
 
 def _config(model: nn.Module, microbatches: Pairs, recipe: Recipe) -> dict[str, object]:
