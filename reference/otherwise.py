@@ -1,7 +1,7 @@
 """A step's contributions once more, with numbers that are rounded otherwise: what rounding alone may do."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -95,8 +95,8 @@ class Made:
     """The types of the floating-point numbers that a model computes, and as what its ``products`` of fp32 are rounded,
     by their sort."""
 
-    types: frozenset[torch.dtype]
-    products: Mapping[str, str]
+    types: frozenset[torch.dtype] = frozenset()
+    products: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rounded_in(self) -> frozenset[torch.dtype]:

@@ -17,7 +17,8 @@ from pipeproof.foreign.links import Ending, Link, Made, Point, comes_again, fits
 from pipeproof.foreign.obstacles import by_attributes, draws_elsewhere
 from pipeproof.foreign.own_calls import own_twin
 from pipeproof.foreign.run_once_more import RunOnceMore
-from pipeproof.judging.floors import Floors, Pending
+from pipeproof.judging.floors import Floors
+from pipeproof.judging.pending import Pending
 from pipeproof.judging.tolerance import precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call, Flows

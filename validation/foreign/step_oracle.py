@@ -10,10 +10,11 @@ from pipeproof.foreign.optimizing import Optimizing
 from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
-from pipeproof.judging.floors import Floors, Orders, Pending
+from pipeproof.judging.floors import Floors
 from pipeproof.judging.judge import scenarios
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.oracle import Answer, precision_of_reference
+from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.tolerance import Precision
 from pipeproof.observers.observed import Observed

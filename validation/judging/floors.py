@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
 from statistics import median
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeproof.judging.makeup import Makeup
 from pipeproof.judging.nudged import Nudged, Sums
+from pipeproof.judging.pending import Pending
 from pipeproof.judging.slopes import Slopes, Updates
 from pipeproof.judging.tolerance import (
     FP32,
@@ -41,20 +42,10 @@ from pipeproof.reference.step import (
     Site,
 )
 
-Orders = Mapping[int, Sequence[int]]
 Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch
 Otherwise = Callable[[Reference, Expected, Sequence[Batch]], tuple[Contribution, ...]]
 
 _DRAWS = 4  # of weights that are one rounding off, each way: a unit near zero turns in a third of these, as a rule
-
-
-@dataclass(frozen=True)
-class Pending:
-    """One operation whose gradients the next update uses: what was expected, of which microbatches, in which order."""
-
-    expected: Expected
-    batches: Sequence[Batch]
-    orders: Orders
 
 
 class Floors:
@@ -171,7 +162,7 @@ class Floors:
         try:
             return made_of(self._reference, self._last, self._pending[-1].batches)
         except Exception:  # the user's code may not run once more
-            return Made(frozenset(), {})
+            return Made()
 
     @cached_property
     def moved(self) -> Nudged | None:
@@ -246,8 +237,8 @@ class Floors:
 
     def gradient_by_microbatch(self, site: Site) -> Floor:
         """The same, which also tells whether each microbatch is there where rounding is as large as half of one."""
-        floor = self.gradient(site)
-        return floor if not floor.blind or self.obstacle else replace(floor, alike=self._makeup(site).alike)
+        blind = (floor := self.gradient(site)).blind and not self.obstacle
+        return replace(floor, alike=self._makeup(site).alike) if blind else floor
 
     def _parts(self, site: Site) -> list[Gradient]:
         """What each microbatch gives, in every stage that has a copy."""
@@ -267,13 +258,14 @@ class Floors:
         floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
         if self._slopes is None or floor.noise or site not in self._last.parameters:
             return floor
-        # Fused kernels have their settings in fp32: one less beta to the second has few digits then, in early steps.
+        # Fused kernels have settings in fp32: one less beta to the second has few digits then.
         settled = self._moved(site, self._settled) / floor.precision.factor
         if self._slopes.known:
             return replace(floor, rounding=max(floor.rounding, settled))
         permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
-        floor = replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
-        return replace(floor, nudged=max(floor.nudged, self._slopes.far(site) / floor.precision.factor))
+        permutation, rounding = max(floor.permutation, permutation), max(floor.rounding, rounding, settled)
+        far = max(floor.nudged, self._slopes.far(site) / floor.precision.factor)
+        return replace(floor, permutation=permutation, rounding=rounding, nudged=far)
 
     def slope(self, site: Site) -> Tensor | None:
         """How far each element of a parameter moves where its gradient is off; None where no farther than that."""
@@ -295,7 +287,7 @@ class Floors:
     @cached_property
     def _settled(self) -> Mapping[Site, Tensor]:
         """The parameters as the optimizer would make them with settings that are one rounding of fp32 off."""
-        assert self._updated is not None, "there is an optimizer"
+        assert self._updated is not None, "asked for only where there is an optimizer"
         return self._updated(self._last.gradients, norm=self._last.norm, off=FP32.unit)
 
     def _moved(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:

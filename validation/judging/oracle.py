@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeproof.judging.floors import Floors, Orders, Pending
+from pipeproof.judging.floors import Floors
+from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.tolerance import Precision, precision_among
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Expected, Reference

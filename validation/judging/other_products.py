@@ -12,8 +12,8 @@ from pipeproof.reference.products import CONVOLUTION, MATRICES, TYPES
 # put gradients farther off than losses. Nothing is lost by a generous bound: computed alike, the next run decides.
 _UNITS = {"loss": 16, "grad-norm": 16, "gradient": 64}
 _TOLD = {  # what they are called, and where they are set
-    MATRICES: ("matrix products", "torch.backends.cuda.matmul.fp32_precision"),
-    CONVOLUTION: ("convolutions", "torch.backends.cudnn.conv.fp32_precision"),
+    MATRICES: ("matrix products", "torch.set_float32_matmul_precision"),
+    CONVOLUTION: ("convolutions", "torch.backends.fp32_precision"),
 }
 
 

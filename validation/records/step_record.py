@@ -9,10 +9,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.floors import Floors, Pending
+from pipeproof.judging.floors import Floors
 from pipeproof.judging.judge import due_of
 from pipeproof.judging.measured import versions
 from pipeproof.judging.nudged import Nudged
+from pipeproof.judging.pending import Pending
 from pipeproof.judging.slopes import Updates
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.records.record import (

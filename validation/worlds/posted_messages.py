@@ -12,11 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipeproof.worlds.accelerator import CPU, HOST
 from pipeproof.worlds.stack import Stack, own_stack
 
 # Methods of a process group, through which every message passes; the peer is the second argument.
 _METHODS = {"send": "a send to", "recv": "a message from", "recv_anysource": "a message from any rank"}
 _SHOWN = 4  # messages in a sentence
+_NOT_OF_THE_HOST = (
+    "{error}; gloo sends what lies in the host's memory, and this lies on {place}. Ranks that share a device have no "
+    "other backend: copy to the host before sending, or give each rank a device"
+)
 _posted: Counter[str] = Counter()  # how many messages, by method
 
 
@@ -117,7 +122,12 @@ def parting() -> str:
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
         empty = name == "send" and _is_empty(arguments[0])
-        work = method(group, *arguments)
+        try:
+            work = method(group, *arguments)
+        except RuntimeError as error:
+            if place := _beyond_the_host(group, arguments[0]):
+                raise RuntimeError(_NOT_OF_THE_HOST.format(error=error, place=place)) from error
+            raise
         peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
         message, stack = _message(name, group, peer, *arguments[2:]), own_stack()
         _messages[:] = [one for one in _messages if one.open]
@@ -131,6 +141,13 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return noted
+
+
+def _beyond_the_host(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> str:
+    """Where the first of ``tensors`` lies that gloo, if it is what carries them, does not reach; or nothing."""
+    if dist.get_backend(group) != HOST:
+        return ""
+    return next((str(one.device) for one in tensors if one.device.type != CPU), "")
 
 
 def _message(name: str, group: dist.ProcessGroup, peer: int | None, tag: int = 0) -> Message | None:

@@ -63,7 +63,7 @@ def test_all_that_is_a_little_off_is_unknown_with_its_cure() -> None:
     assert verdict.verdict == "unknown", str(verdict)
     told = "the job computes matrix products of fp32 in TF32, and what is due was computed in fp32"
     assert told in verdict.law("gradient").note
-    assert "torch.backends.cuda.matmul.fp32_precision says how" in verdict.law("gradient").note
+    assert "torch.set_float32_matmul_precision says how" in verdict.law("gradient").note
     assert checked(due=TF32, seen=None).verdict == "pass", "TF32's own rounding was measured"
 
 

@@ -2,6 +2,7 @@
 
 import traceback
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,35 @@ def test_open_messages_are_what_is_waited_for(world: World) -> None:
     assert one == ("a message from rank 2", (2,))
     assert progress == "sent 0 and received 1"
     assert none is None
+
+
+def refused(context: RankContext, places: list[str]) -> list[str]:
+    """What is said of messages from these places that gloo does not take, as torch says it of a GPU's."""
+
+    def send(group: dist.ProcessGroup, *_: object) -> None:
+        raise RuntimeError("writev: Bad address")
+
+    own, said = dist.ProcessGroup.send, []
+    dist.ProcessGroup.send = send  # type: ignore[method-assign, assignment]
+    try:
+        with posted.noted_messages():
+            for place in places:
+                message: Any = SimpleNamespace(device=torch.device(place), any=bool)
+                with pytest.raises(RuntimeError) as raised:
+                    context.group.send([message], 0, 0)
+                said.append(str(raised.value))
+    finally:
+        dist.ProcessGroup.send = own  # type: ignore[method-assign]
+    return said
+
+
+def test_gloo_reads_no_devices_memory_and_the_cure_is_told(world: World) -> None:
+    ((on_the_host, on_a_device),) = world.run(refused, ["cpu", "cuda:0"], ranks=1)
+    assert on_the_host == "writev: Bad address"
+    assert on_a_device.startswith(
+        "writev: Bad address; gloo sends what lies in the host's memory, and this lies on cuda"
+    )
+    assert on_a_device.endswith("copy to the host before sending, or give each rank a device")
 
 
 def afterwards(context: RankContext) -> float:
