@@ -10,8 +10,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 
 MATRICES, CONVOLUTION = "matrices", "convolution"
 
@@ -34,6 +35,12 @@ def sort_of(func: Any) -> str:
     return _SORTS.get(name, MATRICES if name.startswith(("_" + _ATTENTION, _ATTENTION)) else "")
 
 
+def sorts_in(model: nn.Module) -> list[str]:
+    """Those that its modules may make."""
+    convolves = any(isinstance(one, _ConvNd) for one in model.modules())
+    return [MATRICES, *([CONVOLUTION] if convolves else [])]
+
+
 def products_in(place: torch.device | str, sorts: Iterable[str]) -> dict[str, str]:
     """As what each of these sorts of products of fp32 are rounded now at ``place``, by the names of ``TYPES``.
 
@@ -50,9 +57,16 @@ def _rounded(place: torch.device, sort: str) -> str:
             made = _product(one.to(place), other.to(place), sort).cpu().double()
     except Exception:  # no one type: a device may lack what this takes
         return _FP32
-    due = _product(one.double(), other.double(), sort)
+    due = _due(sort)
     off = float((made - due).norm() / due.norm())
     return next((name for most, name in _BY_ERROR if off <= most), _BF16)
+
+
+@cache
+def _due(sort: str) -> Tensor:
+    """In fp64; like the factors, it is made once."""
+    one, other = _factors()
+    return _product(one.double(), other.double(), sort)
 
 
 def _product(one: Tensor, other: Tensor, sort: str) -> Tensor:

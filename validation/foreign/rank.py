@@ -19,6 +19,7 @@ from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, fla
 from pipeproof.observers.watching import Watcher, watching
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import Accumulation
+from pipeproof.reference.products import products_in, sorts_in
 from pipeproof.reference.step import dense
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
@@ -99,7 +100,8 @@ class RankMade:
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
     ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
-    ``accumulation``, ``outputs`` and ``loss_scale``: as they were handed back.
+    ``accumulation``, ``outputs`` and ``loss_scale``: as they were handed back. ``products``: as what its device rounds
+    those of fp32, as ``products_in`` has it.
     """
 
     parts: tuple[Part, ...]
@@ -117,6 +119,7 @@ class RankMade:
     accumulation: Accumulation | None = None
     outputs: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     loss_scale: float | None = None
+    products: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
@@ -129,13 +132,13 @@ def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
     with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use, routing.opened():
         collect = _Collector(context.rank, order, origin, first_use, watcher, routing)
         if not order.steps:
-            result = order.step(model, due[0].microbatches)
-            return (collect.made(result, sent_messages()),)
-        operations = Operations(due, collect.begins, step=order.name)
-        made = []
-        for result in operations.handed_back(order.step(model, operations)):
-            made.append(collect.made(result, sent_messages()))
-        return tuple(made)
+            made = [collect.made(order.step(model, due[0].microbatches), sent_messages())]
+        else:
+            operations = Operations(due, collect.begins, step=order.name)
+            results = operations.handed_back(order.step(model, operations))
+            made = [collect.made(result, sent_messages()) for result in results]
+    products = products_in(context.device, sorts_in(model))
+    return tuple(replace(one, products=products) for one in made)
 
 
 def join_messages(made: Sequence[RankMade]) -> None:

@@ -17,8 +17,10 @@ from pipeproof.foreign.task import Task
 from pipeproof.foreign.unrouted import unrouted
 from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.nudged import Nudges
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
+from pipeproof.reference.products import products_in, sorts_in
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
 _WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
@@ -141,8 +143,10 @@ def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Besi
         notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
         return with_notes(explanation, notes)
 
+    own = products_in(next(one.run.model.parameters()).device, sorts_in(one.run.model))
+    products = OtherProducts.among(own, [made.products for made in one.found.made])
     with one_thread():
-        return sought(verdict, told, moved=moved)
+        return sought(verdict, told, moved=moved, products=products)
 
 
 def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:

@@ -21,6 +21,7 @@ from pipeproof.reference.step import Expected, Gradient, Site
 # times as far.
 _AS_FAR = 1.5
 _AS_LED = 4.0
+_COMPUTED = "computation"  # the cause of what is right before a stage and not behind it, as by other products
 _MOVES = ("loss", "gradient", "grad-norm", "updated-parameters")  # laws of what does
 _NOTE = (
     "no fault is proven: weights that are one rounding off move it as far, as where a unit near zero is on in one run "
@@ -107,14 +108,15 @@ def unproven(verdict: Verdict, moved: Nudges, products: OtherProducts | None = N
 
     ``products``: those that were computed otherwise. ``moved`` is costly, and so asked for last.
     """
-    if verdict.verdict != "fail" or verdict.stopped or (verdict.cause and not verdict.undecided):
+    decided = {cause.kind for cause in verdict.cause} if not verdict.undecided else set()
+    if verdict.verdict != "fail" or verdict.stopped or decided - {_COMPUTED}:
         return verdict
     first = min(one.operation for one in verdict.mismatches)  # what is wrong later follows from that
     wrong = [one for one in _failing(verdict) if one.operation == first]
-    if not wrong or any(one.law not in _MOVES for one in wrong):
-        return verdict
-    if products is not None and products.explain(verdict, wrong):
+    if wrong and products is not None and products.explain(verdict, wrong):
         return _in_doubt(verdict, products.note)
+    if not wrong or decided or any(one.law not in _MOVES for one in wrong):
+        return verdict
     found = moved(first - 1)
     if found is None or not all(map(found.explains, wrong)):
         return verdict

@@ -27,6 +27,7 @@ from pipeproof.worlds.gloo_device import share_gloo_device
 from pipeproof.worlds.launcher import Seat
 from pipeproof.worlds.posted_messages import awaited, parting, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
+from pipeproof.worlds.settings import Settings
 from pipeproof.worlds.shipping import pack, unpack
 
 # The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
@@ -106,10 +107,10 @@ def _open_store(address: str) -> Store:
 
 
 def obey(order: bytes, context: RankContext) -> object:
-    """Do a rank's part of a packed job. Raises whatever it raises."""
+    """Do a rank's part of a packed job. Raises whatever it raises. What it sets for its process is put back."""
     sys.path[:], job_and_arguments = unpack(order)  # the path first: the job may need it to be unpacked
     job, arguments = unpack(job_and_arguments)
-    kept = _groups_of_jobs()
+    kept, settings = _groups_of_jobs(), Settings()
     try:
         return job(context, *arguments)
     except Exception as error:  # whatever the user's code raises, its own globals may be why
@@ -121,6 +122,8 @@ def obey(order: bytes, context: RankContext) -> object:
                 f"{groups}: a test marked pipeproof_fresh_ranks, or World.close() before a run, has ranks without"
             )
         raise
+    finally:
+        settings.put_back()
 
 
 def _groups_of_jobs() -> int:

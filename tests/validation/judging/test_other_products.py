@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
@@ -76,6 +78,24 @@ def test_computed_alike_it_is_judged_and_other_kernels_pass(due: int | None, see
 def test_a_microbatch_less_is_no_rounding() -> None:
     verdict = checked(due=None, seen=TF32, job=DATA[:3])
     assert verdict.verdict == "fail", str(verdict)
+
+
+def step(model: nn.Module, microbatches: list[Any], share: int = len(DATA)) -> HandedBack:
+    """On a rank that goes on with other products than it began with."""
+    Rounded(TF32).__enter__()  # type: ignore[no-untyped-call]  # in torch
+    stage = watch(model)
+    losses = [nn.functional.mse_loss(stage(x), y) for x, y in microbatches]
+    (torch.stack(losses[:share]).sum() / len(losses)).backward()
+    return HandedBack([stage], [loss.item() for loss in losses])
+
+
+@pytest.mark.pipeproof_fresh_ranks
+def test_what_ranks_are_told_in_the_step_is_no_fault_of_a_stage(whitebox: WhiteBox) -> None:
+    given: dict[str, Any] = {"reference": build, "microbatches": DATA, "loss_fn": nn.functional.mse_loss, "ranks": 1}
+    right = whitebox.validate(step, **given)
+    assert right.verdict == "unknown", str(right)
+    assert "computes matrix products of fp32 in TF32" in right.law("gradient").note
+    assert whitebox.validate(partial(step, share=3), **given).verdict == "fail"
 
 
 def test_of_several_ranks_any_may_be_other_and_older_records_say_nothing() -> None:

@@ -3,7 +3,6 @@
 import random
 import sys
 import warnings
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,27 +10,20 @@ import numpy as np
 import torch
 
 from pipeproof.worlds.belongings import belongings, belongs_to_rank
+from pipeproof.worlds.settings import OF_A_PROCESS, Setting
 from pipeproof.worlds.simulated.own_modules import OwnModules
-from pipeproof.worlds.simulated.product_settings import products, set_products
 from pipeproof.worlds.simulated.torch_inside import SWITCHES
 
 _numpys: Any = np.random  # its stubs leave out what sets its generator
-_Value = tuple[Callable[[], Any], Callable[[Any], object]]
-_VALUES: tuple[_Value, ...] = (
+_VALUES: tuple[Setting, ...] = (
     (torch.get_rng_state, torch.set_rng_state),
     (random.getstate, random.setstate),
     (_numpys.get_bit_generator, _numpys.set_bit_generator),  # as an object: its state takes longer than a step
 )
-_SWITCHES: tuple[_Value, ...] = (  # which people set for a block of code, and in there ranks take turns
-    (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda both: torch.set_anomaly_enabled(*both),
-    ),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (products, set_products),
-    (torch.get_num_threads, torch.set_num_threads),
+_SWITCHES: tuple[Setting, ...] = (
+    *OF_A_PROCESS,
     *SWITCHES,
-)
+)  # which people set for a block of code, and ranks take turns
 
 belongs_to_rank(sys, "stdout", "stderr", fresh=lambda stream: stream)
 belongs_to_rank(warnings, "filters", fresh=lambda filters: [*filters])

@@ -58,10 +58,6 @@ SWITCHES = [  # of attention: what asks for it, and what sets it
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
     for name in ("flash", "mem_efficient", "math", "cudnn")
 ]
-ROUNDINGS = [  # of a CPU's products of fp32: what asks for it, and what sets it; the first is of those that say nothing
-    (partial(torch._C._get_fp32_precision_getter, *one), partial(torch._C._set_fp32_precision_setter, *one))
-    for one in [("generic", "all"), *(("mkldnn", sort) for sort in ("all", "matmul", "conv", "rnn"))]
-]
 MESSAGES = ("send", "recv", "recv_anysource")
 OLDEST = "2.13"  # before it, DTensor ends a process whose ranks are threads
 P = ParamSpec("P")

@@ -1,0 +1,61 @@
+"""What code may set for all that its process computes: put back, so that no job computes as an earlier one did."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # what asks for it, and what sets it
+
+# How torch is told to round products of fp32 on a CPU, since 2.9. The first holds for those that say nothing.
+_ROUNDED: tuple[Setting, ...] = tuple(
+    (partial(torch._C._get_fp32_precision_getter, *one), partial(torch._C._set_fp32_precision_setter, *one))
+    for one in [("generic", "all"), *(("mkldnn", sort) for sort in ("all", "matmul", "conv", "rnn"))]
+)
+
+
+def _products() -> tuple[str | None, *tuple[str, ...]]:
+    """The older setting of products, None where it cannot be asked since a newer one says something else, and those."""
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = None
+    return older, *(ask() for ask, _ in _ROUNDED)
+
+
+def _set_products(wanted: tuple[str | None, *tuple[str, ...]]) -> None:
+    older, *newer = wanted
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+    for (ask, put), name in zip(_ROUNDED, newer, strict=True):
+        if ask() != name:
+            put(name)
+
+
+OF_A_PROCESS: tuple[Setting, ...] = (
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda both: torch.set_anomaly_enabled(*both),
+    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_products, _set_products),
+    (torch.get_num_threads, torch.set_num_threads),
+)
+_OF_A_THREAD: tuple[Setting, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+)
+
+
+class Settings:
+    """As they are now."""
+
+    def __init__(self) -> None:
+        self._values = [(setting, setting[0]()) for setting in (*OF_A_PROCESS, *_OF_A_THREAD)]
+
+    def put_back(self) -> None:
+        """Make those that differ what they were."""
+        for (ask, put), value in self._values:
+            if ask() != value:
+                put(value)
