@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.products import TYPES, products_in, sort_of
+from pipeproof.reference.products import products_in, sort_of
 from pipeproof.reference.step import Contribution, Expected, Reference
 
 Off = Callable[[torch.dtype], float]
@@ -97,11 +97,6 @@ class Made:
 
     types: frozenset[torch.dtype] = frozenset()
     products: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def rounded_in(self) -> frozenset[torch.dtype]:
-        """The types, and those that have as many digits as products have."""
-        return self.types | {TYPES[name] for name in self.products.values()}
 
 
 def made_of(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> Made:

@@ -36,7 +36,9 @@ def sort_of(func: Any) -> str:
 
 
 def sorts_in(model: nn.Module) -> list[str]:
-    """Those that its modules may make."""
+    """Those of fp32 that its modules may make."""
+    if not any(one.dtype is torch.float32 for one in model.parameters()):
+        return []
     convolves = any(isinstance(one, _ConvNd) for one in model.modules())
     return [MATRICES, *([CONVOLUTION] if convolves else [])]
 

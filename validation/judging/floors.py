@@ -15,6 +15,7 @@ from pipeproof.judging.nudged import Nudged, Sums
 from pipeproof.judging.pending import Pending
 from pipeproof.judging.slopes import Slopes, Updates
 from pipeproof.judging.tolerance import (
+    BY_NAME,
     FP32,
     FP64,
     HARDLY,
@@ -150,7 +151,8 @@ class Floors:
     @cached_property
     def _narrowest(self) -> Precision:
         """How the narrowest type that the reference computes in rounds."""
-        return coarsest([self._precision, *(precision_of(one) for one in self._made.rounded_in)])
+        products = (BY_NAME[one] for one in self.products.values())
+        return coarsest([self._precision, *map(precision_of, self._made.types), *products])
 
     @property
     def products(self) -> Mapping[str, str]:

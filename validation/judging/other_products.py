@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from pipeproof.judging.tolerance import BY_NAME
 from pipeproof.judging.verdict import Mismatch, Verdict
-from pipeproof.reference.products import CONVOLUTION, MATRICES, TYPES
+from pipeproof.reference.products import CONVOLUTION, MATRICES
 
 # Units of the coarser rounding: as far off may these be. Units near zero that are on in one run and off in the other
 # put gradients farther off than losses. Nothing is lost by a generous bound: computed alike, the next run decides.
@@ -19,7 +18,7 @@ _TOLD = {  # what they are called, and where they are set
 
 @dataclass(frozen=True)
 class OtherProducts:
-    """As what one sort of them is rounded in what is ``due``, and in what is ``seen``: names of ``products.TYPES``."""
+    """As what one sort of them is rounded in what is ``due``, and in what is ``seen``: names of ``products_in``."""
 
     sort: str
     due: str
@@ -29,7 +28,7 @@ class OtherProducts:
     def among(cls, due: Mapping[str, str], seen: Iterable[Mapping[str, str]]) -> "OtherProducts | None":
         """The first sort that any of those that were seen has otherwise; None where nobody says so."""
         both = ((sort, name, one.get(sort, name)) for one in seen for sort, name in due.items())
-        return next((cls(*found) for found in both if found[1] != found[2] and {*found[1:]} <= TYPES.keys()), None)
+        return next((cls(*found) for found in both if found[1] != found[2] and {*found[1:]} <= BY_NAME.keys()), None)
 
     def explain(self, verdict: Verdict, wrong: Sequence[Mismatch]) -> bool:
         """Whether that may be all: what is ``wrong`` is hardly off, and so are half of the gradients or more.
@@ -45,12 +44,8 @@ class OtherProducts:
             return one.parameter in off
         if one.law == "boundaries":  # of another microbatch's tensor, or a part of one, gradients would be far off
             return True
-        most = _UNITS.get(one.law, 0) * torch.finfo(self._coarser).eps / 2
-        return one.error is not None and one.error <= most
-
-    @property
-    def _coarser(self) -> torch.dtype:
-        return max((TYPES[self.due], TYPES[self.seen]), key=lambda one: torch.finfo(one).eps)
+        unit = max(BY_NAME[self.due].unit, BY_NAME[self.seen].unit)
+        return one.error is not None and one.error <= _UNITS.get(one.law, 0) * unit
 
     @property
     def note(self) -> str:

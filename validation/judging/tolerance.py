@@ -33,7 +33,7 @@ class Precision:
     leaves. most: what no floor, however large, makes a pass.
     """
 
-    name: Literal["fp32", "bf16", "fp16", "fp64"]
+    name: Literal["fp32", "TF32", "bf16", "fp16", "fp64"]
     unit: float
     factor: float
     least: float
@@ -45,6 +45,7 @@ FP32 = Precision("fp32", unit=2.0**-24, factor=16.0, least=32 * 2.0**-24, most=1
 # other orders and a wide accumulator came to 2.5 floors at most (6 models, 2 to 32 microbatches).
 BF16 = Precision("bf16", unit=2.0**-8, factor=4.0, least=4 * 2.0**-8, most=16 * 2.0**-8)
 FP16 = replace(BF16, name="fp16", unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
+TF32 = replace(FP16, name="TF32")  # of products alone: what is made of fp32 stays in fp32
 FP64 = Precision("fp64", unit=2.0**-53, factor=16.0, least=32 * 2.0**-53, most=1e-12)
 PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
     {
@@ -56,6 +57,7 @@ PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
         torch.complex128: FP64,
     }
 )
+BY_NAME: Mapping[str, Precision] = MappingProxyType({one.name: one for one in (*PRECISIONS.values(), TF32)})
 
 _NARROW = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 

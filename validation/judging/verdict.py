@@ -19,7 +19,7 @@ from pipeproof.worlds.rank_report import Race, RankFailed, details, headline
 from pipeproof.worlds.stack import Line
 
 SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
-Tier = Literal["bitwise", "fp32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
+Tier = Literal["bitwise", "fp32", "TF32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
 from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.tolerance import PRECISIONS, Floor
+from pipeproof.judging.tolerance import BY_NAME, Floor
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.pipeline.files import cannot_read, open_regular
@@ -203,7 +203,7 @@ def _check_whole(data: Mapping[str, Any]) -> None:
 def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     def floor(values: Mapping[str, Any]) -> Floor:
         said = values["precision"]
-        precision = replace({one.name: one for one in PRECISIONS.values()}[said["name"]], least=float(said["least"]))
+        precision = replace(BY_NAME[said["name"]], least=float(said["least"]))
         permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
         nudged, size = (float(values.get(name, 0.0)) for name in ("nudged", "size"))
         sums = floor(values["sums"]) if values.get("sums") else None

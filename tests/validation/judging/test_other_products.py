@@ -69,10 +69,11 @@ def test_all_that_is_a_little_off_is_unknown_with_its_cure() -> None:
     assert checked(due=TF32, seen=None).verdict == "pass", "TF32's own rounding was measured"
 
 
-@pytest.mark.parametrize(("due", "seen"), [(None, None), (TF32, TF32), (7, 7)])
-def test_computed_alike_it_is_judged_and_other_kernels_pass(due: int | None, seen: int | None) -> None:
-    assert checked(due=due, seen=seen).verdict == "pass"
-    assert checked(due=due, seen=seen, hurt=one_is_scaled).verdict == "fail"
+@pytest.mark.parametrize(("bits", "tier"), [(None, "fp32"), (TF32, "TF32"), (7, "bf16")])
+def test_computed_alike_it_is_judged_and_other_kernels_pass(bits: int | None, tier: str) -> None:
+    right = checked(due=bits, seen=bits)
+    assert (right.verdict, right.tier) == ("pass", tier)
+    assert checked(due=bits, seen=bits, hurt=one_is_scaled).verdict == "fail"
 
 
 def test_a_microbatch_less_is_no_rounding() -> None:
