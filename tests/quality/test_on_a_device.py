@@ -172,13 +172,21 @@ def test_copies_that_are_waited_for_are_right_in_any_order(machine: Pretending, 
     assert ran.stdout.endswith("1 pass; 1 of 1 bit for bit\n"), ran.stdout
 
 
-@pytest.mark.parametrize(("given", "place"), [((), "pretend"), (("device=cpu",), "cpu")])
+@pytest.mark.parametrize(
+    ("given", "place", "told"),
+    [
+        ((), "pretend", "PASS 36 comparisons, bitwise"),
+        (("device=cpu",), "cpu", "PASS 36 comparisons, bitwise"),
+        (("times=2",), "pretend", "FAIL loss (10 of 10), gradient (8 of 8), grad-norm (2 of 2)\n  cause     scale"),
+    ],
+    ids=["right", "on the host", "wrong"],
+)
 def test_a_running_job_is_checked_there_by_a_model_that_computes_there_too(
-    machine: Pretending, tmp_path: Path, given: tuple[str, ...], place: str
+    machine: Pretending, tmp_path: Path, given: tuple[str, ...], place: str, told: str
 ) -> None:
     (tmp_path / "checked.py").write_text(CHECKED)
     ran = machine.run(tmp_path, "checked.py", "pretend", *given)
-    assert ran.stdout.startswith("PASS 36 comparisons, bitwise"), ran.stdout
+    assert ran.stdout.startswith(told), ran.stdout
     assert ran.stdout.endswith(f", by a reference on {place}\n")
 
 

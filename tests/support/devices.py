@@ -32,14 +32,16 @@ def build():
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
 
 
-def steps(context, **given):
+def steps(context, times="1", **given):
     stage = build()[2 * context.rank : 2 * context.rank + 2].to(context.device)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
     schedule = PipelineSchedule(
-        kind="1F1B", n_microbatches=4, stages=[stage], loss_fn=loss_fn, optimizer=optimizer, pp_group=context.group
+        kind="1F1B", n_microbatches=4, stages=[stage], optimizer=optimizer, pp_group=context.group,
+        loss_fn=lambda output, target: int(times) * loss_fn(output, target),
     )
     draw = torch.Generator().manual_seed(0)
-    data = [(torch.randn(8, 16, generator=draw).to(context.device), torch.zeros(8, 16).to(context.device))] * 4
+    data = [torch.randn(8, 16, generator=draw).to(context.device) for _ in range(4)]
+    data = [(x, torch.zeros(8, 16).to(context.device)) for x in data]
     for _ in range(2):
         with check_step(stage, data, against=SingleDevice(build, loss_fn, **given)) as check:
             result = schedule.wrapped(check.wrap).train_step(data, max_norm=0.1)

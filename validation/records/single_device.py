@@ -66,7 +66,7 @@ class SingleDevice:
     is a ``LossOfAll``, and the divisor a function of the model and all microbatches. accumulation: how the job adds
     gradients up, but for the shares of its replicas. device: where the reference computes, as ``torch.device`` has it.
     None: where ``build`` puts the model, and where that is the host, on the device of rank 0's own weights: other
-    devices round otherwise, and autocast is for one type of them.
+    devices round otherwise, and autocast is for one type of them. During the step itself it lies on the host.
     """
 
     build: Callable[[], nn.Module]
@@ -115,7 +115,7 @@ class ReferenceBeside:
         self._divisor: float | None = None
         self._shares: tuple[tuple[int, ...], ...] = ()
         self._stages: dict[str, set[int]] = {}
-        self._beside = torch.device(CPU)  # where this rank's own weights are
+        self._beside = self._place = torch.device(CPU)  # where this rank's own weights are, and the reference computes
 
     def record(
         self,
@@ -155,34 +155,40 @@ class ReferenceBeside:
 
         Raises ``RecordError`` for microbatches that only their loop can tell how to use.
         """
-        assert self.model is not None, "a step was compared with what this model gave"
+        model = self._there
         held = [step.site(name) for name in step.places]
         batches = [self._batch(number) for number in range(len(self.microbatches))]
         with drawing_apart(), buffers_kept(self._loss_fn):
-            now = Traced(self.model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
+            now = Traced(model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
-        owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return replace(
-            step.of_record, now=now, tied=copies_apart(self.model, owner), computed_in=lambda: self._computed_in
-        )
+        owner = {name: stage_of.get(name, NOWHERE) for name, _ in model.named_parameters(remove_duplicate=False)}
+        return replace(step.of_record, now=now, tied=copies_apart(model, owner), computed_in=lambda: self._computed_in)
 
     def moved(self, number: int) -> Nudged | None:
         """How far weights that are one rounding off move the step, which is one; on rank 0."""
-        assert self.model is not None, "a step was compared with what this model gave"
+        model = self._there
         with drawing_apart(), buffers_kept(self._loss_fn):
-            return moved(self.model, self.microbatches, self._recipe, stages=self._stages)
+            return moved(model, self.microbatches, self._recipe, stages=self._stages)
 
     @property
     def _computed_in(self) -> torch.dtype | None:
-        assert self.model is not None, "a step was compared with what this model gave"
+        model = self._there
         with drawing_apart(), buffers_kept(self._loss_fn):
-            return computed_in(copied(self.model), [self._batch(0)], self._loss)
+            return computed_in(copied(model), [self._batch(0)], self._loss)
 
     def repeated(self) -> frozenset[str]:
         """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
-        assert self.model is not None, "a step was compared with what this model gave"
+        model = self._there
         with drawing_apart(), buffers_kept(self._loss_fn):
-            return repeated(copied(self.model), self._batch(0), self.loss_fn)
+            found = repeated(copied(model), self._batch(0), self.loss_fn)
+        model.to(CPU)  # this is before the step
+        return found
+
+    @property
+    def _there(self) -> nn.Module:
+        """The model, on the device where it computes."""
+        assert self.model is not None, "a step was compared with what this model gave"
+        return self.model.to(self._place)
 
     @property
     def loss_fn(self) -> LossFn:
@@ -211,8 +217,10 @@ class ReferenceBeside:
                 self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
                 self._divisor = divisor(self.model, microbatches) if callable(divisor) else divisor
                 record = recorded(self.model, microbatches, self._recipe, floors=source.floors, stages=self._stages)
+                self.model.to(CPU)  # the step needs the device's memory
             record = replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
             text = described(record, self._laid_out)
+            self._laid_out = {address: tensor.cpu() for address, tensor in self._laid_out.items()}
         except (RecordError, WhiteBoxError) as error:
             return "", str(error)
         except Exception as error:  # the user's own code runs in it
@@ -239,7 +247,9 @@ class ReferenceBeside:
                 if (ours := form(parameter)) != (theirs := form(weight)):
                     raise RecordError(f"the reference's {name} is of {ours}, the job's of {theirs}: build both alike")
                 parameter.copy_(weight)
-        return self.source.placed(model, self._beside)
+        model = self.source.placed(model, self._beside)
+        self._place = next(model.parameters()).device
+        return model
 
     def _whole(self, name: str, held: Mapping[Shard | None, int]) -> Tensor:
         """The weight that ranks have, put together of their parts."""
