@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from pipeproof.worlds.accelerator import CPU
+
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # what asks for it, and what sets it
 
 # How torch is told to round products of fp32 on a CPU, since 2.9. The first holds for those that say nothing.
@@ -45,6 +47,7 @@ OF_A_PROCESS: tuple[Setting, ...] = (
 _OF_A_THREAD: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == CPU else device)),
 )
 
 

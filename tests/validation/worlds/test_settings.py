@@ -14,7 +14,7 @@ Found = tuple[object, ...]
 def asks(context: RankContext) -> Found:
     products = torch.backends.mkldnn.matmul.fp32_precision, torch.get_float32_matmul_precision()
     modes = torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled()
-    return (*products, *modes, torch.get_default_dtype(), torch.get_num_threads())
+    return (*products, *modes, torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads())
 
 
 def sets(context: RankContext, newer: bool, raises: bool) -> Found:
@@ -27,6 +27,7 @@ def sets(context: RankContext, newer: bool, raises: bool) -> Found:
     torch.set_anomaly_enabled(True)
     torch.use_deterministic_algorithms(True)
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.set_num_threads(2)
     if raises:
         raise ValueError("on purpose")
