@@ -1,4 +1,4 @@
-"""Products of fp32 that are rounded more coarsely on one side than on the other: that puts everything off a little."""
+"""Products of fp32 that are rounded more coarsely on one side than on the other: all may be off a little by that."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,5 +53,5 @@ class OtherProducts:
         what, where = _TOLD.get(self.sort, (self.sort, "torch's settings"))
         return (
             f"no fault is proven: the job computes {what} of fp32 in {self.seen}, and what is due was computed in "
-            f"{self.due}, which puts everything off a little; have both computed alike: {where} says how"
+            f"{self.due}, which may put everything off a little; have both computed alike: {where} says how"
         )

@@ -15,25 +15,13 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.products import CONVOLUTION, MATRICES
+from tests.support.in_halves import InHalves, build
 from tests.support.rounded_products import Rounded
 from tests.support.steps import Pairs, pairs
 
 DATA = pairs(4, width=32, seed=0)
 TF32 = 10  # bits behind the first
 Hurt = Callable[[nn.Module], None]
-
-
-class InHalves(nn.Linear):
-    """A kernel that adds up two halves of each sum."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        half = self.in_features // 2
-        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T + self.bias
-
-
-def build(layer: type[nn.Linear] = nn.Linear) -> nn.Module:
-    torch.manual_seed(8)
-    return nn.Sequential(*(nn.Sequential(layer(32, 32), nn.GELU()) for _ in range(3)))
 
 
 def rounded(bits: int | None) -> Any:

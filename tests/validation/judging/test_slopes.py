@@ -16,6 +16,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.step import Expected, Gradient, Site
+from tests.support.in_halves import InHalves, build
 from tests.support.steps import Pairs, pairs
 
 FLOOR = Floor(0.0, 0.01, 1.0, BF16)  # so that a gradient's element may be off by 0.04 of the largest
@@ -118,19 +119,6 @@ def test_who_moves_one_element_with_another_has_none() -> None:
 def test_a_gradient_of_rounding_alone_has_none() -> None:
     found = slopes(signs, floor=Floor(0.0, 0.01, 1.0, BF16, size=1.0))
     assert (found.known, found.of(W)) == (False, None)
-
-
-class InHalves(nn.Linear):
-    """A kernel that adds up two halves of each sum, each rounded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        half = self.in_features // 2
-        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T + self.bias
-
-
-def build(layer: type[nn.Linear] = nn.Linear) -> nn.Module:
-    torch.manual_seed(8)
-    return nn.Sequential(*(nn.Sequential(layer(32, 32), nn.GELU()) for _ in range(3)))
 
 
 def adam(model: nn.Module, rate: float = 0.01) -> torch.optim.Optimizer:
