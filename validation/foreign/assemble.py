@@ -10,7 +10,6 @@ from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.buffers import in_turn, named_buffers
-from pipeproof.foreign.call_matching import Which, every_call
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.kept import kept
@@ -203,7 +202,10 @@ class Assembled:
         if fed:
             who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
             told.append(f"{who}: what came in, and the gradient of that, was not compared there")
-        return {"boundaries": "; ".join(told)} if told else {}
+        idle = {stage.index: sum(call.is_idle for call in stage.part.calls or ()) for stage in watched}
+        some = ", ".join(f"{count} of stage {stage}" for stage, count in idle.items() if count)
+        notes = {"boundaries": "; ".join(told), "microbatches": f"calls that add nothing: {some}" * bool(some)}
+        return {law: note for law, note in notes.items() if note}
 
     @property
     def max_norm(self) -> float | None:
@@ -247,18 +249,16 @@ class Assembled:
         every = [one for stage in self.stages for one in stage.part.locals]
         return bool(every) and all(one.content is None and one.identical is None for one in every)
 
-    def passages(
-        self, places: Both | None, note_handed_on: Callable[[Cuts], None], *, which: Which = every_call
-    ) -> list[dict[int, Passed]]:
+    def passages(self, places: Both | None, note_handed_on: Callable[[Cuts], None]) -> list[dict[int, Passed]]:
         """What is known of the boundary of every watched stage, for each line of ranks that hold them.
 
-        ``places`` are needed where there is one. ``which``: the calls that count.
+        ``places`` are needed where there is one.
         """
         if places is None:
             return [{} for _ in self._lines]
         calls = [self._calls(line) for line in self._lines]
         scaled = 1.0 if self.loss_scale is None else self.loss_scale.losses
-        return passed(calls, self.replicas.microbatches, places, note_handed_on, which=which, scaled=scaled)
+        return passed(calls, self.replicas.microbatches, places, note_handed_on, scaled=scaled)
 
     def passed_at(self, places: Both) -> bool:
         """Whether all that passed the boundaries of watched stages is in ``places``, to the bit."""

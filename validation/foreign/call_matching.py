@@ -14,8 +14,6 @@ from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Kind
 
-Which = Callable[[Sequence[Call], int], Sequence[Call]]  # of a stage's calls, and how many microbatches there are
-
 
 @dataclass(frozen=True)
 class Column:
@@ -121,34 +119,25 @@ def _joined(calls: Sequence[Call]) -> Call:
     )
 
 
-def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
-    """``calls`` but for those too many that no gradient came back to, as a metric's, and for a first too many.
+def without_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
+    """``calls`` but for those beside a microbatch's own: that add nothing, as a metric's or padding, and a trial's.
 
-    By that a runtime learns shapes: its microbatch comes again, or none. Were such a call more than a trial, the
-    gradients would show it.
+    A trial is a first call too many, by which a runtime learns shapes; or it is about no microbatch, where others are
+    about each. Were any of these more than that, the gradients would show it.
     """
-    trained = [call for call in calls if call.ran]
-    if len(trained) == microbatches:
-        return trained
-    if len(calls) != microbatches + 1:
+    if len(calls) <= microbatches:
         return calls
-    first, *others = by_content(list(columns(calls, places)), len(calls))
-    return calls[1:] if first is None or first in others else calls
-
-
-def every_call(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
-    """All of them."""
-    return calls
-
-
-def last_trained(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
-    """The last calls that a backward came to, one for each of the microbatches; if it came to none, the last calls."""
-    return last_called([call for call in calls if call.ran] or calls, microbatches)
-
-
-def last_called(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
-    """The last calls, one for each of the microbatches."""
-    return calls[-microbatches:]
+    adding = [bool(call.ran) and not call.is_idle for call in calls]
+    numbers = by_content(list(columns(calls, places)), len(calls))
+    added = {number for number, adds in zip(numbers, adding, strict=True) if adds}
+    last = {number: k for k, number in enumerate(numbers)}
+    own = [k for k, number in enumerate(numbers) if adding[k] or (number not in added and last[number] == k)]
+    known = [k for k in own if numbers[k] is not None]
+    if len(known) == len({numbers[k] for k in known}) == microbatches:
+        return [calls[k] for k in known]
+    if len(own) == microbatches + 1 and numbers[own[0]] in {None, *(numbers[k] for k in own[1:])}:
+        own = own[1:]
+    return [calls[k] for k in own] if len(own) >= microbatches or None not in numbers else calls
 
 
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:

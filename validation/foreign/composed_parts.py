@@ -185,7 +185,7 @@ class Whole:
 
     def enter(self, ledger: Ledger) -> None:
         """Enter what the chain shows, and what ranks reported."""
-        observed, at = self._observed, Execution(self._conditions, self._observed, ledger)
+        at = Execution(self._conditions, self._observed, ledger)
         if not self.known:
             ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
         else:
@@ -208,8 +208,8 @@ class Whole:
         self._enter_told(ledger)
         if self.only is None and not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
-        if any(one.uncompared for rank in observed.ranks for one in rank):
-            at.uncompared(0)
+        wrong = any(m.law in ("gradient", "presence") for m in ledger.mismatches)
+        at.uncompared(0, doubtful=wrong)
 
     def _is_strange(self, stage: int) -> bool:
         """Whether a call of ``stage`` gives something else each time that it is run."""

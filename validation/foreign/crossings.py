@@ -9,7 +9,7 @@ from typing import Self
 
 from pipeproof.diagnosis.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
-from pipeproof.foreign.call_matching import Column, Order, Which, at_once, columns, every_call, orders, without_trial
+from pipeproof.foreign.call_matching import Column, Order, at_once, columns, orders, without_extra
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
@@ -33,15 +33,14 @@ def passed(
     places: Both,
     note_handed_on: Callable[[Cuts], None] = _no_note,
     *,
-    which: Which = every_call,
     scaled: float = 1.0,
 ) -> list[dict[int, Passed]]:
     """What the calls of every stage were, of each line of ranks; ``places`` are those of tensors and of gradients.
 
-    ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``which`` of
-    a stage's calls count, where others warmed it up. ``scaled``: what losses are said to be multiplied by.
+    ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``scaled``: what losses are said to
+    be multiplied by.
     """
-    of = partial(_Watched.of, microbatches=microbatches, places=places, which=which, scaled=scaled)
+    of = partial(_Watched.of, microbatches=microbatches, places=places, scaled=scaled)
     watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
     late = watched[0].late  # ranks with the same stages divide alike
     return [one.passed(late if near(one.late, late) else None) for one in watched]
@@ -66,11 +65,10 @@ class _Watched:
         microbatches: int,
         places: Both,
         note: Callable[[Cuts], None],
-        which: Which,
         scaled: float,
     ) -> Self:
         own = {
-            stage: without_trial(at_once(which(calls, microbatches), microbatches, places), microbatches, places)
+            stage: without_extra(at_once(calls, microbatches, places), microbatches, places)
             for stage, calls in sorted(watched.items())
         }
         seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}

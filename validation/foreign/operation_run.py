@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.call_matching import Which
 from pipeproof.foreign.reference_run import ReferenceRun
 from pipeproof.foreign.routing import UNROUTED, Routing
 from pipeproof.foreign.task import Continued, Task
@@ -51,15 +50,15 @@ class OperationRun:
         """The reference in the stages that were found."""
         return self.like.reference(self.found.owner, self.found.copies, accumulation=self.accumulation)
 
-    def passages(self, which: Which, *, undivided: bool = False) -> list[dict[int, Passed]]:
-        """What passed the boundaries of stages; ``which``: the calls that count.
+    def passages(self, *, undivided: bool = False) -> list[dict[int, Passed]]:
+        """What passed the boundaries of stages.
 
         undivided: beside the run that divides each loss before its backward, wherever the ranks divide.
         """
         run = self.run if undivided else self.like
         if run.places is not None and not self.found.passed_at(run.places):
             run.note_types()
-        return self.found.passages(run.places, run.note_handed_on, which=which)
+        return self.found.passages(run.places, run.note_handed_on)
 
     @property
     def routed(self) -> "OperationRun":

@@ -134,7 +134,7 @@ def required_of(
         frozen=found.frozen,
         traced=frozenset[int]().union(*(one.found.traced for one in runs)),
         every_rank=False,
-        by_numbers=True,
+        results_decide=True,
         mode_matters=lambda: second.mode_matters([one.loss for one in first.made], first.run.batches),
     )
     return required, oracle

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Line
-from pipeproof.foreign.call_matching import Which, every_call, last_called, last_trained
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.holders import at_holders
 from pipeproof.foreign.lines import from_the_first_wrong
@@ -23,9 +22,7 @@ from pipeproof.observers.sketch import UNSOUGHT
 from pipeproof.reference.products import products_in, sorts_in
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
-_WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
 _UNUSED = "the experts that were seen to be chosen are not those that the ranks computed with"
-_LATEST = "each microbatch's last call counts: with those before it, more calls are unlike the reference's"
 
 
 def judged_runs(
@@ -90,45 +87,25 @@ def _with_routes(title: str, task: Task, runs: Sequence[OperationRun], second: S
 
 def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
     """The verdict, with its cause, on ``runs`` as they are."""
-    first, watched, missed = runs[0], runs[0].found.watched, runs[0].found.missed
-
-    def of_calls(which: Which) -> tuple[Verdict, Nudges]:
-        observed = observed_of(runs, [one.passages(which) for one in runs])
-        required, oracle = required_of(title, task, runs, second, observed, halted=halted)
-        return judged(required, observed), oracle.moved
-
-    (verdict, moved), counted = of_calls(every_call), every_call
-    for which in (last_trained, last_called) if verdict.mismatches and watched else ():
-        other, moves = of_calls(which)
-        if other.verdict == "pass" or _unlike(other) < _unlike(verdict):
-            note = _WARMED_UP if other.verdict == "pass" else _LATEST
-            verdict, moved, counted = with_notes(other, {"microbatches": note}), moves, which
+    watched, missed, scale = runs[0].found.watched, runs[0].found.missed, runs[0].found.loss_scale
+    if scale is not None:  # types as narrow as fp16 round what is scaled otherwise
+        runs = [replace(one, scale=scale.losses) for one in runs]
+    observed = observed_of(runs, [one.passages() for one in runs])
+    required, oracle = required_of(title, task, runs, second, observed, halted=halted)
+    verdict = judged(required, observed)
     number = _first_wrong(verdict)
     verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
     if watched and missed:
         verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, missed))
     if not verdict.mismatches:
         return verdict
-    if first.scale == 1.0 and (scale := first.found.loss_scale) is not None:
-        # Types as narrow as fp16 round what is scaled otherwise.
-        alike = [replace(one, scale=scale.losses) for one in runs]
-        scaled = _judged(title, task, alike, second, halted)
-        if scaled.verdict == "pass" or _nearer(scaled, verdict):
-            return scaled
     one = runs[number]
-    return _explained(verdict, one, counted, Beside.of(one, second.like(one.task), runs[:number][::-1]), moved)
+    return _explained(verdict, one, Beside.of(one, second.like(one.task), runs[:number][::-1]), oracle.moved)
 
 
-def _nearer(scaled: Verdict, verdict: Verdict) -> bool:
-    """Whether a run agrees with a reference that scales alike in more operations, or in more of the first wrong one."""
-    operations = [_first_wrong(one) for one in (scaled, verdict)]
-    counts = [len(one.mismatches) for one in (scaled, verdict)]
-    return operations[0] > operations[1] or (operations[0] == operations[1] and counts[0] < counts[1])
-
-
-def _explained(verdict: Verdict, one: OperationRun, counted: Which, beside: Beside, moved: Nudges) -> Verdict:
+def _explained(verdict: Verdict, one: OperationRun, beside: Beside, moved: Nudges) -> Verdict:
     """``verdict`` with its cause, sought in the operation that disagrees first."""
-    known = one.passages(counted, undivided=True)
+    known = one.passages(undivided=True)
     if one.run.crash is not None:
         return verdict.without_cause(one.run.crash)
     observed = one.found.observed(known)
@@ -157,14 +134,6 @@ def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:
             given = f"which gives {', '.join(map(repr, known))}" if task.outputs is not None else "which was not given"
             return f"rank {rank} handed back an output {name!r}: expected one of those of outputs=, {given}"
     return ""
-
-
-def _unlike(verdict: Verdict) -> int:
-    """How many tensors of forwards are unlike the reference's, as where other data warmed stages up.
-
-    Those of backwards say nothing: what is wrong with them may have gone into the gradients.
-    """
-    return sum(one.law == "boundaries" and "F" in (one.action or "") for one in verdict.mismatches)
 
 
 def _of_first_ranks(verdict: Verdict) -> Verdict:

@@ -83,19 +83,23 @@ class Comparison:
         number: int = 0,
         scenarios: frozenset[str] = frozenset(),
     ) -> None:
-        self._due = due
+        self.due = due
         self._allowed = allowed
-        self._ledger = ledger
-        self._number = number
-        self._scenarios = scenarios
+        self.ledger = ledger
+        self.number = number
+        self.scenarios = scenarios
         self._zeros: list[str] = []  # parameters that have them where no gradient is due
         self._nones: list[str] = []  # parameters without a gradient where zeros are due
         self.trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
 
+    def onto(self, ledger: Ledger) -> "Comparison":
+        """The same, entered into another ledger."""
+        return Comparison(self.due, self._allowed, ledger, number=self.number, scenarios=self.scenarios)
+
     def held(self, name: str, count: int, *, due: int, stage: int | None = None, rank: int | None = None) -> None:
         """How many places hold a parameter."""
         place = self._at("parameters-once", parameter=name, stage=stage, rank=rank)
-        self._ledger.hold(place, count == due, count, due, what="held")
+        self.ledger.hold(place, count == due, count, due, what="held")
 
     def losses(
         self,
@@ -110,11 +114,11 @@ class Comparison:
 
         ``broken``: the first action whose output was not finite, and its rank, where that is known.
         """
-        share = range(len(self._due.losses)) if share is None else share
+        share = range(len(self.due.losses)) if share is None else share
         if not self._losses_are_known():
             return
         if len(seen) != len(share):
-            self._ledger.hold(self._at("loss", rank=rank), False, len(seen), len(share), what="losses")
+            self.ledger.hold(self._at("loss", rank=rank), False, len(seen), len(share), what="losses")
             return
         if not in_order:
             share = self._order_of(seen, share)
@@ -122,21 +126,21 @@ class Comparison:
             if broken is not None and math.isnan(one):
                 self._not_finite(microbatch, *broken)
             else:
-                self._loss_of(microbatch, one, self._ledger, rank=rank)
+                self._loss_of(microbatch, one, self.ledger, rank=rank)
 
     def _loss_of(self, microbatch: int, seen: float, ledger: Ledger, *, rank: int | None = None) -> None:
         place = self._at("loss", microbatch=microbatch, rank=rank)
-        ledger.numbers(place, seen, self._due.losses[microbatch], partial(self._allowed.loss, microbatch))
+        ledger.numbers(place, seen, self.due.losses[microbatch], partial(self._allowed.loss, microbatch))
 
     def _order_of(self, seen: Sequence[float], share: Sequence[int]) -> Sequence[int]:
         """The microbatches of ``share`` in the order in which all losses are right; where there is none, as they are.
 
         Who sees losses come, and not whose they are, cannot blame their order: gradients are compared in any case.
         """
-        by_size = iter(sorted(share, key=self._due.losses.__getitem__))
+        by_size = iter(sorted(share, key=self.due.losses.__getitem__))
         found = {place: next(by_size) for place in sorted(range(len(seen)), key=seen.__getitem__)}
         for order in (share, [found[place] for place in range(len(seen))]):
-            trial = Ledger(["loss", *self._scenarios])
+            trial = Ledger(["loss", *self.scenarios])
             for microbatch, one in zip(order, seen, strict=True):
                 self._loss_of(microbatch, one, trial)
             if not trial.failed:
@@ -147,51 +151,51 @@ class Comparison:
         """A microbatch's loss is NaN since action ``first`` on ``rank`` put out something that is not finite."""
         place = self._at("loss", rank=rank, stage=first.stage, microbatch=first.microbatch, action=str(first))
         told = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
-        self._ledger.hold(place, False, math.nan, self._due.losses[microbatch], what="not-finite", told=told)
+        self.ledger.hold(place, False, math.nan, self.due.losses[microbatch], what="not-finite", told=told)
 
     def loss(self, seen: float, *, share: Sequence[int] | None = None, rank: int | None = None) -> None:
         """What the losses are together after division: of all, or of a share of them as if these were all."""
-        wanted, every = self._due.loss, self._due.losses
+        wanted, every = self.due.loss, self.due.losses
         if wanted is not None and self._losses_are_known():
             if share and wanted and math.fsum(every):
                 own = wanted * math.fsum(every[k] for k in share) / math.fsum(every) * len(every) / len(share)
                 wanted = min(wanted, own, key=lambda one: abs(one - seen))
-            self._ledger.numbers(self._at("loss", rank=rank), seen, wanted, self._allowed.total)
+            self.ledger.numbers(self._at("loss", rank=rank), seen, wanted, self._allowed.total)
 
     def norm(self, seen: float, *, rank: int | None = None) -> None:
         """The gradient norm, NaN where it should have been reported."""
-        wanted = self._due.norm
+        wanted = self.due.norm
         if wanted is not None and math.isfinite(wanted):
-            self._ledger.numbers(self._at("grad-norm", rank=rank), seen, wanted, self._allowed.norm)
+            self.ledger.numbers(self._at("grad-norm", rank=rank), seen, wanted, self._allowed.norm)
         elif wanted is not None:
-            self._ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: there is nothing to compare with")
+            self.ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: there is nothing to compare with")
 
     def gradient(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter's gradient. None and zeros stand for each other: a sum over ranks that all have none is zeros."""
-        wanted = self._due.gradients[name]
+        wanted = self.due.gradients[name]
         place = self._at("presence", parameter=name, rank=rank, stage=stage)
         same = (seen is None) == (wanted is None)
         if not same and stands_for_none(seen) and stands_for_none(wanted):
             (self._zeros if seen is not None else self._nones).append(name)
             same = True
-        self._ledger.hold(place, same, seen is not None, wanted is not None, what="gradient")
+        self.ledger.hold(place, same, seen is not None, wanted is not None, what="gradient")
         if seen is None or wanted is None:
             return
         if not all_finite(wanted):
-            self._ledger.leave_out("gradient", [name], "what it is compared with is not finite")
+            self.ledger.leave_out("gradient", [name], "what it is compared with is not finite")
             return
         if wanted.numel() and not any_nonzero(wanted) and not any_nonzero(seen):
-            self._ledger.empty("gradient", "zero, as is due: no fault shows there")
+            self.ledger.empty("gradient", "zero, as is due: no fault shows there")
         place = self._at("gradient", parameter=name, rank=rank, stage=stage)
-        self._ledger.tensors(place, seen.detach(), wanted, partial(self._allowed.gradient, name))
+        self.ledger.tensors(place, seen.detach(), wanted, partial(self._allowed.gradient, name))
 
     def parameter(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter after the optimizer: how far it moved is what is judged."""
-        wanted, before = self._due.parameters[name], self._due.before[name]
+        wanted, before = self.due.parameters[name], self.due.before[name]
         if any_nan(wanted) or (all_finite(before) and not all_finite(wanted)):
-            self._ledger.leave_out("updated-parameters", [name], "what they are compared with is not finite")
+            self.ledger.leave_out("updated-parameters", [name], "what they are compared with is not finite")
             return
-        gradient = self._due.gradients[name] if name in self._due.gradients else None
+        gradient = self.due.gradients[name] if name in self.due.gradients else None
         moves = gradient is not None and any_nonzero(gradient)
         if moves:
             self.trained[name] = stage, not same_bits(wanted, before)
@@ -209,22 +213,22 @@ class Comparison:
             return update.as_gradient(floor.limit, rounded=rounded), floor
 
         place = self._at("updated-parameters", parameter=name, rank=rank, stage=stage)
-        self._ledger.tensors(place, seen.detach(), wanted, floor, base=before, rounded=rounded, or_else=by_gradient)
+        self.ledger.tensors(place, seen.detach(), wanted, floor, base=before, rounded=rounded, or_else=by_gradient)
 
     def start(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter before the operation."""
         place = self._at("initial-weights", parameter=name, rank=rank, stage=stage)
-        wanted = self._due.before[name]
-        self._ledger.tensors(place, seen.detach(), wanted, partial(_exact, wanted))
+        wanted = self.due.before[name]
+        self.ledger.tensors(place, seen.detach(), wanted, partial(_exact, wanted))
 
     def buffer(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
         """A buffer after the operation; None: nobody has it."""
         place = self._at("buffers", parameter=name, rank=rank, stage=stage)
-        wanted = self._due.buffers[name] if name in self._due.buffers else None
+        wanted = self.due.buffers[name] if name in self.due.buffers else None
         if seen is None or wanted is None:
-            self._ledger.hold(place, False, seen is not None, wanted is not None, what="buffer")
+            self.ledger.hold(place, False, seen is not None, wanted is not None, what="buffer")
         else:
-            self._ledger.tensors(place, seen.detach(), wanted, partial(_exact, wanted))
+            self.ledger.tensors(place, seen.detach(), wanted, partial(_exact, wanted))
 
     def outputs(
         self,
@@ -239,36 +243,36 @@ class Comparison:
         """What a rank put out under ``name`` for each microbatch of its ``share``; ``due`` and ``floor``: of all."""
         if len(seen) != len(share):
             place = self._at("outputs", rank=rank, output=name)
-            self._ledger.hold(place, False, len(seen), len(share), what="outputs")
+            self.ledger.hold(place, False, len(seen), len(share), what="outputs")
             return
         for microbatch, one in zip(share, seen, strict=True):
             place = self._at("outputs", microbatch=microbatch, rank=rank, output=name)
-            self._ledger.tensors(place, one.detach(), due[microbatch], partial(floor, microbatch))
+            self.ledger.tensors(place, one.detach(), due[microbatch], partial(floor, microbatch))
 
     def close(self) -> None:
         """Say what follows from all of it together, where there are no other operations."""
         self.tell()
-        tell_of_unmoved(self._ledger, {self._number: self.trained.values()})
+        tell_of_unmoved(self.ledger, {self.number: self.trained.values()})
 
     def tell(self) -> None:
         """Say where zeros stand for nothing."""
         if self._zeros:
             told = f"zeros where no gradient is due: {names_of(self._zeros)}; an optimizer may still move them"
-            self._ledger.remark("presence", told)
+            self.ledger.remark("presence", told)
         if self._nones:
             told = f"no gradient where zeros are due: {names_of(self._nones)}; an optimizer may leave those as they are"
-            self._ledger.remark("presence", told)
+            self.ledger.remark("presence", told)
 
     def _losses_are_known(self) -> bool:
-        losses = self._due.losses
-        if all(map(math.isfinite, losses)) and (self._due.loss is None or math.isfinite(self._due.loss)):
+        losses = self.due.losses
+        if all(map(math.isfinite, losses)) and (self.due.loss is None or math.isfinite(self.due.loss)):
             return True
-        told = _text(losses if not all(map(math.isfinite, losses)) else [self._due.loss or 0.0])
-        self._ledger.doubt("loss", f"the reference itself gives losses {told}: there is nothing to compare with")
+        told = _text(losses if not all(map(math.isfinite, losses)) else [self.due.loss or 0.0])
+        self.ledger.doubt("loss", f"the reference itself gives losses {told}: there is nothing to compare with")
         return False
 
     def _at(self, law: str, **where: object) -> Heading:
-        return Heading.at(law, self._number, self._scenarios, **where)
+        return Heading.at(law, self.number, self.scenarios, **where)
 
 
 def tell_of_unmoved(ledger: Ledger, trained: Mapping[int, Collection[tuple[int | None, bool]]]) -> None:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from pipeproof.judging.comparison import hold_claim
 from pipeproof.judging.ledger import NOWHERE, Heading, Headings, Ledger
-from pipeproof.judging.verdict import Mismatch, Value, What, names_of
+from pipeproof.judging.verdict import What, names_of
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
@@ -53,7 +52,6 @@ class Execution:
         self._observed = observed
         self._ledger = ledger
         self._place = Headings(observed.schedule.placement)
-        self._counted: list[Mismatch] = []
 
     def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
         """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
@@ -61,7 +59,8 @@ class Execution:
         for line in range(1 + len(self._observed.copies)):
             self._ran(number, laws, line, backward=backward)
             self._calls(number, laws, line, training=backward)
-        ordered = {stage: order for stage, order in self._observed.backwards(number).items() if sorted(order) == every}
+        ran = {stage: _last_of_each(order) for stage, order in self._observed.backwards(number).items()}
+        ordered = {stage: order for stage, order in ran.items() if sorted(order) == every}
         return {stage: every for stage, _ in self._required.due} | ordered
 
     def _ran(self, number: int, laws: frozenset[str], line: int, *, backward: bool) -> None:
@@ -74,8 +73,7 @@ class Execution:
             idle = self._required.frozen if what == "backward" else ()
             for stage in self._stages(line, but={*self._required.unseen, *idle}):
                 order, place = orders[stage], self._of_stage(number, laws, stage, line)
-                counted = stage not in self._required.traced
-                self._hold(place, _once_each(order, every), _told(order), tuple(every), what=what, counted=counted)
+                self._ledger.hold(place, _once_each(order, every), _told(order), tuple(every), what=what)
 
     def _calls(self, number: int, laws: frozenset[str], line: int, *, training: bool) -> None:
         """Each stage's module itself ran once for each microbatch, in training mode or not as it must be."""
@@ -84,14 +82,14 @@ class Execution:
             place = self._of_stage(number, laws, stage, line)
             seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
             every = tuple(range(self._required.microbatches))
-            self._hold(place, _once_each(seen, every), _told(seen), every, what="calls")
+            self._ledger.hold(place, _once_each(seen, every), _told(seen), every, what="calls")
             if UNKNOWN_MICROBATCH in seen:
                 unknown = f"of {seen.count(UNKNOWN_MICROBATCH)} calls of stage {stage} nothing tells the microbatch"
                 self._ledger.remark("microbatches", f"{unknown}: they were counted alone")
             modes = {mode for action, mode in calls if action.stage == stage}
             wrong = modes - {training}
             wrong = wrong if wrong and self._required.mode_matters() else set()
-            self._hold(place, not wrong, not training, training, what="mode")
+            self._ledger.hold(place, not wrong, not training, training, what="mode")
 
     def _stages(self, line: int, but: Collection[int]) -> list[int]:
         """The stages of which it is known what ``line`` did."""
@@ -101,22 +99,6 @@ class Execution:
     def _of_stage(self, number: int, laws: frozenset[str], stage: int, line: int) -> Heading:
         own = {"rank": self._observed.copies[line - 1][stage]} if line else {}
         return self._place.stage("microbatches", number, laws, stage, **own)
-
-    def _hold(
-        self, place: Heading, holds: bool, seen: Value, expected: Value, *, what: What, counted: bool = True
-    ) -> None:
-        """Enter what calls show; ``counted``: by hooks, which may miss a call, and see those of no training."""
-        self._ledger.hold(place, holds, seen, expected, what=what)
-        if counted and not holds:
-            self._counted.append(self._ledger.mismatches[-1])
-
-    def by_numbers(self, right: Collection[int], laws: frozenset[str], *, what: str = "its gradients") -> None:
-        """Let pass how often and in which mode the stages ran of which ``what`` is ``right``."""
-        found = [mismatch for mismatch in self._counted if mismatch.stage in right]
-        self._counted = []
-        self._ledger.strike(found, laws)
-        for one in found:
-            self._ledger.remark("microbatches", f"stage {one.stage}: {one.seen}, and {what} are right")
 
     def parameters_once(self) -> None:
         """Every parameter that is due is held once, and nothing else is."""
@@ -138,19 +120,11 @@ class Execution:
             if names:
                 self._ledger.remark("parameters-once", f"{what}: {names_of(names)}")
 
-    def uncompared(self, number: int) -> None:
-        """Say how much at the boundaries was not compared: beside gradients that are wrong, that may hide the fault."""
-        count = self._observed.uncompared(number)
-        note = f"{count} tensors were not compared: their content is at no place in the reference"
-        if count and any(m.law in ("gradient", "presence") for m in self._ledger.mismatches):
-            self._ledger.doubt("boundaries", note)
-        elif count:
-            self._ledger.remark("boundaries", note)
-
-    def claims(self, number: int, laws: frozenset[str]) -> None:
-        """What must hold between ranks that have a stage in common."""
-        for claim in (claim for rank in self._observed.ranks for claim in rank[number].claims):
-            hold_claim(self._ledger, claim, number, laws)
+    def uncompared(self, number: int, *, doubtful: bool) -> None:
+        """Say how much at the boundaries was not compared; ``doubtful``: it may hide the fault."""
+        if count := self._observed.uncompared(number):
+            note = f"{count} tensors were not compared: their content is at no place in the reference"
+            (self._ledger.doubt if doubtful else self._ledger.remark)("boundaries", note)
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:
         """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""
@@ -168,6 +142,11 @@ class Execution:
         crossings = [crossing for crossing in self._observed.crossings(number) if not crossing.judged]
         names = [f"{crossing.what} of {crossing.at}" for crossing in crossings]
         self._ledger.leave_out("boundaries", names, "not compared", hides=self._ledger.failed)
+
+
+def _last_of_each(order: Sequence[int]) -> list[int]:
+    """``order``, with the last of what comes several times: what came before it may have been cleared."""
+    return list(dict.fromkeys(reversed(order)))[::-1]
 
 
 def _once_each(order: Sequence[int], every: Sequence[int]) -> bool:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TypedDict
@@ -11,16 +11,17 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pipeproof.judging.comparison import Comparison, Due, leave_out, tell_of_unmoved
+from pipeproof.judging.comparison import Comparison, Due, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
 from pipeproof.judging.measured import Measured
+from pipeproof.judging.measured_floors import MeasuredFloors
 from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.oracle import Answer
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.routes import RouteJudge
-from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits
+from pipeproof.judging.tolerance import FP32, Precision, error, precision_of, rounded_to, same_bits
 from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.observed import Observed
@@ -85,45 +86,6 @@ def _wider(seen: Tensor, due: Tensor) -> bool:
     return torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What rounding may do, as measured on this very run; ``floors`` are a training step's.
-
-    ``wide`` are gradients that were added up in a wider type.
-    """
-
-    floors: Floors | None
-    precision: Precision
-    sites: Mapping[str, Site]
-    wide: Mapping[str, Tensor]
-
-    def loss(self, microbatch: int) -> Floor:
-        return self._least if self.floors is None else self.floors.loss(microbatch)
-
-    def total(self) -> Floor:
-        return self._least if self.floors is None else self.floors.total()
-
-    def norm(self) -> Floor:
-        return self._least if self.floors is None else self.floors.norm()
-
-    def gradient(self, name: str) -> Floor:
-        if name in self.wide:
-            return Floor(0.0, 0.0, 0.0, precision_of(self.wide[name].dtype))
-        return self._least if self.floors is None else self.floors.gradient_by_microbatch(self.sites[name])
-
-    @property
-    def _least(self) -> Floor:
-        return Floor(0.0, 0.0, 0.0, self.precision)
-
-    def update(self, name: str) -> Floor:
-        if name in self.wide or self.floors is None:
-            return self.gradient(name)
-        return self.floors.update(self.sites[name])
-
-    def slope(self, name: str) -> Tensor | None:
-        return None if name in self.wide or self.floors is None else self.floors.slope(self.sites[name])
-
-
 class Judge:
     """Asks the oracle for each operation of the plan, and compares."""
 
@@ -132,7 +94,8 @@ class Judge:
         self._observed = observed
         self.ledger = Ledger(required.laws)
         self._place = Headings(observed.schedule.placement)
-        self._execution = Execution(required, observed, self.ledger)
+        self._scenarios = scenarios(required.plan)
+        self._evidence = Ledger(required.laws)  # since the last update: what locates a fault
         self.measured: Floors | None = None
         self._trained: dict[int, Collection[tuple[int | None, bool]]] = {}  # by operation: did they move?
 
@@ -147,24 +110,24 @@ class Judge:
     def judge(self) -> None:
         """Compare everything up to the first operation that disagrees: what follows it is consequence."""
         self._skip_what_does_not_apply()
-        self._execution.parameters_once()
-        for number, laws in enumerate(scenarios(self._required.plan)):
+        Execution(self._required, self._observed, self.ledger).parameters_once()
+        for number, laws in enumerate(self._scenarios):
             if number and self.ledger.failed:
                 how = "already disagrees" if self.ledger.mismatches else "is not known to be right"
                 for law in self._later_laws(number):
                     self.ledger.doubt(law, f"not judged: operation {number} {how}")
                 break
             self._operation(number, laws)
+        self.ledger.join(self._evidence)
         tell_of_unmoved(self.ledger, self._trained)
 
     def _later_laws(self, number: int) -> set[str]:
-        plan = scenarios(self._required.plan)
-        return set[str]().union(*plan[number:]) - set[str]().union(*plan[:number])
+        return set[str]().union(*self._scenarios[number:]) - set[str]().union(*self._scenarios[:number])
 
     def _skip_what_does_not_apply(self) -> None:
         if not self._required.tied:
             self.ledger.skip("tied-copies", "no parameter has copies in several stages")
-        planned = set[str]().union(*scenarios(self._required.plan))
+        planned = set[str]().union(*self._scenarios)
         for law in {"second-step", "accumulation", "eval"} & set(self._required.laws) - planned:
             self.ledger.skip(law, "the plan does not have it")
         for law, reason in self._required.skipped.items():
@@ -175,50 +138,87 @@ class Judge:
             self.ledger.remark(law, note)
 
     def _operation(self, number: int, laws: Scenarios) -> None:
-        name = self._required.plan[number]
-        answer = self._required.oracle.answer(number, self._execution.orders(number, laws, backward=name != "eval"))
+        """Judge one operation: its results decide; calls, boundaries and starting weights locate what is wrong."""
+        evidence, results = self._evidence, Ledger(self._required.laws)
+        execution = Execution(self._required, self._observed, evidence)
+        backward = self._required.plan[number] != "eval"
+        answer = self._required.oracle.answer(number, execution.orders(number, laws, backward=backward))
+        at = self._comparison(number, laws, answer, results)
+        for claim in (claim for rank in self._observed.ranks for claim in rank[number].claims):
+            hold_claim(evidence if claim.law == "initial-weights" else results, claim, number, laws)
+        same_start = self._same_start(at.onto(evidence), answer.expected)
+        self._results(at, answer)
+        decisive = "gradient" if answer.expected.gradients else "loss"
+        right = bool(results.entered(decisive, number)) and not (results.failed or self.ledger.failed)
+        if same_start or right:
+            execution.crossings(number, laws)
+        self._conclude(number, execution, results, right=right and self._required.results_decide)
+
+    def _conclude(self, number: int, execution: Execution, results: Ledger, *, right: bool) -> None:
+        """Enter what was found. ``right``: every result of the operation was compared, and is right."""
+        evidence, decide = self._evidence, self._required.results_decide
+        if decide and self._required.plan[number] == "accumulate" and not results.failed:
+            self.ledger.join(results)  # the update that uses its gradients shows whether they are right
+            return
+        if right:
+            evidence.set_aside(evidence.mismatches, self._scenarios, "every result is right")
+        elif decide and self._required.plan[number] == "train":
+            calls = self._calls_of_right_stages(number, results)
+            evidence.set_aside(calls, self._scenarios, "gradients of the stage are right")
+        if decide:
+            execution.uncompared(number, doubtful=any(m.law in ("gradient", "presence") for m in results.mismatches))
+        self.ledger.join(evidence)
+        self._evidence = Ledger(self._required.laws)
+        others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
+        if any(m.law == "initial-weights" for m in evidence.mismatches):
+            for law in others:
+                self.ledger.doubt(law, "not judged: the weights differ before the step")
+        elif first := min((m.operation for m in evidence.mismatches if m.operation <= number), default=0):
+            for law in others:
+                self.ledger.doubt(law, f"not judged: operation {first} already disagrees")
+        else:
+            self.ledger.join(results)
+
+    def _calls_of_right_stages(self, number: int, results: Ledger) -> list[Mismatch]:
+        """What calls show of stages whose gradients are right: no cause of what is wrong elsewhere."""
+        mismatches = [*self._evidence.mismatches, *results.mismatches]
+        wrong = {m.stage for m in mismatches if m.law not in ("microbatches", "initial-weights")}
+        gradients = self._observed.gradients(number)
+        seen = {site[0] for site, one in gradients.items() if one is not None and any_nonzero(one)}
+        return [m for m in mismatches if m.law == "microbatches" and m.stage in seen - wrong]
+
+    def _comparison(self, number: int, laws: Scenarios, answer: Answer, results: Ledger) -> Comparison:
+        """What operation ``number`` must give, to be held against what it gave."""
         expected = answer.expected
         sites = {site[1]: site for site in expected.gradients}
         wide = self._wide(number, answer)
-        allowed = _Measured(answer.floors, self._required.oracle.precision, sites, wide)
+        allowed = MeasuredFloors(answer.floors, self._required.oracle.precision, sites, wide)
         due = due_of(expected)
-        told = due.loss if self._required.every_rank else expected.loss
-        due = replace(due, gradients={**due.gradients, **wide}, loss=told)
-        at = Comparison(due, allowed, self.ledger, number=number, scenarios=laws)
-        self._execution.claims(number, laws)
-        if not self._same_start(at, number, expected):
-            for law in set(self._required.laws) - {"initial-weights", "parameters-once"}:
-                self.ledger.doubt(law, "not judged: the weights differ before the step")
-            return
-        self._execution.crossings(number, laws)
-        self._losses(at, number, expected)
-        self._outputs(at, number, answer)
-        RouteJudge(self.ledger, number, laws, answer).judge(self._observed)
-        self._buffers(at, number, expected)
+        loss = due.loss if self._required.every_rank else expected.loss
+        due = replace(due, gradients={**due.gradients, **wide}, loss=loss)
+        return Comparison(due, allowed, results, number=number, scenarios=laws)
+
+    def _results(self, at: Comparison, answer: Answer) -> None:
+        """What the operation gave: losses, outputs, routes, buffers, gradients, norm and weights."""
+        number, expected, results = at.number, answer.expected, at.ledger
+        name = self._required.plan[number]
+        self._losses(at, expected)
+        self._outputs(at, answer)
+        RouteJudge(results, number, at.scenarios, answer).judge(self._observed)
+        self._buffers(at, expected)
         if name == "train":
-            self._gradients(at, number, laws, expected)
-            if self._required.by_numbers:
-                self._execution.by_numbers(self._right(number, expected), laws)
-                self._execution.uncompared(number)
-            self._norms(at, number)
-            self._updates(at, number, laws, expected, answer.max_norm)
+            self._gradients(at, expected)
+            self._norms(at)
+            self._updates(at, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
-                self.ledger.remark("gradient", answer.floors.obstacle)
-        elif self._required.by_numbers:
-            self._losses_tell(number, name, laws)
+                results.remark("gradient", answer.floors.obstacle)
+        elif name == "eval" and self._required.results_decide and not results.entered("loss", number):
+            why = "reports no losses, so it is not known what it computed: hand them back"
+            results.doubt("eval", f"operation {number + 1} {why}")
         at.tell()
         self._trained[number] = at.trained.values()
-        leave_out(self.ledger, due, number=number, names=())
-
-    def _losses_tell(self, number: int, name: str, laws: Scenarios) -> None:
-        """Say what the losses tell of an operation that makes no update, and what is not known without them."""
-        if self.ledger.entered("loss", number):
-            if not self._others_wrong():
-                self._execution.by_numbers(range(self._observed.schedule.n_stages), laws, what="the losses")
-        elif name == "eval":
-            why = "reports no losses, so it is not known what it computed: hand them back"
-            self.ledger.doubt("eval", f"operation {number + 1} {why}")
+        leave_out(results, at.due, number=number, names=())
 
     def _wide(self, number: int, answer: Answer) -> dict[str, Tensor]:
         """Gradients that were added up in a wider type than their own, where they are just that.
@@ -237,23 +237,23 @@ class Judge:
                 narrow[site[1]] = wide
         return found | narrow if found else {}
 
-    def _same_start(self, at: Comparison, number: int, expected: Expected) -> bool:
+    def _same_start(self, at: Comparison, expected: Expected) -> bool:
         """Whether the weights that were seen before the operation are the reference's, on every rank."""
-        before = self._observed.before(number)
+        before = self._observed.before(at.number)
         order = {name: place for place, name in enumerate(expected.before)}
         for site in sorted(before, key=lambda site: order[site[1]]):
             at.start(site[1], before[site], **self._where(site))
         if before:
             unseen = sorted(name for stage, name in self._required.due - before.keys() if stage != NOWHERE)
-            self.ledger.leave_out("initial-weights", unseen, "not seen before the step", hides=False)
-        return not any(one.law == "initial-weights" for one in self.ledger.mismatches)
+            at.ledger.leave_out("initial-weights", unseen, "not seen before the step", hides=False)
+        return not any(one.law == "initial-weights" for one in at.ledger.mismatches)
 
-    def _losses(self, at: Comparison, number: int, expected: Expected) -> None:
+    def _losses(self, at: Comparison, expected: Expected) -> None:
         placement, n_ranks = self._observed.schedule.placement, self._observed.schedule.n_ranks
-        first, adds = self._observed.first_nonfinite(number), expected.operation == "accumulate"
+        first, adds = self._observed.first_nonfinite(at.number), expected.operation == "accumulate"
         broken = None if first is None else (first, placement[first.stage])
         for rank, operations in enumerate(self._observed.ranks):
-            own = operations[number]
+            own = operations[at.number]
             # accumulate() reports losses where they are known, and no whole one.
             knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
             if (own.losses or self._required.every_rank) and knows:
@@ -263,85 +263,73 @@ class Judge:
             if own.loss is not None or (self._required.every_rank and not adds):
                 at.loss(math.nan if own.loss is None else own.loss, rank=rank)
 
-    def _outputs(self, at: Comparison, number: int, answer: Answer) -> None:
+    def _outputs(self, at: Comparison, answer: Answer) -> None:
         made, floors = [one.outputs for one in answer.expected.contributions], answer.floors
         for rank, operations in enumerate(self._observed.ranks):
-            own = operations[number]
+            own = operations[at.number]
             for name, seen in own.outputs.items():
                 assert floors is not None, "who hands outputs back is judged by floors"
                 floor = partial(floors.output, name=name)
                 share = range(len(made)) if own.share is None else own.share
                 at.outputs(name, seen, [one[name] for one in made], floor, share=share, rank=rank)
-        told = {name for rank in self._observed.ranks for name in rank[number].outputs}
+        told = {name for rank in self._observed.ranks for name in rank[at.number].outputs}
         ever = {name for rank in self._observed.ranks for one in rank for name in one.outputs}
-        why = f"not handed back in operation {number + 1}"
-        self.ledger.leave_out(
+        why = f"not handed back in operation {at.number + 1}"
+        at.ledger.leave_out(
             "outputs", [name for name in (made[0] if made else ()) if name in ever - told], why, hides=False
         )
 
-    def _buffers(self, at: Comparison, number: int, expected: Expected) -> None:
+    def _buffers(self, at: Comparison, expected: Expected) -> None:
         if "buffers" not in self._required.laws:
             return
         if not expected.buffers:
-            self.ledger.skip("buffers", "the model has none")
-        observed = self._observed.buffers(number)
+            at.ledger.skip("buffers", "the model has none")
+        observed = self._observed.buffers(at.number)
         missing = expected.buffers.keys() - {name for _, name in observed}
         for name in missing if self._required.every_rank else ():
             at.buffer(name, None)
         if not self._required.every_rank and observed:
-            self.ledger.leave_out("buffers", sorted(missing), "not compared", hides=False)
+            at.ledger.leave_out("buffers", sorted(missing), "not compared", hides=False)
         for site, seen in sorted(observed.items(), key=lambda item: item[0]):
             at.buffer(site[1], seen, **self._where(site))
 
-    def _gradients(self, at: Comparison, number: int, laws: Scenarios, expected: Expected) -> None:
-        observed = self._observed.gradients(number)
+    def _gradients(self, at: Comparison, expected: Expected) -> None:
+        observed = self._observed.gradients(at.number)
         # From the last stage down, as gradients flow: the first to differ is the nearest to the fault.
         for site in sorted(expected.gradients, key=lambda site: (-site[0], site[1])):
             if site[0] != NOWHERE and site in self._required.due:  # else said already, or another name of one judged
                 at.gradient(site[1], observed.get(site), **self._where(site))
-        self._copies("gradient", number, laws, observed)
+        self._copies(at, "gradient", observed)
 
-    def _right(self, number: int, expected: Expected) -> set[int]:
-        """The stages of which something was computed and everything is right: frozen ones where everything else is."""
-        observed = self._observed.gradients(number)
-        laws = ("gradient", "presence", "boundaries", "shards", "replicas")
-        wrong = {m.stage for m in self.ledger.mismatches if m.law in laws}
-        due = {site for site, one in expected.gradients.items() if one is not None and any_nonzero(one)}
-        seen = {stage for stage, name in due if (stage, name) in observed}
-        return seen - wrong if wrong or self._others_wrong() else seen | {*self._required.frozen}
-
-    def _others_wrong(self) -> bool:
-        return any(m.law != "microbatches" for m in self.ledger.mismatches)
-
-    def _copies(self, what: str, number: int, laws: Scenarios, observed: Mapping[Site, Tensor | None]) -> None:
+    def _copies(self, at: Comparison, what: str, observed: Mapping[Site, Tensor | None]) -> None:
         for copies in self._required.tied:
             (first, *others) = sorted(copies.items())
             for other in others:
                 one, two = observed.get(first), observed.get(other)
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
-                place = self._place.site("tied-copies", number, laws, other)
-                self.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
+                place = self._place.site("tied-copies", at.number, at.scenarios, other)
+                at.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
 
-    def _norms(self, at: Comparison, number: int) -> None:
+    def _norms(self, at: Comparison) -> None:
         for rank, operations in enumerate(self._observed.ranks):
-            seen = operations[number].norm
+            seen = operations[at.number].norm
             if seen is not None or self._required.every_rank:
                 at.norm(math.nan if seen is None else seen, rank=rank)
 
-    def _updates(self, at: Comparison, number: int, laws: Scenarios, expected: Expected, max_norm: float) -> None:
+    def _updates(self, at: Comparison, expected: Expected, max_norm: float) -> None:
         if "updated-parameters" not in self._required.laws:
             return
-        observed = self._observed.parameters(number)
+        observed = self._observed.parameters(at.number)
         held = {site for site in self._required.due if site[0] != NOWHERE}
         unseen = sorted(name for stage, name in (expected.parameters.keys() & held) - observed.keys())
-        self.ledger.leave_out("updated-parameters", unseen, "not seen after the step")
+        at.ledger.leave_out("updated-parameters", unseen, "not seen after the step")
         for site in sorted(expected.parameters.keys() & observed.keys()):
             at.parameter(site[1], observed[site], **self._where(site))
-        self._copies("parameter", number, laws, observed)
+        self._copies(at, "parameter", observed)
         norm = expected.norm or 0.0
-        if norm <= max_norm < math.inf and number == self._required.plan.index("train"):
+        if norm <= max_norm < math.inf and at.number == self._required.plan.index("train"):
             never = f"clipping to {max_norm} never acted on a norm of {norm:.3g}"
-            self.ledger.doubt("updated-parameters", never)
+            at.ledger.doubt("updated-parameters", never)
 
     def _where(self, site: Site) -> Where:
         """The rank and stage of a site, as far as they are known."""

@@ -27,6 +27,7 @@ class _Entry:
     checked: int = 0
     exact: int = 0
     wrong: int = 0
+    aside: int = 0  # of what is not exact, how many decide nothing
     empty: Counter[str] = field(default_factory=Counter)  # of what passed, in what no fault shows: how many are what
     worst: float = 0.0
     floor: float = 0.0
@@ -40,6 +41,7 @@ class _Entry:
         self.checked += other.checked
         self.exact += other.exact
         self.wrong += other.wrong
+        self.aside += other.aside
         self.empty += other.empty
         if other.worst > self.worst:
             self.worst, self.floor = other.worst, other.floor
@@ -274,14 +276,22 @@ class Ledger:
         self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
         return 0.0
 
-    def strike(self, struck: Sequence[Mismatch], scenarios: frozenset[str] = frozenset()) -> None:
-        """Take mismatches, entered in these scenarios, out again: what they say turned out to be no fault."""
-        for one in struck:
+    def set_aside(self, found: Sequence[Mismatch], scenarios: Sequence[frozenset[str]], why: str) -> None:
+        """Let mismatches decide nothing: they stay counted, and are told as a remark.
+
+        ``scenarios``: of each operation of the plan, the laws about its place, under which they were entered, too.
+        """
+        for law in dict.fromkeys(one.law for one in found):
+            those = [one for one in found if one.law == law]
+            differ = f"{len(those)} differ{'s' * (len(those) == 1)} from the reference, and {why}"
+            self.remark(law, f"{differ}: first {those[0].where}: {those[0].seen}")
+        for one in tuple(found):
             self.mismatches.remove(one)
-            for entry in (self._entries[law] for law in {one.law, *scenarios}):
-                entry.checked, entry.wrong = entry.checked - 1, entry.wrong - 1
+            for entry in (self._entries[law] for law in {one.law, *scenarios[one.operation - 1]}):
+                entry.wrong, entry.aside = entry.wrong - 1, entry.aside + 1
                 if not entry.wrong:
                     entry.outcomes.discard("fail")
+                    entry.worst = entry.floor = 0.0
 
     def join(self, other: "Ledger") -> None:
         """Add all that another rank's ledger has."""
@@ -298,8 +308,8 @@ class Ledger:
 
     @property
     def all_exact(self) -> bool:
-        """Whether every comparison held bit for bit."""
-        return all(entry.exact == entry.checked for entry in self._entries.values())
+        """Whether every comparison held bit for bit, of those that decide."""
+        return all(entry.exact + entry.aside == entry.checked for entry in self._entries.values())
 
     def tier(self, otherwise: Precision) -> Tier:
         """To what everything that agreed did; ``otherwise``, where nothing tells how what is not exact is rounded."""

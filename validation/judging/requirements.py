@@ -17,8 +17,8 @@ class Requirements:
     reason, ``missed`` those of whose matter nothing was seen, and ``remarks`` what readers of others should know.
     ``unseen`` stages are those whose actions nobody noted, ``uncalled`` those whose modules nobody watched, ``frozen``
     those that owe no backward, ``traced`` those whose actions the step itself tells. Where ``every_rank`` is False,
-    ranks may leave it to others to report losses and norm. ``by_numbers``: how often and in which mode a stage ran
-    decides only where its gradients are wrong; ``mode_matters``: whether a mode changes any.
+    ranks may leave it to others to report losses and norm. ``results_decide``: calls, boundaries and starting weights
+    decide nothing where every result is right; ``mode_matters``: whether a mode changes any.
     """
 
     config: str
@@ -37,6 +37,6 @@ class Requirements:
     frozen: Collection[int] = ()
     traced: Collection[int] = ()
     every_rank: bool = True
-    by_numbers: bool = False
+    results_decide: bool = False
     mode_matters: Callable[[], bool] = lambda: True
     bindings: str = ""

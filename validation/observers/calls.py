@@ -189,6 +189,11 @@ class Call:
         """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
         return self.backwards or [*self.flowed.values()][:1]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it adds nothing: zeros alone flowed back to it, as to padding that no loss counts."""
+        return bool(self.output_gradients) and not any(one.norm for one in self.output_gradients.values())
+
     def note_part(self, at: "Place", seen: Sketch, kept: Tensor | None, *, counts: bool) -> None:
         """Note what the backward that runs brought to a tensor, beside what others did; ``kept`` is a copy of it.
 

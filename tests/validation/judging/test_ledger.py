@@ -193,15 +193,16 @@ def test_sketches_where_nobody_measured_rounding_are_neither_right_nor_wrong() -
     assert book.mismatches[0].allowance == "; relative error 2.0e+00"
 
 
-def test_what_is_struck_out_counts_in_no_law_and_no_scenario() -> None:
+def test_what_is_set_aside_is_counted_and_decides_nothing() -> None:
     book = ledger()
     at = place(scenario="second-step")
     book.hold(at, True, "", "")
     book.hold(at, False, "one", "another")
     assert outcomes(book) == ["fail", "fail"]
-    book.strike(tuple(book.mismatches), at.scenarios)
-    assert outcomes(book) == ["pass", "pass"]
-    assert [law.checked for law in book.laws()] == [1, 1]
+    book.set_aside(book.mismatches, [at.scenarios], "every result is right")
+    assert (outcomes(book), book.mismatches, book.all_exact) == (["pass", "pass"], [], True)
+    assert [(law.checked, law.exact, law.wrong) for law in book.laws()] == [(2, 1, 0), (2, 1, 0)]
+    assert "1 differs from the reference, and every result is right" in book.laws()[0].note
 
 
 def test_a_law_that_is_a_scenario_too_counts_once() -> None:

@@ -1,0 +1,110 @@
+"""Results decide; calls, boundaries and starting weights locate: what changes no result is told, and is no fault."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.foreign import WhiteBox, watch
+from tests.support.two_ranks import COUNT, half, judged, model_of, named, passes, plain_block
+
+build = partial(model_of, plain_block)
+Row = Callable[[nn.Sequential, list[Any]], Any]
+
+
+def run(
+    model: nn.Sequential,
+    microbatches: list[Any],
+    *,
+    order: tuple[int, ...] = tuple(range(COUNT)),
+    idle: tuple[int, ...] = (),
+    rows: int = 0,
+    also: Callable[[nn.Module, list[Any]], object] = lambda stage, microbatches: None,
+    lost: int | None = None,
+) -> Any:
+    """Forwards and backwards of the microbatches in ``order``, one after another.
+
+    idle: the turns whose loss weighs nothing. rows: zeros that travel below each microbatch and are cut off before the
+    loss. also: done before all. lost: the microbatch whose backward the first rank leaves out.
+    """
+    stage, losses = watch(half(model)), []
+    also(stage, microbatches)
+    for turn, m in enumerate(order):
+        x, target = microbatches[m]
+        weight = 0.0 if turn in idle else 1.0
+        if dist.get_rank() == 0:
+            y = stage(x)
+            dist.send(torch.cat([y.detach(), torch.zeros(rows, y.shape[1])]), 1)
+            gradient = torch.empty(len(x) + rows, y.shape[1])
+            dist.recv(gradient, 1)
+            if m != lost:
+                y.backward(gradient[: len(x)])
+            continue
+        came = torch.empty(len(x) + rows, x.shape[1])
+        dist.recv(came, 0)
+        loss = (stage(came.requires_grad_())[: len(x)] - target).square().mean()
+        (weight * loss / COUNT).backward()
+        dist.send(came.grad, 0)
+        losses += [loss.item()] * bool(weight)
+    return stage, losses or None
+
+
+def looks_once_more(stage: nn.Module, microbatches: list[Any]) -> None:
+    with torch.no_grad():
+        stage(microbatches[0][0])
+
+
+def trains_first(stage: nn.Module, microbatches: list[Any]) -> None:
+    stage(microbatches[0][0]).sum().backward()
+    stage.zero_grad()
+
+
+def trains_on_other_data(stage: nn.Module, microbatches: list[Any]) -> None:
+    for _ in range(2):
+        stage(torch.ones_like(microbatches[0][0])).sum().backward()
+    stage.zero_grad()
+
+
+def weighs_late(stage: nn.Module, microbatches: list[Any]) -> None:
+    """The weights of a layer are written by its own hook, when it is first used."""
+    due: dict[nn.Module, Tensor] = {}
+
+    def fetch(module: nn.Module, _: object) -> None:
+        if module in due:
+            module.weight.data.copy_(due.pop(module))
+
+    for layer in (one for one in stage.modules() if isinstance(one, nn.Linear)):
+        due[layer] = layer.weight.detach().clone()
+        layer.weight.data.zero_()
+        layer.register_forward_pre_hook(fetch)
+
+
+RIGHT: dict[str, tuple[Row, str]] = {
+    "padding-last": (partial(run, order=(0, 1, 2, 3, 0), idle=(4,)), "microbatches"),
+    "padding-first": (partial(run, order=(0, 0, 1, 2, 3), idle=(0,)), "microbatches"),
+    "padding-between": (partial(run, order=(0, 1, 1, 2, 3, 2), idle=(2, 5)), "microbatches"),
+    "rows": (partial(run, rows=3), "boundaries"),
+    "forward-more": (partial(run, also=looks_once_more), ""),
+    "warm-up": (partial(run, also=trains_first), ""),
+    "warm-up-on-other-data": (partial(run, also=trains_on_other_data), ""),
+    "late-weights": (partial(run, also=weighs_late), ""),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_changes_no_result_passes_and_is_told(name: str, whitebox: WhiteBox) -> None:
+    row, law = RIGHT[name]
+    verdict = passes(judged(whitebox, row, build))
+    assert not law or verdict.law(law).note, verdict
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_dropped_microbatch_beside_it_is_a_fault(name: str, whitebox: WhiteBox) -> None:
+    row, _ = RIGHT[name]
+    verdict = judged(whitebox, partial(row, lost=3), build)
+    assert ("dropped", 0, 0, (3,)) in named(verdict), verdict
+    assert verdict.law("gradient").outcome == "fail"
