@@ -1,7 +1,9 @@
-"""First calls of stages, too many, by which a runtime learns shapes before the step."""
+"""Calls of stages beside those of microbatches: a first one, by which a runtime learns shapes, and padding."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from typing import TypeVar
 
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.own_calls import StageSeen
@@ -10,6 +12,8 @@ from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 
+Value = TypeVar("Value")
+_IDLE = "calls that add nothing: {} of stage {}"
 _TAKEN = "the first call of stage {}, one too many, was taken for a trial"
 _ADDED = (
     "stage {} was called {} times for {} microbatch{}: what call 1 was given is of none of these, it had a backward, "
@@ -21,7 +25,8 @@ _ADDED = (
 class Trials:
     """Those of ``stages`` of ``microbatches``, by stage; ``nobodys``: the stages whose trial is no microbatch's.
 
-    A trial is about nothing known, or about what lay in memory that it was given, and then other gradients flow back.
+    ``idle``: the places of calls to which zeros alone flowed back, where others are of the same microbatch. A trial is
+    about nothing known, or about what lay in memory that it was given, and then other gradients flow back.
     Were it more than that, the sums of gradients would show it.
     """
 
@@ -29,25 +34,38 @@ class Trials:
     microbatches: int
     found: Mapping[int, Call]
     nobodys: frozenset[int]
+    idle: Mapping[int, frozenset[int]]
 
     @staticmethod
     def among(stages: Mapping[int, StageSeen], data: Data) -> "Trials":
         """Those of ``stages``; ``data`` is what each microbatch brings."""
         orders, found, nobodys = Chain(stages, data).orders, dict[int, Call](), set[int]()
+        idle = {stage: _idle(seen.calls, orders[stage].numbers) for stage, seen in stages.items()}
         for stage, seen in stages.items():
-            first, *others = orders[stage].numbers or (UNKNOWN_MICROBATCH,)
-            if sorted(others) != list(range(len(data))):
+            own = [
+                (n, call)
+                for k, (n, call) in enumerate(zip(orders[stage].numbers, seen.calls, strict=True))
+                if k not in idle[stage]
+            ]
+            if sorted(number for number, _ in own[1:]) != list(range(len(data))):
                 continue
-            own = seen.calls[1 + others.index(first)] if first in others else None
-            if own is None or _flows(own) != _flows(seen.calls[0]):
-                found[stage] = seen.calls[0]
-                nobodys |= {stage} if own is None else set()
-        return Trials(stages, len(data), found, frozenset(nobodys))
+            (first, call), *others = own
+            again = dict(others).get(first)
+            if again is None or _flows(again) != _flows(call):
+                found[stage] = call
+                nobodys |= {stage} if again is None else set()
+        return Trials(stages, len(data), found, frozenset(nobodys), idle)
 
     @property
     def without(self) -> dict[int, StageSeen]:
-        """The stages without their trials."""
-        return {k: replace(one, calls=one.calls[1:]) if k in self.found else one for k, one in self.stages.items()}
+        """The stages without these."""
+        return {stage: replace(seen, calls=tuple(self.own(stage, seen.calls))) for stage, seen in self.stages.items()}
+
+    def own(self, stage: int, calls: Sequence[Value]) -> list[Value]:
+        """Of something for each of the stage's ``calls``, that for those of microbatches."""
+        seen = self.stages[stage].calls
+        those = [k not in self.idle[stage] and call is not self.found.get(stage) for k, call in enumerate(seen)]
+        return list(compress(calls, those))
 
     def enter(self, ledger: Ledger, own: Iterable[int]) -> None:
         """Say what was taken for a trial of a rank's ``own`` stages, whose gradients were compared in ``ledger``.
@@ -56,10 +74,18 @@ class Trials:
         """
         count = self.microbatches
         wrong = {one.stage for one in ledger.mismatches if one.law in ("gradient", "presence")}
+        for stage in sorted(k for k in own if self.idle.get(k)):
+            ledger.remark("microbatches", _IDLE.format(len(self.idle[stage]), stage))
         for stage in sorted(self.found.keys() & {*own}):
             added = stage in wrong & self.nobodys and self.found[stage].trained
             told = _ADDED.format(stage, len(self.stages[stage].calls), count, "es" * (count != 1))
             ledger.remark("microbatches", told if added else _TAKEN.format(stage))
+
+
+def _idle(calls: Sequence[Call], numbers: Sequence[int]) -> frozenset[int]:
+    """The places of ``calls`` that add nothing, where another is about the same of the ``numbers``."""
+    adding = {number for number, call in zip(numbers, calls, strict=True) if not call.is_idle}
+    return frozenset(k for k, call in enumerate(calls) if call.is_idle and numbers[k] in adding - {UNKNOWN_MICROBATCH})
 
 
 def _flows(call: Call) -> dict[int, bytes]:

@@ -213,7 +213,7 @@ class ComposedCheck(CheckedStep):
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
         trials = Trials.among(own_chain, self._data)
         own_chain = trials.without
-        calls = {stage: own[len(own) - len(own_chain[stage].calls) :] for stage, own in calls.items()}
+        calls = {stage: trials.own(stage, own) for stage, own in calls.items()}
         own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
         for why in refusals(chain):

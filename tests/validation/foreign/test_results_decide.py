@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import Composed
 from pipeproof.foreign import WhiteBox, watch
-from tests.support.two_ranks import COUNT, half, judged, model_of, named, passes, plain_block
+from tests.support.two_ranks import COUNT, data, half, judged, loss_fn, model_of, named, passes, plain_block
 
 build = partial(model_of, plain_block)
 Row = Callable[[nn.Sequential, list[Any]], Any]
@@ -108,3 +109,15 @@ def test_a_dropped_microbatch_beside_it_is_a_fault(name: str, whitebox: WhiteBox
     verdict = judged(whitebox, partial(row, lost=3), build)
     assert ("dropped", 0, 0, (3,)) in named(verdict), verdict
     assert verdict.law("gradient").outcome == "fail"
+
+
+@pytest.mark.parametrize("name", ["padding-last", "padding-first", "padding-between"])
+def test_padding_adds_nothing_to_a_step_that_is_held_against_itself(name: str, whitebox: WhiteBox) -> None:
+    padded, _ = RIGHT[name]
+
+    def row(_: object, microbatches: list[Any], **options: Any) -> Any:
+        return padded(build(), microbatches, **options)
+
+    against = partial(whitebox.validate, reference=Composed(loss_fn), microbatches=data(), ranks=2)
+    assert passes(against(row)).law("microbatches").note.startswith("calls that add nothing")
+    assert against(partial(row, lost=3)).verdict == "fail"
