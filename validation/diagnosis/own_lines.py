@@ -6,7 +6,6 @@ from functools import cached_property
 from itertools import islice
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.set_at import backward_of, received_by, set_at
 from pipeproof.judging.cause import Cause, OwnLine
 from pipeproof.observers.observed import Passed
 from pipeproof.observers.recording import GIVEN, KEPT, RECEIVED
@@ -22,7 +21,6 @@ _LOSS = frozenset({"scale", "sign", "unequal-weights"})  # where no stage is nam
 _FORWARDS = frozenset({"computation", "mode", "randomness", "swapped-data"})
 _MESSAGES = frozenset({"wrong-message", "uninitialised", "rounded", "altered", "not-finite", "stale-tensor"})
 _MOST = 5  # lines
-_SET = 2  # of them lines that are read from the source alone
 _STACK = 2  # lines of one stack
 
 Ran = tuple[str, Stack]  # what ran, and where
@@ -36,10 +34,7 @@ def with_lines(cause: Cause, evidence: Evidence, *, or_message: bool = False) ->
     if cause.earlier:
         return cause  # what was seen is of the step itself
     about = _About(cause, evidence, or_message)
-    ran = list(_once(about.ran()))
-    known = {own.line for own in ran} | about.forwards
-    written = [OwnLine(name, line, ran=False) for name, line in about.written() if line not in known][:_SET]
-    return replace(cause, lines=(*ran[: _MOST - len(written)], *written))
+    return replace(cause, lines=tuple(islice(_once(about.ran()), _MOST)))
 
 
 def _once(ran: Iterable[Ran]) -> Iterator[OwnLine]:
@@ -80,31 +75,6 @@ class _About:
                 yield f"last {last}", self._stack(last)
         if action is not None:
             yield str(action), self._stack(action)
-
-    def written(self) -> list[tuple[str, Line]]:
-        """Names and lines that set that on which these worked, as the source reads."""
-        kind, action = self.cause.kind, self._action
-        if action is None:
-            return []
-        if kind == "overwritten":
-            return [one for came in self._came(action) for one in set_at(came.received, received_by)[:1]]
-        last = Action(self.evidence.stages - 1, Kind.BACKWARD, action.microbatch)
-        met = kind == "swapped-data" and self.cause.action is None  # else it came in so, and the loss is no news
-        if met or (kind in _LOSS and action == last and not self._there_alone):
-            found = set_at(self._stack(last), backward_of)
-            return [one for one in found if one[1] not in self.forwards][-_SET:]
-        return set_at(self._stack(action), backward_of) if kind in _PAIRED else []
-
-    @property
-    def _there_alone(self) -> bool:
-        """Whether one stage's gradients are wrong, and what it handed back is not: then the loss was right."""
-        return self.cause.stage is not None and self.cause.action is None and self.evidence.stages > 1
-
-    @cached_property
-    def forwards(self) -> set[Line]:
-        """Where stages were called: no news of what those made."""
-        every = (one for passed in self.evidence.passed.values() for one in passed.stacks.items())
-        return {stack[0] for action, stack in every if action.kind is Kind.FORWARD and stack}
 
     @property
     def _message_may_be_wrong(self) -> bool:

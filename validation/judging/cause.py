@@ -92,14 +92,10 @@ _LISTED = 4  # names in a sentence
 
 @dataclass(frozen=True)
 class OwnLine:
-    """A line of the user's own code: an action, as ``2B0``, that ran there, or what did, in words.
-
-    Not ``ran``: it is read from the source, and ``what`` is the name that the line sets.
-    """
+    """A line of the user's own code: an action, as ``2B0``, that ran there, or what did, in words."""
 
     what: str
     line: Line
-    ran: bool = True
 
 
 @dataclass(frozen=True)
@@ -147,13 +143,10 @@ class Cause:
         ]
         return ", ".join(f"{name} {value}" for name, value in parts if value is not None) or "everywhere"
 
-    def own_lines(self) -> dict[str, list[str]]:
-        """``lines`` for a reader: those that ran, and those that only set what these worked on."""
-        found: dict[str, list[str]] = {}
+    def own_lines(self) -> list[str]:
+        """``lines`` for a reader."""
         width = max((len(one.what) for one in self.lines), default=0)
-        for one in self.lines:
-            found.setdefault("ran at" if one.ran else "set at", []).append(f"{one.what:<{width}} {one.line}")
-        return found
+        return [f"{one.what:<{width}} {one.line}" for one in self.lines]
 
     @property
     def short(self) -> str:

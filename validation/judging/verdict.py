@@ -309,8 +309,7 @@ def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:
     for cause in causes[:_CAUSES]:
         rows += _labelled(label, [f"{cause.kind}: {KINDS[cause.kind]}", str(cause)])
         own = {one.line for one in cause.lines}
-        for name, lines in cause.own_lines().items() if not own <= shown else ():
-            rows += _labelled(name, lines)
+        rows += _labelled("ran at", cause.own_lines() if not own <= shown else ())
         label, shown = "and", shown | own
     left = len(causes) - _CAUSES
     return rows + (_labelled("and", [f"{left} more"]) if left > 0 else [])

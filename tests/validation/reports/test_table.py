@@ -98,12 +98,12 @@ def test_causes_that_hold_together_and_explanations_that_exclude_each_other_are_
 
 
 def test_lines_of_the_users_own_code_are_told_once() -> None:
-    ran, written = Line("loop.py", 7, "step", "y.backward()"), Line("loop.py", 3, "step", "y = queue.pop()")
-    one = Cause("dropped", stage=1, lines=(OwnLine("1B0", ran), OwnLine("y", written, ran=False)))
+    ran, before = Line("loop.py", 7, "step", "y.backward()"), Line("loop.py", 3, "run", "step()")
+    one = Cause("dropped", stage=1, lines=(OwnLine("1B0", ran), OwnLine("from", before)))
     text = str(replace(FAILED, cause=(one, replace(one, stage=0, lines=one.lines[:1])))).splitlines()
     assert text[3:7] == [
-        "  ran at    1B0 loop.py:7 step: y.backward()",
-        "  set at    y   loop.py:3 step: y = queue.pop()",
+        "  ran at    1B0  loop.py:7 step: y.backward()",
+        "            from loop.py:3 run: step()",
         "  and       dropped: a microbatch's gradient is missing from the sum",
         "            stage 0",
     ]

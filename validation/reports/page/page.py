@@ -70,8 +70,7 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
 
 def _own_line(cause: Cause) -> Html | None:
     """The lines of the user's own code, where the cause knows them."""
-    groups = cause.own_lines().items()
-    lines = [f"{'' if k else name:<6} {line}" for name, some in groups for k, line in enumerate(some)]
+    lines = [f"{'' if k else 'ran at':<6} {line}" for k, line in enumerate(cause.own_lines())]
     return joined([tag("code", line, class_="line") for line in lines]) if lines else None
 
 
