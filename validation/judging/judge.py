@@ -169,7 +169,8 @@ class Judge:
             self.ledger.skip(law, "the plan does not have it")
         for law, reason in self._required.skipped.items():
             self.ledger.skip(law, reason)
-        for law, reason in self._required.missed.items():
+        unseen = {law: reason for law, reason in self._observed.unseen.items() if law in self._required.laws}
+        for law, reason in {**self._required.missed, **unseen}.items():
             self.ledger.miss(law, reason)
         for law, note in self._required.remarks.items():
             self.ledger.remark(law, note)

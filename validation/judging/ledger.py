@@ -87,7 +87,8 @@ class Ledger:
     @property
     def failed(self) -> bool:
         """Whether anything so far did not agree."""
-        return any(entry.outcomes & {"fail", "unknown"} for entry in self._entries.values())
+        judged = (entry for law, entry in self._entries.items() if law not in self._skipped)
+        return any(entry.outcomes & {"fail", "unknown"} for entry in judged)
 
     def undecided(self, law: str) -> bool:
         """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
@@ -138,7 +139,7 @@ class Ledger:
         """Enter a comparison that either holds or fails; ``exact``: if it holds, it does so bit for bit."""
         self._enter(place, "pass" if holds else "fail", exact=holds and exact)
         if not holds:
-            self.mismatches.append(place.mismatch(found, due, what, told=told))
+            self._differ(place.mismatch(found, due, what, told=told))
 
     def tensors(
         self,
@@ -219,7 +220,7 @@ class Ledger:
         limit = allowed.limit or None
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
         if outcome != "pass":
-            self.mismatches.append(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
+            self._differ(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
         if outcome != "fail":
             self._lead(place, lambda: sizes()[0].factor, allowed)
 
@@ -234,7 +235,7 @@ class Ledger:
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed)
         if outcome != "pass":
-            self.mismatches.append(place.mismatch(found, due, "text", error=size, limit=allowed.limit or None))
+            self._differ(place.mismatch(found, due, "text", error=size, limit=allowed.limit or None))
 
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Enter two numbers."""
@@ -254,7 +255,7 @@ class Ledger:
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
             numbers: tuple[Value, Value] = float(observed), float(expected)
-            self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit or None))
+            self._differ(place.mismatch(*numbers, "number", error=size, limit=allowed.limit or None))
 
     def forget(self, laws: Sequence[str]) -> None:
         """Take out those of ``laws`` of which nothing at all was said."""
@@ -335,6 +336,10 @@ class Ledger:
             entry.entered.add(place.compared)
             if floor is not None and size > entry.worst:
                 entry.worst, entry.floor = size, floor.largest
+
+    def _differ(self, mismatch: Mismatch) -> None:
+        if mismatch.law not in self._skipped:  # of half that was seen, no fault is told
+            self.mismatches.append(mismatch)
 
     def _keep(self, place: Heading, outcome: str, **numbers: Any) -> None:
         """Keep the numbers of a comparison, if they are of a kind that readers ask for one by one."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeproof.worlds.accelerator import CPU, HOST
+from pipeproof.worlds.fence import Fence
 from pipeproof.worlds.stack import Stack, own_stack
 
 # Methods of a process group, through which every message passes; the peer is the second argument.
@@ -80,6 +81,7 @@ _parting: list[str] = []  # of what has ended, its last message
 _ways: Counter[tuple[str, int, int, int]] = Counter()  # how many messages went from a rank to a rank
 _from_any: set[str] = set()  # groups in which messages of any rank were received
 _sent: dict[Message, Sent] = {}
+_fence = Fence()
 
 # By the storage that messages were received into: which of its bytes each filled, the last one last.
 _received: dict[int, tuple[StorageWeakRef, list[tuple[range, Came]]]] = {}
@@ -91,6 +93,7 @@ def noted_messages() -> Iterator[None]:
 
     Where they pass and not where they are called for: torch tells its own functions apart by identity.
     """
+    global _fence
     kept = {name: vars(dist.ProcessGroup)[name] for name in _METHODS}  # getattr's would not bind when put back
     for name in kept:
         setattr(dist.ProcessGroup, name, _noting(name, getattr(dist.ProcessGroup, name)))
@@ -105,6 +108,7 @@ def noted_messages() -> Iterator[None]:
         ]
         for noted in (_messages, _received, _posted, _ways, _from_any, _sent):
             noted.clear()
+        _fence = Fence()
 
 
 def progress() -> str:
@@ -121,26 +125,30 @@ def parting() -> str:
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
-        empty = name == "send" and _is_empty(arguments[0])
+        empty = name == "send" and _fence.around(_is_empty)(arguments[0])
         try:
             work = method(group, *arguments)
         except RuntimeError as error:
-            if place := _beyond_the_host(group, arguments[0]):
+            if place := Fence().around(_beyond_the_host)(group, arguments[0]):
                 raise RuntimeError(_NOT_OF_THE_HOST.format(error=error, place=place)) from error
             raise
-        peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
-        message, stack = _message(name, group, peer, *arguments[2:]), own_stack()
-        _messages[:] = [one for one in _messages if one.open]
-        _messages.append(_Posted(name, work, peer, stack))
-        _posted[name] += 1
-        if name != "send":
-            for tensor in filter(torch._C._has_storage, arguments[0]):
-                _receive(tensor, Came(stack, message))
-        elif message is not None:
-            _sent[message] = Sent(stack, empty)
+        _fence.around(_note)(name, work, bool(empty), group, *arguments)
         return work
 
     return noted
+
+
+def _note(name: str, work: Any, empty: bool, group: dist.ProcessGroup, tensors: Sequence[Tensor], *rest: int) -> None:
+    peer = dist.get_global_rank(group, rest[0]) if name != "recv_anysource" else None
+    message, stack = _message(name, group, peer, *rest[1:]), own_stack()
+    _messages[:] = [one for one in _messages if one.open]
+    _messages.append(_Posted(name, work, peer, stack))
+    _posted[name] += 1
+    if name != "send":
+        for tensor in filter(torch._C._has_storage, tensors):
+            _receive(tensor, Came(stack, message))
+    elif message is not None:
+        _sent[message] = Sent(stack, empty)
 
 
 def _beyond_the_host(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> str:
@@ -168,8 +176,8 @@ def _is_empty(tensors: Sequence[Tensor]) -> bool:
 
 
 def sent_messages() -> Mapping[Message, Sent]:
-    """Where in the user's code this rank has sent each of its messages, and what."""
-    return dict(_sent)
+    """Where in the user's code this rank has sent each of its messages, and what; none where not all were seen."""
+    return {} if _fence.broken else dict(_sent)
 
 
 def _receive(tensor: Tensor, came: Came) -> None:
@@ -179,8 +187,8 @@ def _receive(tensor: Tensor, came: Came) -> None:
 
 
 def received_at(tensor: Tensor) -> Came | None:
-    """The message that was last received into ``tensor``; None where none was."""
-    if not torch._C._has_storage(tensor):
+    """The message that was last received into ``tensor``; None where none was, or not all were seen."""
+    if _fence.broken or not torch._C._has_storage(tensor):
         return None
     place = _bytes(tensor)
     return next((came for part, came in reversed(_parts(tensor)) if _meet(part, place)), None)

@@ -87,7 +87,7 @@ belongs_to_rank(checkpoint, "_enable_checkpoint_early_stop", fresh=lambda early:
 belongs_to_rank(waiting, "_note", fresh=lambda _: None)
 belongs_to_rank(
     posted_messages,
-    *("_posted", "_messages", "_parting", "_ways", "_from_any", "_sent", "_received"),
+    *("_posted", "_messages", "_parting", "_ways", "_from_any", "_sent", "_received", "_fence"),
     fresh=lambda noted: type(noted)(),
 )
 
