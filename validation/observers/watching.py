@@ -31,7 +31,7 @@ from pipeproof.reference.again import Called, repeats
 from pipeproof.reference.generators import Generator
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.fence import Fence
-from pipeproof.worlds.posted_messages import Came, received_at
+from pipeproof.worlds.posted_messages import Came, did, received_at
 from pipeproof.worlds.stack import Stack, own_stack
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -260,6 +260,7 @@ class Watcher:
                 return  # of a checkpoint whose forward had gradients: they flow through that
         else:
             watched.calls.append(call)
+            self._did("forward", watched, sum(not one.silent for one in watched.calls))
             unchanged = [k for k, tensor in enumerate(inputs) if version(tensor) == entry.versions[k]]
             self._look_again(watched.fence, call, {k: inputs[k] for k in unchanged}, giving)
         parts = [one for one in leaves_in(result, InShards) if one.requires_grad]
@@ -326,6 +327,12 @@ class Watcher:
 
     def _count(self, module: nn.Module, call: Call) -> None:
         call.count(next(self._times), trains=trains(module))
+        watched = self._watched[id(module)]
+        self._did("backward", watched, sum(bool(one.backwards) for one in watched.calls))
+
+    def _did(self, kind: str, watched: _Watched, number: int) -> None:
+        which = [*self._watched].index(id(watched.module)) + 1
+        did(kind, number, "its stage" if len(self._watched) == 1 else f"watched module {which}")
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, count: Callable[[], None] | None) -> Note:
         keep = self._keep if into is call.output_gradients else None

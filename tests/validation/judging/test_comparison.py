@@ -280,7 +280,7 @@ def test_a_watched_stage_without_calls_decides_nothing(whitebox: WhiteBox, call:
     verdict = passes(judged(whitebox, partial(step, call=call), plain))
     for law in ("microbatches", "boundaries"):
         assert verdict.law(law).outcome == "not seen"
-        assert "watched stage 0 was not seen" in verdict.law(law).note
+        assert "watched stages 0, 1 were not seen" in verdict.law(law).note
         assert "call stage(x)" in verdict.law(law).note
 
 
