@@ -87,8 +87,7 @@ class Ledger:
     @property
     def failed(self) -> bool:
         """Whether anything so far did not agree."""
-        judged = (entry for law, entry in self._entries.items() if law not in self._skipped)
-        return any(entry.outcomes & {"fail", "unknown"} for entry in judged)
+        return any(one.outcomes & {"fail", "unknown"} for law, one in self._entries.items() if law not in self._skipped)
 
     def undecided(self, law: str) -> bool:
         """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
@@ -297,14 +296,10 @@ class Ledger:
         """Every law's outcome, in the order given at the start."""
         return tuple(self._law(name, entry) for name, entry in self._entries.items())
 
-    @property
-    def all_exact(self) -> bool:
-        """Whether every comparison held bit for bit."""
-        return all(entry.exact == entry.checked for entry in self._entries.values())
-
     def tier(self, otherwise: Precision) -> Tier:
         """To what everything that agreed did; ``otherwise``, where nothing tells how what is not exact is rounded."""
-        return "bitwise" if self.all_exact else (self._coarsest or otherwise).name
+        exact = all(entry.exact == entry.checked for entry in self._entries.values())
+        return "bitwise" if exact else (self._coarsest or otherwise).name
 
     def _law(self, name: str, entry: _Entry) -> LawResult:
         if name in self._skipped:
@@ -338,8 +333,7 @@ class Ledger:
                 entry.worst, entry.floor = size, floor.largest
 
     def _differ(self, mismatch: Mismatch) -> None:
-        if mismatch.law not in self._skipped:  # of half that was seen, no fault is told
-            self.mismatches.append(mismatch)
+        self.mismatches += [] if mismatch.law in self._skipped else [mismatch]  # half that was seen shows no fault
 
     def _keep(self, place: Heading, outcome: str, **numbers: Any) -> None:
         """Keep the numbers of a comparison, if they are of a kind that readers ask for one by one."""

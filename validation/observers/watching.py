@@ -4,7 +4,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import count
 from threading import get_ident
@@ -19,88 +18,24 @@ from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack, is_inside_a_backward
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
-from pipeproof.observers.hidden import InAttribute, hidden_in, hidden_inputs, inputs_kept
+from pipeproof.observers.hidden import hidden_in, hidden_inputs, inputs_kept
 from pipeproof.observers.hook import Hook
 from pipeproof.observers.own_losses import OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import leaves_in, tensors_in
+from pipeproof.observers.watched import Entry, Watched
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
 from pipeproof.reference.generators import Generator
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.fence import Fence
-from pipeproof.worlds.posted_messages import Came, did, received_at
-from pipeproof.worlds.stack import Stack, own_stack
+from pipeproof.worlds.posted_messages import did, received_at
+from pipeproof.worlds.stack import own_stack
 
 Module = TypeVar("Module", bound=nn.Module)
 Keep = Callable[[Tensor], Tensor]
-
-
-@dataclass
-class _Watched:
-    """A module, its calls so far, those of them that a backward may still run again, and the DDP that called it."""
-
-    module: nn.Module
-    when: Callable[[], bool]
-    fence: Fence
-    calls: list[Call] = field(default_factory=list)
-    waiting: list[Call] = field(default_factory=list)
-    replicas: DistributedDataParallel | None = None
-
-    def note_replicas(self) -> None:
-        """Note the DDP that calls it now, if one does."""
-        calling = DistributedDataParallel._active_ddp_module
-        if calling is not None and any(part is self.module for part in calling.modules()):
-            self.replicas = calling
-
-    def cleared(self, stack: Stack) -> None:
-        """What its calls had added to its gradients so far was cleared there."""
-        for call in self.calls:
-            call.cleared = call.cleared or (stack if call.ran else ())
-
-    def original(self, again: Call) -> Call | None:
-        """The call that is run ``again``, which now has its gradients: the first with its inputs, else the first that
-        waits; None if none does. Where several others wait, nobody knows whose gradients those are."""
-        content = [one.digest for one in again.inputs]
-        equal = [call for call in self.waiting if [one.digest for one in call.inputs] == content]
-        found = next(iter(equal or self.waiting), None)
-        if found is None:
-            return None
-        if equal or len(self.waiting) == 1:
-            again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
-            again.parts = found.parts
-        self.waiting = [call for call in self.waiting if call is not found]
-        found.kept.update(enumerate(again.inputs))
-        again.backwards, again.flowed, again.stacks, again.came = (
-            found.backwards, found.flowed, found.stacks, found.came
-        )  # fmt: skip
-        found.needing, found.giving = again.needing, again.giving
-        again.again = found.again
-        return found
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What a module was called with, as it was then, and from where; ``again`` as a call has it.
-
-    ``kept``: what it had besides.
-    """
-
-    given: list[Tensor]
-    taken: list[Sketch]
-    versions: list[int | None]
-    stack: Stack
-    came: dict[tuple[Kind, int], Came]
-    again: Called | None
-    kept: list[InAttribute]
-
-    @staticmethod
-    def of(inputs: Sequence[Tensor], again: Called | None, kept: list[InAttribute]) -> "_Entry":
-        came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
-        versions = [version(tensor) for tensor in inputs]
-        return _Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again, kept)
 
 
 class Watcher:
@@ -115,8 +50,8 @@ class Watcher:
         self._keep, self._generators, self._linked = keep, generators, linked or keep is not None
         self._hooks: list[RemovableHandle] = []
         self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
-        self._watched: dict[int, _Watched] = {}
-        self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
+        self._watched: dict[int, Watched] = {}
+        self._entering: dict[int, list[Entry]] = defaultdict(list)  # by thread
         self._times = count()
         self._clearing = Fence()
 
@@ -124,7 +59,7 @@ class Watcher:
         """Hook ``module``, once; calls count while ``when`` holds."""
         if id(module) not in self._watched:
             fence = Fence(in_func=False)
-            self._watched[id(module)] = _Watched(module, fence.of_user(when or (lambda: True)), fence)
+            self._watched[id(module)] = Watched(module, fence.of_user(when or (lambda: True)), fence)
             first = self._linked  # or a call that is run again has what other hooks made of its inputs twice
             entered, called = (Hook(module, fence.around(one)) for one in (self._entered, self._called))
             self._hooks.append(module.register_forward_pre_hook(entered, prepend=first, with_kwargs=True))
@@ -173,7 +108,7 @@ class Watcher:
         """``module``, or the one watched module inside it or around it; None if there is none."""
         return None if (one := self._found(module)) is None else one.module
 
-    def _found(self, module: nn.Module) -> _Watched | None:
+    def _found(self, module: nn.Module) -> Watched | None:
         own = {id(part) for part in module.modules()}
         return next((w for w in self._watched.values() if id(w.module) in own or module in w.module.modules()), None)
 
@@ -189,10 +124,10 @@ class Watcher:
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
 
-        def have() -> list[_Watched]:
+        def have() -> list[Watched]:
             return [one for one in self._watched.values() if any(p.grad is not None for p in one.module.parameters())]
 
-        def cleared(had: Sequence[_Watched]) -> None:
+        def cleared(had: Sequence[Watched]) -> None:
             for one in had:
                 if not any(map(_has_gradient, one.module.parameters())):
                     one.cleared(own_stack())
@@ -228,7 +163,7 @@ class Watcher:
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
             keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep, generators=self._generators)
             again = keep(module, arguments, named) if keep else None
-            self._entering[get_ident()].append(_Entry.of(inputs, again, inputs_kept(module) if keep else []))
+            self._entering[get_ident()].append(Entry.of(inputs, again, inputs_kept(module) if keep else []))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         watched, mode = self._watched[id(module)], _mode()
@@ -287,7 +222,7 @@ class Watcher:
 
     def _follow(
         self,
-        watched: _Watched,
+        watched: Watched,
         call: Call,
         inputs: Mapping[int, Tensor],
         outputs: Mapping[int, Tensor],
@@ -330,7 +265,7 @@ class Watcher:
         watched = self._watched[id(module)]
         self._did("backward", watched, sum(bool(one.backwards) for one in watched.calls))
 
-    def _did(self, kind: str, watched: _Watched, number: int) -> None:
+    def _did(self, kind: str, watched: Watched, number: int) -> None:
         which = [*self._watched].index(id(watched.module)) + 1
         did(kind, number, "its stage" if len(self._watched) == 1 else f"watched module {which}")
 

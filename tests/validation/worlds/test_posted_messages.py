@@ -1,7 +1,8 @@
 """What a rank of somebody else's code waits for, in words."""
 
-import traceback
 from collections import Counter
+from threading import Thread, get_ident
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,33 +16,38 @@ from pipeproof.worlds.stack import own_stack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
-AT_A_WAIT = [traceback.FrameSummary("loop.py", 3, "step", line="work.wait()")]
-ELSEWHERE = [traceback.FrameSummary("loop.py", 4, "step", line="x = y @ z")]
-
 
 def messages(context: RankContext) -> list[Any]:
-    """What rank 0 says while two of its messages are open, when one is, and when none is."""
-    tensors, said = [torch.zeros(1) for _ in range(3)], []
+    """What another thread of rank 0 is told while that waits for a message, one of several that are open, and after."""
+    tensors, said, own = [torch.zeros(1) for _ in range(3)], list[Any](), get_ident()
+
+    def look() -> None:
+        while posted.awaited(own) is None:
+            sleep(0.01)
+        said.extend([posted.awaited(own), posted.progress()])
+        dist.send(torch.ones(1), 1)
+
     with posted.noted_messages():
         if context.rank == 0:
-            works = [dist.irecv(tensors[0], 1), dist.irecv(tensors[1], 2)]
-            said = [posted.awaited(AT_A_WAIT), posted.awaited(ELSEWHERE)]
-            works[0].wait()
-            said += [posted.awaited(AT_A_WAIT), posted.progress()]
+            works = [dist.isend(tensors[0], 1), dist.irecv(tensors[1], 2), dist.irecv(tensors[2], 1)]
+            said.append(posted.awaited(own))
             works[1].wait()
-            said.append(posted.awaited(AT_A_WAIT))
-        else:
-            dist.batch_isend_irecv([dist.P2POp(dist.isend, tensors[0], 0)])[0].wait()
+            posted.did("backward", 3, "its stage")
+            Thread(target=look, daemon=True).start()
+            works[2].wait()
+            return [*said, posted.awaited(own)]
+        if context.rank == 1:
+            for tensor in tensors[:2]:
+                dist.recv(tensor, 0)
+        dist.send(tensors[0], 0)
     return said
 
 
-def test_open_messages_are_what_is_waited_for(world: World) -> None:
-    both, elsewhere, one, progress, none = world.run(messages, ranks=3)[0]
-    assert both == ("a message from rank 1 or a message from rank 2", (1, 2))
-    assert elsewhere is None
-    assert one == ("a message from rank 2", (2,))
-    assert progress == "sent 0 and received 1"
-    assert none is None
+def test_what_a_rank_stands_at_is_what_it_waits_for(world: World) -> None:
+    before, standing, progress, after = world.run(messages, ranks=3)[0]
+    assert standing == ("a message from rank 1", (1,))
+    assert progress == "sent 1 and received 1, did backward 3 of its stage last"
+    assert before is after is None
 
 
 def refused(context: RankContext, places: list[str]) -> list[str]:
