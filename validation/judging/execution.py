@@ -106,9 +106,9 @@ class Execution:
         self, place: Heading, holds: bool, seen: Value, expected: Value, *, what: What, counted: bool = True
     ) -> None:
         """Enter what calls show; ``counted``: by hooks, which may miss a call, and see those of no training."""
+        before = len(self._ledger.mismatches)
         self._ledger.hold(place, holds, seen, expected, what=what)
-        if counted and not holds:
-            self._counted.append(self._ledger.mismatches[-1])
+        self._counted += self._ledger.mismatches[before:] if counted else []
 
     def by_numbers(self, right: Collection[int], laws: frozenset[str], *, what: str = "its gradients") -> None:
         """Let pass how often and in which mode the stages ran of which ``what`` is ``right``."""

@@ -1,6 +1,7 @@
 """What a rank of somebody else's code waits for, in words."""
 
 from collections import Counter
+from functools import partial
 from threading import Thread, get_ident
 from time import sleep
 from types import SimpleNamespace
@@ -114,6 +115,33 @@ def test_a_rank_that_is_waited_for_has_left_behind_its_last_message(world: World
     assert "one_too_few: dist.recv(torch.zeros(1), 0) if context.rank else dist.send(torch.zeros(1), 1)" in said
     assert world.run(stack_of_rank, ranks=2)
     assert posted.parting() == ""
+
+
+def in_groups(context: RankContext, *, inside: bool) -> None:
+    """Of two groups the first ranks stand in a call that the others do not come to, with a send that is out."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    own, tensors = groups[context.rank // 2], [torch.zeros(1) for _ in range(2)]
+    with posted.noted_messages():
+        if context.rank % 2 == 0:
+            work = dist.isend(tensors[0], context.rank ^ 2)
+            dist.recv(tensors[1], context.rank ^ 2)
+            dist.all_reduce(tensors[1], group=own) if inside else dist.recv(tensors[1], context.rank + 1)
+            assert work is not None
+            work.wait()
+
+
+@pytest.mark.parametrize(
+    ("inside", "waits"),
+    [(True, "torch.distributed.all_reduce of the group of ranks {}, {}"), (False, "a message from rank {1}")],
+)
+def test_the_call_in_which_a_rank_stands_says_for_whom_it_waits(world: World, inside: bool, waits: str) -> None:
+    with pytest.raises(RankFailed) as failure:
+        world.run(partial(in_groups, inside=inside), ranks=4, timeout_s=2.0)
+    reports = failure.value.reports
+    assert [reports[rank].peers for rank in (0, 2)] == [(1,), (3,)]
+    assert [reports[rank].waiting for rank in (0, 2)] == [waits.format(0, 1), waits.format(2, 3)]
+    assert [reports[rank].progress for rank in (0, 2)] == ["sent 1 and received 1"] * 2
+    assert "worlds/posted_messages.py" not in reports[0].traceback
 
 
 class Group:
