@@ -34,6 +34,7 @@ class RouteObserver(TorchFunctionMode):
     def __init__(self, names: Sequence[str], model: Any) -> None:
         super().__init__()
         self.fence = Fence()
+        self._look = self.fence.around(self._note)
         self._routers = Routers(tuple(names))
         self._known = self._routers.among(model) if isinstance(model, nn.Module) else {}
         self._seen: list[tuple[tuple[nn.Module, ...], Route]] = []
@@ -64,10 +65,10 @@ class RouteObserver(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
         args, kwargs = (*given, {})[:2]  # by name there may be none
         made = func(*args, **(kwargs or {}))
-        self.fence.around(self._look)(func, made, args, kwargs or {})
+        self._look(func, made, args, kwargs or {})
         return made
 
-    def _look(self, func: Any, made: Any, args: Any, kwargs: Any) -> None:
+    def _note(self, func: Any, made: Any, args: Any, kwargs: Any) -> None:
         call = Call.of(func, made, args, kwargs)
         if call is not None and not in_backward():
             seen = call.choice

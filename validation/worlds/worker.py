@@ -204,7 +204,7 @@ def stack_text(frames: Sequence[traceback.FrameSummary]) -> str:
 def _collective(innermost: FrameType) -> tuple[str, tuple[int, ...] | None] | None:
     """The outermost call into torch.distributed that is no decorator: what the job itself called, and with which ranks.
 
-    Of a group of all ranks that is nobody in particular.
+    Of a group of all ranks that is nobody in particular. Where no group shows it is not known.
     """
     calls = [
         frame
@@ -213,8 +213,12 @@ def _collective(innermost: FrameType) -> tuple[str, tuple[int, ...] | None] | No
     ]
     if not calls:
         return None
-    name, group = f"torch.distributed.{calls[-1].f_code.co_name}", calls[-1].f_locals.get("group")
-    if not isinstance(group, dist.ProcessGroup) or group.size() == dist.get_world_size():
+    name = f"torch.distributed.{calls[-1].f_code.co_name}"
+    named = [frame.f_locals["group"] for frame in reversed(calls) if "group" in frame.f_locals]
+    group = next((one for one in named if isinstance(one, dist.ProcessGroup)), None)
+    if group is None and not named and calls[-1].f_globals is not vars(dist.distributed_c10d):
+        return name, None
+    if group is None or group.size() == dist.get_world_size():
         return name, ()
     ranks = dist.get_process_group_ranks(group)
     others = tuple(one for one in ranks if one != dist.get_rank())

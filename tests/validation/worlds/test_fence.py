@@ -15,11 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.digest import digest
+from pipeproof.observers.routes import RouteObserver
 from pipeproof.records.composed_step import Composed
+from pipeproof.records.early_step import EarlyStep
+from pipeproof.records.record import RecordError
 from pipeproof.worlds.fence import Fence
 
 COUNT, WIDTH = 4, 4
+PLANTED = "looking at it raised RuntimeError: planted"
 mse = nn.functional.mse_loss
 WATCHED, UNSEEN = ("microbatches", "boundaries"), "it runs inside torch.func, whose tensors have no storage"
 
@@ -34,7 +39,7 @@ def test_what_raises_once_is_asked_no_more() -> None:
     look(1)
     assert fence.around(fails)() is None
     look(2)
-    assert (looked, fence.broken) == ([1], "looking at it raised RuntimeError: planted")
+    assert (looked, fence.broken) == ([1], PLANTED)
 
 
 def test_what_the_users_own_function_raises_is_raised() -> None:
@@ -157,13 +162,13 @@ def test_an_exception_in_an_observer_leaves_the_step_as_it_is(
 ) -> None:
     found = unseen(validated(whitebox, partial(with_planted, place=place)))
     assert {*found} == {*laws}
-    assert all("looking at it raised RuntimeError: planted" in note for note in found.values()), found
+    assert all(PLANTED in note for note in found.values()), found
 
 
 def test_where_it_is_not_known_what_gradients_are_added_to_nothing_is_judged(whitebox: WhiteBox) -> None:
     verdict = validated(whitebox, partial(with_planted, place="observers.initial_weights._left"))
     assert verdict.verdict == "unknown"
-    assert verdict.headline == "what rank 0 added gradients to was not seen: looking at it raised RuntimeError: planted"
+    assert verdict.headline == f"what rank 0 added gradients to was not seen: {PLANTED}"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +179,31 @@ def test_a_stage_that_was_not_seen_is_not_run_again(whitebox: WhiteBox, place: s
     step = partial(with_planted_alone, place=place)
     verdict = validated(whitebox, step, reference=Composed(mse), loss_fn=None)
     assert verdict.verdict == "unknown", str(verdict)
-    assert "looking at it raised RuntimeError: planted" in str(verdict)
+    assert PLANTED in str(verdict)
+
+
+def test_routes_that_were_not_all_seen_are_none() -> None:
+    router = nn.Linear(2, 4)
+    with RouteObserver(("",), router) as observer, planted("observers.routes.Call.of"):
+        assert torch.ones(3).topk(1).indices.numel() == 1
+    assert (observer.of(router), observer.fence.broken) == ({}, PLANTED)
+
+
+def test_a_type_that_was_not_seen_everywhere_is_not_told() -> None:
+    module = nn.Linear(2, 2)
+    with ComputedIn([module]) as computed, planted("observers.computed_in.types_between"):
+        module(torch.ones(1, 2))
+    assert (computed.narrowest, computed.fence.broken) == ("", PLANTED)
+
+
+def test_steps_of_optimizers_that_were_not_seen_are_told_of() -> None:
+    early, module = EarlyStep(), nn.Linear(2, 2)
+    early.open(module.parameters())
+    with planted("records.early_step.is_inside_a_backward"):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    early.close()
+    with pytest.raises(RecordError, match=PLANTED):
+        early.check()
 
 
 def by_vjp(model: nn.Module, microbatches: list[Any]) -> Any:
