@@ -127,7 +127,7 @@ def progress() -> str:
     )
     received = met["recv"] + met["recv_anysource"]
     sent = [f"sent {met['send']} and received {received}"] if _posted else []
-    return ", ".join([*sent, *(f"did {kind} {number} of {what} last" for kind, number, what in _done)])
+    return ", and ".join([*sent, *(f"did {kind} {number} of {what} last" for kind, number, what in _done)])
 
 
 def did(kind: str, number: int, what: str) -> None:

@@ -47,7 +47,7 @@ def messages(context: RankContext) -> list[Any]:
 def test_what_a_rank_stands_at_is_what_it_waits_for(world: World) -> None:
     before, standing, progress, after = world.run(messages, ranks=3)[0]
     assert standing == ("a message from rank 1", (1,))
-    assert progress == "sent 1 and received 1, did backward 3 of its stage last"
+    assert progress == "sent 1 and received 1, and did backward 3 of its stage last"
     assert before is after is None
 
 
