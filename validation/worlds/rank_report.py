@@ -167,7 +167,8 @@ def _blocking(reports: Sequence[RankReport]) -> Sequence[tuple[int, ...]]:
 def _peers(report: RankReport, reports: Sequence[RankReport]) -> tuple[int, ...]:
     """Of the ranks that it may be waiting for those that do not wait for the same: with these it waits together."""
     due = report.peers or [other.rank for other in reports]
-    return tuple(other.rank for other in reports if other.rank in due and other.waiting != report.waiting)
+    others = (other.rank for other in reports if other.rank in due and other.waiting != report.waiting)
+    return tuple(others) or report.peers or ()
 
 
 def headline(reports: Sequence[RankReport]) -> str:

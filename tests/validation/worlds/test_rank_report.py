@@ -138,6 +138,11 @@ def test_groups_that_wait_for_others_are_told_each_for_itself() -> None:
     )
 
 
+def test_ranks_that_wait_for_any_message_wait_for_each_other() -> None:
+    reports = [stuck(0, "a message from any rank", 1), stuck(1, "a message from any rank", 0)]
+    assert headline(reports).startswith("ranks 0 and 1 wait for each other: ")
+
+
 def test_messages_of_which_any_may_be_awaited_blame_only_what_all_lead_to() -> None:
     ring = [stuck(0, "a message from rank 1 or a send to rank 2", 1, 2), stuck(1, "a send to rank 0", 0)]
     assert headline([*ring, stuck(2, "a send to rank 0", 0)]).startswith("ranks 0, 1 and 2 wait for each other: ")
