@@ -102,6 +102,32 @@ def any_device(source: Source) -> Iterator[str]:
             yield f"line {number} is about one maker's devices: {match[0]}"
 
 
+HOOKS = re.compile(r"(register_\w*hook|hook_first)$")
+# Whose hooks may raise: they run in a reference or in a step of ours, or plant a fault; or have a fence of their own.
+NOT_OBSERVING = (
+    *(f"validation.{name}." for name in ("cases.specimens", "cases.mixed", "cases.primitives", "worlds.simulated")),
+    *(f"validation.foreign.{name}" for name in ("first_run", "mutants", "optimizing", "survey")),
+    *(f"validation.records.{name}" for name in ("run_recorder", "frameworks.framework_job")),
+)
+
+
+def fenced(source: Source) -> Iterator[str]:
+    """What observes a user's step is hooked in within a fence."""
+    if not source.module.startswith("validation.") or source.module.startswith(NOT_OBSERVING):
+        return
+    made = [node for node in source.nodes if isinstance(node, ast.Assign) and "around(" in ast.unparse(node.value)]
+    names = {
+        one.id for node in made for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)
+    }
+    for node in source.nodes:
+        function = node.func if isinstance(node, ast.Call) else None
+        name = getattr(function, "attr", getattr(function, "id", ""))
+        if isinstance(node, ast.Call) and HOOKS.match(name):
+            hook = ast.unparse(node.args[name == "hook_first"])
+            if "around(" not in hook and hook not in names:
+                yield f"line {node.lineno} hooks {hook} in without a fence"
+
+
 Rule = Callable[[Source], Iterator[str]]
 RULES: Mapping[Rule, list[Source]] = {
     short_files: EVERY,
@@ -114,6 +140,7 @@ RULES: Mapping[Rule, list[Source]] = {
     asserts_with_words: OURS,
     portable: TEXTS,
     any_device: OURS,
+    fenced: OURS,
 }
 
 
@@ -172,6 +199,14 @@ BROKEN: Mapping[Rule, Mapping[str, list[str]]] = {
         ],
         "torch.accelerator.synchronize()  # cuda:0": [],
     },
+    fenced: {
+        "tensor.register_hook(flowed)\nhook_first(tensor, flowed)": [
+            "line 1 hooks flowed in without a fence",
+            "line 2 hooks flowed in without a fence",
+        ],
+        "note = fence.around(f)\nmodule.register_forward_hook(note, with_kwargs=True)": [],
+        "module.register_forward_hook(Hook(module, fence.around(f)))": [],
+    },
 }
 
 
@@ -179,7 +214,8 @@ BROKEN: Mapping[Rule, Mapping[str, list[str]]] = {
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_a_rule_can_be_broken(rule: Rule) -> None:
     for text, complaints in BROKEN[rule].items():
-        assert list(rule(Source("pipeline/bad.py", text))) == complaints
+        path = "validation/observers/bad.py" if rule is fenced else "pipeline/bad.py"
+        assert list(rule(Source(path, text))) == complaints
 
 
 def test_every_rule_is_shown_broken() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from pipeproof.pipeline.transport import DistributedTransport
 from pipeproof.reference.model import Model
 from pipeproof.reference.step import Recipe, objective
 from pipeproof.worlds.accelerator import deterministic
+from pipeproof.worlds.fence import Fence, looking
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -37,6 +39,7 @@ class WatchedStage(AroundStage):
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
+        self.fence = Fence()
         self._finite: list[tuple[Action, list[Tensor]]] = []
         self.called: list[tuple[Action, bool]] = []
 
@@ -51,17 +54,20 @@ class WatchedStage(AroundStage):
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         # A plain forward hook: it does not touch the graph, and it sees calls that a wrapper does not know of.
-        hook = self.module.register_forward_pre_hook(lambda module, _: self._note(module, microbatch))
+        hook = self.module.register_forward_pre_hook(self.fence.around(partial(self._note, microbatch)))
         try:
             outputs = self.inner.forward(microbatch, inputs, goal)
         finally:
             hook.remove()
-        seen = outputs if goal is None else (self.losses[microbatch],)
-        finite = [tensor.detach().isfinite().all() for tensor in seen if tensor.is_floating_point()]
-        self._finite.append((Action(self.index, Kind.FORWARD, microbatch), finite))
+        self._look_at(microbatch, outputs if goal is None else (self.losses[microbatch],))
         return outputs
 
-    def _note(self, module: nn.Module, microbatch: int) -> None:
+    @looking
+    def _look_at(self, microbatch: int, made: Tensors) -> None:
+        finite = [tensor.detach().isfinite().all() for tensor in made if tensor.is_floating_point()]
+        self._finite.append((Action(self.index, Kind.FORWARD, microbatch), finite))
+
+    def _note(self, microbatch: int, module: nn.Module, _: object) -> None:
         training = any(part.training for part in module.modules())
         self.called.append((Action(self.index, Kind.FORWARD, microbatch), training))
 
@@ -192,5 +198,6 @@ def _seen(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation
         operation,
         nonfinite=tuple(action for stage in watched for action in stage.nonfinite),
         called=tuple(call for stage in watched for call in stage.called),
+        unseen=dict([("microbatches", stage.fence.broken) for stage in watched if stage.fence.broken][:1]),
         buffers=buffers_of(_modules(watched)),
     )

@@ -78,6 +78,8 @@ class TorchRank:
         loss = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
         executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
         seen: dict[str, Any] = {"called": called, "buffers": buffers_of(self.modules)}
+        if unseen := self.recorder.fence.broken:
+            seen["unseen"] = {"microbatches": unseen}
         if name != "accumulate":
             seen["loss"] = loss
         if name == "train":

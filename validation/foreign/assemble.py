@@ -179,10 +179,10 @@ class Assembled:
 
     @property
     def missed(self) -> str:
-        """Of which stages no call was seen although they are watched, and why that may be; empty if there are none."""
-        found = [(stage.index, stage.part.missed) for stage in self.stages if stage.part.missed]
-        every = "; ".join(f"no call of watched stage {index} was seen" for index, _ in found)
-        return f"{every}: {found[0][1]}" if found else ""
+        """Which stages were not seen although they are watched, and why that may be; empty if there are none."""
+        found = [(str(stage.index), stage.part.missed) for stage in self.stages if stage.part.missed]
+        which = "watched stages {} were" if len(found) > 1 else "watched stage {} was"
+        return f"{which.format(', '.join(index for index, _ in found))} not seen: {found[0][1]}" if found else ""
 
     @property
     def frozen(self) -> range:
@@ -330,6 +330,7 @@ class Assembled:
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
             line=made.line,
             outputs=made.outputs,
+            unseen=made.unseen,
         )
 
     def _known(self, actions: Sequence[Action]) -> Iterator[Action]:
@@ -359,7 +360,7 @@ class Assembled:
                 yield (stage.index, name), stage.part.after[k][1]
 
     def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
-        for k, name in stage.names.items():
+        for k, name in stage.names.items() if "initial-weights" not in self.made[stage.rank].unseen else ():
             content, value = stage.part.locals[k].content, stage.part.values.get(k)
             if value is not None:
                 yield (stage.index, name), value

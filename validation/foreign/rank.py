@@ -101,7 +101,7 @@ class RankMade:
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
     ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
     ``accumulation``, ``outputs`` and ``loss_scale``: as they were handed back. ``products``: as what its device rounds
-    those of fp32, as ``products_in`` has it.
+    those of fp32, as ``products_in`` has it. ``unseen``: by law, why not all was seen here that it needs.
     """
 
     parts: tuple[Part, ...]
@@ -120,6 +120,7 @@ class RankMade:
     outputs: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     loss_scale: float | None = None
     products: Mapping[str, str] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
@@ -205,12 +206,24 @@ class _Collector:
         made = RankMade(parts, *told, actions, order.known, sent=sent, max_norm=most, unlike=unlike)
         scale = None if handed.loss_scale is None else float(handed.loss_scale)
         made = replace(made, accumulation=handed.accumulation, outputs=handed.named, loss_scale=scale)
+        made = replace(made, unseen=self._unseen(added=handed.by_parameter is None))
         if self._first is not None:
             return replace(made, parts=_as_first(parts, self._first[1].parts, order.name))
         weights = contents(order.build()) if any(part.values for part in parts) else order.known
         made = replace(made, weights=weights, given=digests(order.microbatches))
         self._first = handed, made
         return made
+
+    def _unseen(self, *, added: bool) -> dict[str, str]:
+        """By law, why not all was seen that it needs. ``added``: gradients are what the step added to ``.grad``."""
+        first = self._first_use
+        broken = {
+            "initial-weights": first.weights.broken,
+            "gradient": first.sums.broken if added else "",
+            "updated-parameters": first.steps.broken,
+            "routing": self._routing.fence.broken,
+        }
+        return {law: why for law, why in broken.items() if why}
 
     def _parts(self, handed: HandedBack) -> tuple[Part, ...]:
         if handed.gradients is not None and not handed.modules:
@@ -274,6 +287,8 @@ class _Collector:
 
     def _missed(self, module: nn.Module) -> str:
         """Why no call of ``module`` may have been seen, although it is watched."""
+        if unseen := self._watcher.unseen(module):
+            return unseen
         if self._watcher.compiled:
             return "it ran inside torch.compile, where nothing can watch: watch what torch.compile gives back"
         if self._first_use.inside(module):

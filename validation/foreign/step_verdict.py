@@ -37,7 +37,7 @@ def judged_runs(
         return random_reference(title, task, other_loss)
     if all(gradient is None for one in first.made for gradient in one.gradients.values()):
         return undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
-    if unknown := _unknown_output(task, runs):
+    if unknown := _unknown_output(task, runs) or _unseen_sums(runs):
         return undecided(title, unknown)
     if task.routers:
         verdict = _with_routes(title, task, [one.routed for one in runs], second, halted)
@@ -134,6 +134,13 @@ def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:
             given = f"which gives {', '.join(map(repr, known))}" if task.outputs is not None else "which was not given"
             return f"rank {rank} handed back an output {name!r}: expected one of those of outputs=, {given}"
     return ""
+
+
+def _unseen_sums(runs: Sequence[OperationRun]) -> str:
+    """Why nobody knows what gradients were added to, so that none can be compared; empty where that is known."""
+    found = ((rank, made.unseen.get("gradient")) for one in runs for rank, made in enumerate(one.found.made))
+    told = "what rank {} added gradients to was not seen: {}"
+    return next((told.format(rank, why) for rank, why in found if why), "")
 
 
 def _of_first_ranks(verdict: Verdict) -> Verdict:

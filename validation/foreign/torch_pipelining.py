@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeproof.foreign.handed_back import HandedBack
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action, Kind
+from pipeproof.worlds.fence import Fence
 
 _ORDERS = ("pipeline_order_with_comms", "pipeline_order")  # of a schedule of several stages on a rank
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
@@ -46,6 +47,7 @@ class Recorder:
     """
 
     def __init__(self, schedule: Any) -> None:
+        self.fence = Fence()
         self.executed: list[Action] = []
         self.called: list[tuple[Action, bool]] = []
         self.forward: Action | None = None  # the one that is under way
@@ -55,7 +57,7 @@ class Recorder:
             stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
             stage.backward_one_chunk = self._around_backward(stage, stage.backward_one_chunk)
             stage.backward_weight_one_chunk = self._around_weight(stage, stage.backward_weight_one_chunk)
-            self._hooks.append(stage.submod.register_forward_pre_hook(self._note))
+            self._hooks.append(stage.submod.register_forward_pre_hook(self.fence.around(self._note)))
 
     def stop(self) -> None:
         """Note nothing more, and leave the stages as they were."""

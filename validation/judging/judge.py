@@ -95,7 +95,7 @@ class Judge:
         self.ledger = Ledger(required.laws)
         self._place = Headings(observed.schedule.placement)
         self._scenarios = scenarios(required.plan)
-        self._evidence = Ledger(required.laws)  # since the last update: what locates a fault
+        self._evidence = self.ledger  # since the last update: what locates a fault
         self.measured: Floors | None = None
         self._trained: dict[int, Collection[tuple[int | None, bool]]] = {}  # by operation: did they move?
 
@@ -110,6 +110,7 @@ class Judge:
     def judge(self) -> None:
         """Compare everything up to the first operation that disagrees: what follows it is consequence."""
         self._skip_what_does_not_apply()
+        self._evidence = self.ledger.empty_copy()
         Execution(self._required, self._observed, self.ledger).parameters_once()
         for number, laws in enumerate(self._scenarios):
             if number and self.ledger.failed:
@@ -132,14 +133,15 @@ class Judge:
             self.ledger.skip(law, "the plan does not have it")
         for law, reason in self._required.skipped.items():
             self.ledger.skip(law, reason)
-        for law, reason in self._required.missed.items():
+        unseen = {law: reason for law, reason in self._observed.unseen.items() if law in self._required.laws}
+        for law, reason in {**self._required.missed, **unseen}.items():
             self.ledger.miss(law, reason)
         for law, note in self._required.remarks.items():
             self.ledger.remark(law, note)
 
     def _operation(self, number: int, laws: Scenarios) -> None:
         """Judge one operation: its results decide; calls, boundaries and starting weights locate what is wrong."""
-        evidence, results = self._evidence, Ledger(self._required.laws)
+        evidence, results = self._evidence, self.ledger.empty_copy()
         execution = Execution(self._required, self._observed, evidence)
         backward = self._required.plan[number] != "eval"
         answer = self._required.oracle.answer(number, execution.orders(number, laws, backward=backward))
@@ -168,7 +170,7 @@ class Judge:
         if decide:
             execution.uncompared(number, doubtful=any(m.law in ("gradient", "presence") for m in results.mismatches))
         self.ledger.join(evidence)
-        self._evidence = Ledger(self._required.laws)
+        self._evidence = self.ledger.empty_copy()
         others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
         if any(m.law == "initial-weights" for m in evidence.mismatches):
             for law in others:

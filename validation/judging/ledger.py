@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeproof.judging.leads import Leads
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import FP64, Floor, Precision, pieces, same_bits
+from pipeproof.judging.sizes import brief_sizes, sizes_of
+from pipeproof.judging.tolerance import FP64, Floor, Precision, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.elements import any_nonzero, is_rounded
 from pipeproof.observers.sketch import Sketch
@@ -86,10 +86,16 @@ class Ledger:
         self.mismatches: list[Mismatch] = []
         self.compared: dict[tuple[object, ...], Compared] = {}  # by its place: of several operations the last
 
+    def empty_copy(self) -> "Ledger":
+        """A ledger of the same laws, without anything compared: of these the same do not apply, or were not seen."""
+        copy = Ledger([*self._entries])
+        copy._skipped = dict(self._skipped)
+        return copy
+
     @property
     def failed(self) -> bool:
         """Whether anything so far did not agree."""
-        return any(entry.outcomes & {"fail", "unknown"} for entry in self._entries.values())
+        return any(one.outcomes & {"fail", "unknown"} for law, one in self._entries.items() if law not in self._skipped)
 
     def undecided(self, law: str) -> bool:
         """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
@@ -140,7 +146,7 @@ class Ledger:
         """Enter a comparison that either holds or fails; ``exact``: if it holds, it does so bit for bit."""
         self._enter(place, "pass" if holds else "fail", exact=holds and exact)
         if not holds:
-            self.mismatches.append(place.mismatch(found, due, what, told=told))
+            self._differ(place.mismatch(found, due, what, told=told))
 
     def tensors(
         self,
@@ -172,7 +178,7 @@ class Ledger:
         allowed = allowed.reached(size, outcome)
         if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
-        self._sized(place, size, outcome, allowed, lambda: _sizes(observed, expected, base))
+        self._sized(place, size, outcome, allowed, lambda: sizes_of(observed, expected, base))
 
     def sketches(
         self,
@@ -210,7 +216,7 @@ class Ledger:
             passes = gap <= summed or (gap <= stored and usual == "pass")
             outcome = "pass" if passes else "unknown" if gap <= stored or usual != "fail" else outcome
         began = None if base is None else base[1].norm
-        self._sized(place, size, outcome, allowed, lambda: _brief_sizes(observed, expected, began))
+        self._sized(place, size, outcome, allowed, lambda: brief_sizes(observed, expected, began))
 
     def _sized(
         self, place: Heading, size: float, outcome: str, allowed: Floor, sizes: Callable[[], tuple[Size, Size]]
@@ -221,7 +227,7 @@ class Ledger:
         limit = allowed.limit or None
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
         if outcome != "pass":
-            self.mismatches.append(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
+            self._differ(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
         if outcome != "fail":
             self._lead(place, lambda: sizes()[0].factor, allowed)
 
@@ -236,7 +242,7 @@ class Ledger:
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed)
         if outcome != "pass":
-            self.mismatches.append(place.mismatch(found, due, "text", error=size, limit=allowed.limit or None))
+            self._differ(place.mismatch(found, due, "text", error=size, limit=allowed.limit or None))
 
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Enter two numbers."""
@@ -256,7 +262,7 @@ class Ledger:
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
             numbers: tuple[Value, Value] = float(observed), float(expected)
-            self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit or None))
+            self._differ(place.mismatch(*numbers, "number", error=size, limit=allowed.limit or None))
 
     def forget(self, laws: Sequence[str]) -> None:
         """Take out those of ``laws`` of which nothing at all was said."""
@@ -306,14 +312,10 @@ class Ledger:
         """Every law's outcome, in the order given at the start."""
         return tuple(self._law(name, entry) for name, entry in self._entries.items())
 
-    @property
-    def all_exact(self) -> bool:
-        """Whether every comparison held bit for bit, of those that decide."""
-        return all(entry.exact + entry.aside == entry.checked for entry in self._entries.values())
-
     def tier(self, otherwise: Precision) -> Tier:
         """To what everything that agreed did; ``otherwise``, where nothing tells how what is not exact is rounded."""
-        return "bitwise" if self.all_exact else (self._coarsest or otherwise).name
+        exact = all(entry.exact + entry.aside == entry.checked for entry in self._entries.values())
+        return "bitwise" if exact else (self._coarsest or otherwise).name
 
     def _law(self, name: str, entry: _Entry) -> LawResult:
         if name in self._skipped:
@@ -346,6 +348,9 @@ class Ledger:
             if floor is not None and size > entry.worst:
                 entry.worst, entry.floor = size, floor.largest
 
+    def _differ(self, mismatch: Mismatch) -> None:
+        self.mismatches += [] if mismatch.law in self._skipped else [mismatch]  # half that was seen shows no fault
+
     def _keep(self, place: Heading, outcome: str, **numbers: Any) -> None:
         """Keep the numbers of a comparison, if they are of a kind that readers ask for one by one."""
         if place.law in _KEPT:
@@ -356,35 +361,6 @@ class Ledger:
     def _reach(self, precision: Precision | None) -> None:
         if precision is not None and (self._coarsest is None or precision.unit > self._coarsest.unit):
             self._coarsest = precision
-
-
-def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:
-    """Two tensors in numbers: norms, and how much of the observed one is the expected one."""
-    shapes = tuple(observed.shape), tuple(expected.shape)
-    if observed.shape != expected.shape:
-        return Size(shapes[0]), Size(shapes[1])
-    sums = torch.zeros(4, dtype=torch.float64)  # of squares: seen, expected, where both began; and of products
-    for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
-        seen, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
-        start = origin[0] if origin else torch.zeros_like(one[:0])
-        sums += torch.stack(
-            [(seen * seen).sum(), (wanted * wanted).sum(), (start * start).sum(), (seen * wanted).sum()]
-        ).cpu()
-    product = sums[3].item()
-    seen_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
-    began, factor, cosine = None if base is None else start_norm, None, None
-    if seen_norm and wanted_norm:  # not their product: beside a NaN it does not show that the other is zero
-        factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / seen_norm
-    return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
-
-
-def _brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tuple[Size, Size]:
-    """As ``_sizes``, of sketches."""
-    if observed.shape != expected.shape:
-        return Size(observed.shape), Size(expected.shape)
-    cosine = observed.cosine(expected)
-    factor = None if cosine is None else cosine * observed.norm / expected.norm
-    return Size(observed.shape, observed.norm, began, factor, cosine), Size(expected.shape, expected.norm, began)
 
 
 _NOISE = "rounding alone, and zero without it: no fault shows there"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipeproof.observers.hook import Hook
+from pipeproof.worlds.fence import Fence
 
 _End = tuple[int, int]  # of a tensor: the number of what made it, and which of its results it is
 
@@ -22,11 +23,11 @@ class AsTheyCame:
         self._ends: set[_End] = set()
         self._came: dict[tuple[int, _End], Tensor] = {}
 
-    def before_hooks_of(self, module: nn.Module) -> list[RemovableHandle]:
+    def before_hooks_of(self, module: nn.Module, fence: Fence) -> list[RemovableHandle]:
         """Be asked before the hooks that ``module`` has, if any."""
         if not module._backward_pre_hooks:
             return []  # such a hook would change what the module returns
-        return [module.register_full_backward_pre_hook(Hook(module, self._comes), prepend=True)]
+        return [module.register_full_backward_pre_hook(Hook(module, fence.around(self._comes)), prepend=True)]
 
     def to(self, output: Tensor) -> Callable[[Tensor], Tensor]:
         """What tells the gradient that came by the one that a hook at ``output`` is given."""

@@ -28,9 +28,10 @@ class Flows:
 
     A tensor that a runtime receives into may come into many calls, and a hook at it is told of the gradients of all.
     What a call itself made is no other's, so the backwards that reach that are its own. ``first``: gradients are noted
-    as they came to what it made, before its own hooks there make others of them.
+    as they came to what it made, before its own hooks there make others of them. ``around``: what hooks are within.
     """
 
+    around: Callable[[Callable[[Tensor], None]], Callable[[Tensor], None]] = lambda hook: hook
     first: bool = False
     _own: set[int] = field(default_factory=set)
     _ended: bool = False  # whether any came to what the call was given
@@ -62,12 +63,12 @@ class Flows:
             self._early = [one for one in self._early if one[0] != backward]
 
         if self.first:
-            hook_first(tensor, flowed)
+            hook_first(tensor, self.around(flowed))
         else:
-            tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+            tensor.register_hook(self.around(flowed))  # type: ignore[no-untyped-call]  # in torch
         runs = tensor.grad_fn is not None  # what computed it is then told of backwards, if they go through it
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(goes_through)
+            tensor.grad_fn.register_prehook(self.around(goes_through))
         if (view := WrittenView.of(tensor)) is not None and tensor._base is not None:
 
             def flowed_behind(gradient: Tensor) -> None:
@@ -76,7 +77,7 @@ class Flows:
                     flowed(view.part_of(gradient))
                     goes_through()
 
-            tensor._base.register_hook(flowed_behind)  # type: ignore[no-untyped-call]  # in torch
+            tensor._base.register_hook(self.around(flowed_behind))  # type: ignore[no-untyped-call]  # in torch
 
     def borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
         """``tensor`` may belong to other calls as well: note what flows to it in this one's backwards.
@@ -92,7 +93,7 @@ class Flows:
             elif handed_on:
                 self._early.append((backward, note(gradient)))
 
-        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+        tensor.register_hook(self.around(flowed))  # type: ignore[no-untyped-call]  # in torch
 
 
 class Mode(Enum):

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeproof.reference.graph import types_between
 from pipeproof.reference.products import MATRICES, TYPES, products_in
+from pipeproof.worlds.fence import Fence
 
 
 class ComputedIn:
@@ -22,6 +23,7 @@ class ComputedIn:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         every = (one for whole in modules for one in whole.modules())
+        self.fence = Fence()
         self._modules = [one for one in every if not isinstance(one, torch.jit.ScriptModule)]  # which take no hooks
         self._hooks = list[RemovableHandle]()
         self._found: set[torch.dtype] = set()
@@ -29,7 +31,8 @@ class ComputedIn:
         self._places: set[torch.device] = set()  # where fp32 is computed
 
     def __enter__(self) -> Self:
-        self._hooks = [one.register_forward_hook(self._note, with_kwargs=True) for one in self._modules]
+        note = self.fence.around(self._note)
+        self._hooks = [one.register_forward_hook(note, with_kwargs=True) for one in self._modules]
         return self
 
     def __exit__(
@@ -40,14 +43,14 @@ class ComputedIn:
 
     @property
     def narrowest(self) -> str:
-        """The name of the type with the least digits; empty where nothing was seen."""
+        """The name of the type with the least digits; empty where nothing was seen, or not all."""
+        if self.fence.broken:
+            return ""
         found = self._found | {TYPES[products_in(place, [MATRICES])[MATRICES]] for place in self._places}
         least = max(found, key=lambda one: torch.finfo(one).eps, default=None)
         return "" if least is None else str(least).removeprefix("torch.")
 
     def _note(self, module: nn.Module, given: Any, named: Any, out: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor) and one.dtype.is_floating_point]
         for one in made:
             self._found.add(one.dtype)

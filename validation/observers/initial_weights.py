@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeproof.observers.digest import digest
 from pipeproof.observers.shards import InShards, is_plain
 from pipeproof.worlds.belongings import belongs_to_rank
+from pipeproof.worlds.fence import Fence
 
 SumOf = Callable[[nn.Parameter], object]
 
@@ -33,11 +33,13 @@ class Seen:
 class FirstUse:
     """While it is open, looks at every parameter, and its gradient so far, when a module that holds it is first called.
 
-    A plain hook before forwards touches no graph, so nothing is disturbed; known contents are not even copied.
-    ``goes_on``: an optimizer had kept something of a step before the one that is judged.
+    A plain hook around forwards touches no graph, so nothing is disturbed; known contents are not even copied.
+    ``goes_on``: an optimizer had kept something of a step before the one that is judged. A fence each is around what
+    looks at ``weights``, at ``sums`` of gradients so far, and at ``steps`` of optimizers.
     """
 
     def __init__(self, known: Collection[bytes]) -> None:
+        self.weights, self.sums, self.steps = Fence(), Fence(), Fence()
         self._known = frozenset(known)
         self.goes_on = False
         self._stepped: dict[int, Optimizer] = {}
@@ -50,8 +52,9 @@ class FirstUse:
     def __enter__(self) -> Self:
         global _first_use
         self._outer, _first_use = _first_use, self
-        self._hook = register_module_forward_pre_hook(self._look)
-        self._step_hook = register_optimizer_step_post_hook(self._step)
+        self._hook = register_module_forward_pre_hook(self.weights.around(self._enter))
+        self._late_hook = register_module_forward_hook(self.weights.around(self._leave))
+        self._step_hook = register_optimizer_step_post_hook(self.steps.around(self._step))
         return self
 
     def __exit__(
@@ -60,13 +63,17 @@ class FirstUse:
         global _first_use
         _first_use = self._outer
         self._hook.remove()
+        self._late_hook.remove()
         self._step_hook.remove()
 
     def anew(self, sum_of: SumOf) -> None:
         """The step that is judged begins now: what was used before it was of another one. It adds to ``sum_of``."""
         self._sum_of = sum_of
-        self.goes_on = any(any(map(bool, one.state.values())) for one in self._stepped.values())
+        self.goes_on = bool(self.steps.around(self._has_stepped)())
         self._forget()
+
+    def _has_stepped(self) -> bool:
+        return any(any(map(bool, one.state.values())) for one in self._stepped.values())
 
     def next_operation(self) -> None:
         """Another operation begins, with what those before it left: none of that is known."""
@@ -78,17 +85,18 @@ class FirstUse:
             seen.clear()
 
     def of(self, parameter: nn.Parameter, holder: nn.Module, leaf: str) -> Seen | None:
-        """What ``parameter`` was when it was first used.
+        """What ``parameter`` was when it was first used, or what ``holder`` had in its place when it was called.
 
-        One that no module was called with is looked at now, and only taken for unchanged where its content is known.
-        One in shards is looked up as the whole that ``holder`` had in its place when it was called.
+        One that no module was called with is looked at now, and only taken for unchanged where its content is known. So
+        is every one where not all were seen.
         """
-        if isinstance(parameter, InShards):
-            return self._at[id(holder), leaf][1] if (id(holder), leaf) in self._at else None
-        if id(parameter) in self._seen:
+        place = id(holder), leaf
+        if not self.weights.broken and id(parameter) in self._seen and not isinstance(parameter, InShards):
             return self._seen[id(parameter)][1]
-        now = self._note(parameter)
-        return now if now.value is None else None
+        if not self.weights.broken and place in self._at:
+            return self._at[place][1]
+        now = None if isinstance(parameter, InShards) else Fence().around(self._note)(parameter)
+        return now if now is not None and now.value is None else None
 
     def part_of(self, parameter: nn.Parameter) -> Tensor | None:
         """What this rank had of one in shards when it was first used so; None where nobody saw that."""
@@ -102,20 +110,36 @@ class FirstUse:
         """Whether a part of ``module`` was called that holds parameters."""
         return any(id(part) == at for part in module.modules() if part is not module for at, _ in self._at)
 
-    def _look(self, module: nn.Module, arguments: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        """Look at what ``module`` is called with; where it has hooks of its own, these may write its weights first."""
         for leaf, parameter in module._parameters.items():
             if parameter is None or parameter.is_meta:
                 continue
             if isinstance(parameter, InShards):
                 if id(parameter) not in self._parts:
                     self._parts[id(parameter)] = parameter, parameter.to_local().detach().to("cpu", copy=True)
-                continue
-            if id(parameter) not in self._seen:
-                self._seen[id(parameter)] = parameter, self._note(parameter)
-                self._begun |= {id(parameter): one for one in _left(self._sum_of(parameter))}
-            self._at.setdefault((id(module), leaf), (module, self._seen[id(parameter)][1]))
+            elif not module._forward_pre_hooks:
+                self._look(module, leaf, parameter)
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Look at what ``module`` was called with, where that was not known before."""
+        for leaf, parameter in module._parameters.items() if module._forward_pre_hooks else ():
+            if parameter is not None:
+                self._look(module, leaf, parameter)
+
+    def _look(self, module: nn.Module, leaf: str, parameter: nn.Parameter) -> None:
+        if parameter.is_meta or isinstance(parameter, InShards):
+            return
+        place = id(module), leaf
+        passing = not isinstance(parameter, nn.Parameter)  # from functional_call, another one each time
+        if id(parameter) not in self._seen and not (passing and place in self._at):
+            self._seen[id(parameter)] = parameter, self._note(parameter)
+            self.sums.around(self._look_at_sum)(parameter)
+        if id(parameter) in self._seen:
+            self._at.setdefault(place, (module, self._seen[id(parameter)][1]))
+
+    def _look_at_sum(self, parameter: nn.Parameter) -> None:
+        self._begun |= {id(parameter): one for one in _left(self._sum_of(parameter))}
 
     def _step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         self._stepped[id(optimizer)] = optimizer

@@ -149,7 +149,8 @@ class RankOperation:
     ``started`` are the parameters before anything ran, in the first operation.
     ``outputs`` are those that the step handed back by name, for each microbatch. ``routes`` are what routers chose.
     ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
-    ranks. ``line``: which it is of the ranks that hold the same stages and work on the same data.
+    ranks. ``line``: which it is of the ranks that hold the same stages and work on the same data. ``unseen``: by law,
+    why not all was seen that it needs.
     """
 
     operation: str
@@ -173,6 +174,7 @@ class RankOperation:
     line: int = 0
     outputs: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     routes: Mapping[Routed, Sequence[Route]] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
     def along(self, line: int) -> "RankOperation":
         """The same, where what was done counts only if it was done on ``line``."""
@@ -197,6 +199,12 @@ class Observed:
     def watched(self) -> bool:
         """Whether it is known what ran: the ranks were our runtime's."""
         return any(one.executed for rank in self.ranks for one in rank)
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """By law, the first rank on which not all was seen that it needs, and why."""
+        every = [(rank, one.unseen) for rank, row in enumerate(self.ranks) for one in row]
+        return {law: f"rank {rank}: {why}" for rank, unseen in reversed(every) for law, why in unseen.items()}
 
     def losses(self, operation: int) -> tuple[float, ...]:
         """The microbatches' losses, as the last stage's rank reported them."""

@@ -10,8 +10,8 @@ the ``metadata`` of the graph's nodes, which lives as long as they do and keeps 
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
@@ -27,6 +27,7 @@ from pipeproof.observers.shards import InShards
 from pipeproof.observers.written_views import WRITES
 from pipeproof.reference.graph import FAR, Edge, Node, down
 from pipeproof.worlds.belongings import belongs_to_rank
+from pipeproof.worlds.fence import Fence
 from pipeproof.worlds.stack import Stack, own_stack
 
 _ENGINE = "_execution_engine"  # of ``Variable``: every backward that is called for in Python begins there
@@ -82,6 +83,7 @@ class OwnLosses:
     """Those of watched modules, until it is closed. ``flowed``: how many backwards came through what a module gave."""
 
     def __init__(self, flowed: Callable[[nn.Module], int]) -> None:
+        self.fence = Fence()
         self._flowed = flowed
         self._modules: dict[int, nn.Module] = {}  # by a number that no other has
         self._found: dict[nn.Module, OwnLoss] = {}
@@ -209,22 +211,32 @@ class _Engine(torch._C._ImperativeEngine):
         if not self.looks or not _open:
             return begin(*given, **named)
         said = dict(zip(_SAID, given, strict=False)) | named
-        adds, inside = bool(said.get("accumulate_grad")), is_inside_a_backward()
-        if inside and not adds:
-            return begin(*given, **named)
+        # What goes wrong before it is known whose backward it is concerns all.
+        begins = _open[0].fence.around(self._begins)(said, inside=is_inside_a_backward())
+        for one in _open[1:]:
+            one.fence.broken = one.fence.broken or _open[0].fence.broken
+        around, over = begins or (nullcontext(), ())
+        with around:
+            result = begin(*given, **named)
+        for tell in over:
+            tell(own_stack(), bool(said.get("accumulate_grad")))
+        return result
+
+    def _begins(
+        self, said: Mapping[str, Any], *, inside: bool
+    ) -> tuple[AbstractContextManager[None], Sequence[Callable[[Stack, bool], object]]]:
+        """In what context a backward that is ``said`` so is to run, and whom to tell that it is over."""
+        if inside and not said.get("accumulate_grad"):
+            return nullcontext(), ()
         begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _kept_by(edge[0])]
         if not begun:
-            with nullcontext() if inside else _going_on():
-                return begin(*given, **named)
+            return nullcontext() if inside else _going_on(), ()
         way = _Way.of(begun, said["tensors"], said.get("inputs", ()))
         way = replace(way, leaves=()) if inside else way
         if not way.comes_anywhere:
-            return begin(*given, **named)
-        told = [one.begins(way) for one in _open]
-        result = begin(*given, **named)
-        for tell in told:
-            tell(own_stack(), adds)
-        return result
+            return nullcontext(), ()
+        over = [(one, one.fence.around(one.begins)(way)) for one in _open]
+        return nullcontext(), [one.fence.around(tell) for one, tell in over if tell is not None]
 
     @staticmethod
     def below(engine: Any) -> Any:

@@ -35,6 +35,7 @@ from pipeproof.pipeline.boundary import Gradients, Tensors
 from pipeproof.pipeline.gradients import GradientWork
 from pipeproof.pipeline.stage import Goal, Stage
 from pipeproof.pipeline.step import Parts
+from pipeproof.worlds.fence import Fence, looking
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Held = Sequence[Tensor | None]  # the gradients that parameters have, themselves
@@ -116,6 +117,7 @@ class RecordedStage(AroundStage):
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
+        self.fence = Fence()
         self._hooks: list[RemovableHandle] = []
         self._forget()
 
@@ -138,14 +140,18 @@ class RecordedStage(AroundStage):
     def begin(self) -> None:
         self._forget()
         self._leave()
+        self._look_at_module()
+        self.inner.begin()
+
+    @looking
+    def _look_at_module(self) -> None:
         # Until the recording is asked for: putting hooks on and off for every forward takes longer than what they do.
         self._hooks = [
-            self.module.register_forward_pre_hook(self._called),
-            self.module.register_forward_hook(self._returned),
+            self.module.register_forward_pre_hook(self.fence.around(self._called)),
+            self.module.register_forward_hook(self.fence.around(self._returned)),
         ]
         self._named = list(self.module.named_parameters(remove_duplicate=False))
         self._parameters = self.held()
-        self.inner.begin()
 
     def gradients(self) -> Snapshot:
         """Those of the stage's parameters, now."""
@@ -240,7 +246,8 @@ class RecordedStage(AroundStage):
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 # A hook on a tensor sees the gradient that flows, whoever started the backward.
-                tensor.register_hook(partial(self._flowed, microbatch, number))  # type: ignore[no-untyped-call]  # in torch
+                flowed = self.fence.around(partial(self._flowed, microbatch, number))
+                tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
 
     def _flowed(self, made: int, number: int, gradient: Tensor) -> None:
         microbatch = self._backward_of
@@ -251,6 +258,7 @@ class RecordedStage(AroundStage):
             self._keep(microbatch)
         self._flows.append((microbatch, number, gradient.detach().clone()))
 
+    @looking
     def _start(self, microbatch: int, *, ran: Collection[int] = ()) -> None:
         self._backward_of, self._ran = microbatch, ran
         # Torch counts the writes to a tensor, so that sums nobody touched need not be copied to see that. What writes
@@ -258,6 +266,7 @@ class RecordedStage(AroundStage):
         held = gradients(self._named)
         self._before = None if self._mark.stands(held) else Snapshot.of(held)
 
+    @looking
     def _added(self, kind: Kind, microbatch: int) -> None:
         self._backward_of = None
         if kind is not Kind.BACKWARD_INPUT:
@@ -271,6 +280,7 @@ class RecordedStage(AroundStage):
             hook.remove()
         self._hooks = []
 
+    @looking
     def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
         copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
         self._seen.append((microbatch, where, copies))
@@ -281,6 +291,7 @@ class RecordedGradients(AroundGradients):
 
     def __init__(self, inner: GradientWork, stages: Sequence[RecordedStage]) -> None:
         super().__init__(inner, stages)
+        self.fence = Fence()
         self._recorded = stages
         self._forget()
 
@@ -291,13 +302,17 @@ class RecordedGradients(AroundGradients):
 
     def reduce_tied(self) -> None:
         self._forget()
+        self._look_at_sums()
+        self.inner.reduce_tied()
+
+    @looking
+    def _look_at_sums(self) -> None:
         self._summed = self._copies()
         self._ended = {stage.index: stage.held() for stage in self._recorded}
-        self.inner.reduce_tied()
 
     def scale(self, factor: float) -> None:
         self.inner.scale(factor)
-        self._clipped = self._copies()
+        self._clipped = self.fence.around(self._copies)() or {}
 
     def take(self) -> Recording:
         """What was copied since it was last asked."""
@@ -327,9 +342,11 @@ class Recorder:
         self._gradients = RecordedGradients(parts.gradients, self._stages)
         return replace(parts, stages=self._stages, gradients=self._gradients)
 
-    def take(self) -> Recording:
-        """What passed in the operation that has just ended."""
+    def take(self) -> Recording | None:
+        """What passed in the operation that has just ended; None where not all was seen."""
         assert self._gradients is not None, "a recorder is wrapped around parts before it records"
+        if self._gradients.fence.broken or any(stage.fence.broken for stage in self._stages):
+            return None
         return merged([*(stage.recorded() for stage in self._stages), self._gradients.take()])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeproof.reference.choices import Call, Routers, in_backward, running
+from pipeproof.worlds.fence import Fence
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class RouteObserver(TorchFunctionMode):
 
     def __init__(self, names: Sequence[str], model: Any) -> None:
         super().__init__()
+        self.fence = Fence()
+        self._look = self.fence.around(self._note)
         self._routers = Routers(tuple(names))
         self._known = self._routers.among(model) if isinstance(model, nn.Module) else {}
         self._seen: list[tuple[tuple[nn.Module, ...], Route]] = []
@@ -48,6 +51,8 @@ class RouteObserver(TorchFunctionMode):
 
     def of(self, module: nn.Module) -> Routes:
         """What the routers of ``module`` chose. One that has none by these names may itself be the router."""
+        if self.fence.broken:
+            return {}
         own = {part: name for name, part in module.named_modules()}
         named = {part: name for part, name in own.items() if self._routers.has(name) or part in self._known}
         found: dict[str, list[Route]] = {}
@@ -60,10 +65,11 @@ class RouteObserver(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
         args, kwargs = (*given, {})[:2]  # by name there may be none
         made = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():
-            return made
-        call = Call.of(func, made, args, kwargs or {})
+        self._look(func, made, args, kwargs or {})
+        return made
+
+    def _note(self, func: Any, made: Any, args: Any, kwargs: Any) -> None:
+        call = Call.of(func, made, args, kwargs)
         if call is not None and not in_backward():
             seen = call.choice
             self._seen.append((tuple(running()), Route(seen.own_TK.to("cpu", copy=True), seen.scores_TE.dtype)))
-        return made

@@ -4,7 +4,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import count
 from threading import get_ident
@@ -19,90 +18,28 @@ from pipeproof.observers.as_they_came import AsTheyCame
 from pipeproof.observers.backward_lines import backward_stack, is_inside_a_backward
 from pipeproof.observers.calls import Call, Flows, Mode, Note
 from pipeproof.observers.elements import version
-from pipeproof.observers.hidden import InAttribute, hidden_in, hidden_inputs, inputs_kept
+from pipeproof.observers.hidden import hidden_in, hidden_inputs, inputs_kept
 from pipeproof.observers.hook import Hook
 from pipeproof.observers.own_losses import OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import leaves_in, tensors_in
+from pipeproof.observers.watched import Entry, Watched
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
 from pipeproof.reference.generators import Generator
 from pipeproof.worlds.belongings import belongs_to_rank
-from pipeproof.worlds.posted_messages import Came, received_at
-from pipeproof.worlds.stack import Stack, own_stack
+from pipeproof.worlds.fence import Fence
+from pipeproof.worlds.posted_messages import did, received_at
+from pipeproof.worlds.stack import own_stack
 
 Module = TypeVar("Module", bound=nn.Module)
 Keep = Callable[[Tensor], Tensor]
 
 
-@dataclass
-class _Watched:
-    """A module, its calls so far, those of them that a backward may still run again, and the DDP that called it."""
-
-    module: nn.Module
-    when: Callable[[], bool]
-    calls: list[Call] = field(default_factory=list)
-    waiting: list[Call] = field(default_factory=list)
-    replicas: DistributedDataParallel | None = None
-
-    def note_replicas(self) -> None:
-        """Note the DDP that calls it now, if one does."""
-        calling = DistributedDataParallel._active_ddp_module
-        if calling is not None and any(part is self.module for part in calling.modules()):
-            self.replicas = calling
-
-    def cleared(self, stack: Stack) -> None:
-        """What its calls had added to its gradients so far was cleared there."""
-        for call in self.calls:
-            call.cleared = call.cleared or (stack if call.ran else ())
-
-    def original(self, again: Call) -> Call | None:
-        """The call that is run ``again``, which now has its gradients: the first with its inputs, else the first that
-        waits; None if none does. Where several others wait, nobody knows whose gradients those are."""
-        content = [one.digest for one in again.inputs]
-        equal = [call for call in self.waiting if [one.digest for one in call.inputs] == content]
-        found = next(iter(equal or self.waiting), None)
-        if found is None:
-            return None
-        if equal or len(self.waiting) == 1:
-            again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
-            again.parts = found.parts
-        self.waiting = [call for call in self.waiting if call is not found]
-        found.kept.update(enumerate(again.inputs))
-        again.backwards, again.flowed, again.stacks, again.came = (
-            found.backwards, found.flowed, found.stacks, found.came
-        )  # fmt: skip
-        found.needing, found.giving = again.needing, again.giving
-        again.again = found.again
-        return found
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What a module was called with, as it was then, and from where; ``again`` as a call has it.
-
-    ``kept``: what it had besides.
-    """
-
-    given: list[Tensor]
-    taken: list[Sketch]
-    versions: list[int | None]
-    stack: Stack
-    came: dict[tuple[Kind, int], Came]
-    again: Called | None
-    kept: list[InAttribute]
-
-    @staticmethod
-    def of(inputs: Sequence[Tensor], again: Called | None, kept: list[InAttribute]) -> "_Entry":
-        came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
-        versions = [version(tensor) for tensor in inputs]
-        return _Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again, kept)
-
-
 class Watcher:
-    """Notes the calls of watched modules. ``compiled``: ``torch.compile`` took some in, whose calls it cannot see.
+    """Notes the calls of watched modules.
 
     keep: copies a tensor to where it is kept, so that calls can be run again; None: none is kept. generators: of random
     numbers, those that calls may draw from besides torch's, Python's, numpy's and the modules' own. linked: calls are
@@ -110,24 +47,24 @@ class Watcher:
     """
 
     def __init__(self, *, keep: Keep | None = None, generators: Sequence[Generator] = (), linked: bool = False) -> None:
-        self.compiled = False
         self._keep, self._generators, self._linked = keep, generators, linked or keep is not None
         self._hooks: list[RemovableHandle] = []
         self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
-        self._watched: dict[int, _Watched] = {}
-        self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
+        self._watched: dict[int, Watched] = {}
+        self._entering: dict[int, list[Entry]] = defaultdict(list)  # by thread
         self._times = count()
+        self._clearing = Fence()
 
     def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
         """Hook ``module``, once; calls count while ``when`` holds."""
         if id(module) not in self._watched:
-            self._watched[id(module)] = _Watched(module, when or (lambda: True))
+            fence = Fence(in_func=False)
+            self._watched[id(module)] = Watched(module, fence.of_user(when or (lambda: True)), fence)
             first = self._linked  # or a call that is run again has what other hooks made of its inputs twice
-            self._hooks.append(
-                module.register_forward_pre_hook(Hook(module, self._entered), prepend=first, with_kwargs=True)
-            )
-            self._hooks.append(module.register_forward_hook(Hook(module, self._called), with_kwargs=True))
-            self._hooks += self._came.before_hooks_of(module)
+            entered, called = (Hook(module, fence.around(one)) for one in (self._entered, self._called))
+            self._hooks.append(module.register_forward_pre_hook(entered, prepend=first, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(called, with_kwargs=True))
+            self._hooks += self._came.before_hooks_of(module, fence)
             if self._linked:
                 self._losses.watch(module)
 
@@ -148,19 +85,30 @@ class Watcher:
         """The forwards of ``module``, or of the one watched module inside it or around it; None if there is none.
 
         Those without gradients are forwards where backwards ran any of them again, and where there are no others.
+        Where not all was seen there are none.
         """
-        if (one := self._found(module)) is None:
-            return None
+        if (one := self._found(module)) is None or one.fence.broken:
+            return None if one is None else []
         for call in one.calls:
             call.settle()
         again = any(call.silent and call.ran for call in one.calls)
         return [call for call in one.calls if again or not call.silent] or list(one.calls)
 
+    def unseen(self, module: nn.Module) -> str:
+        """Why not all was seen of ``module`` and of its losses; empty where it was, and where nobody watched."""
+        one = self._found(module)
+        return "" if one is None else one.fence.broken or self._losses.fence.broken
+
+    @property
+    def compiled(self) -> bool:
+        """Whether ``torch.compile`` took watched modules in, whose calls it cannot see."""
+        return any(one.fence.compiled for one in self._watched.values())
+
     def watched(self, module: nn.Module) -> nn.Module | None:
         """``module``, or the one watched module inside it or around it; None if there is none."""
         return None if (one := self._found(module)) is None else one.module
 
-    def _found(self, module: nn.Module) -> _Watched | None:
+    def _found(self, module: nn.Module) -> Watched | None:
         own = {id(part) for part in module.modules()}
         return next((w for w in self._watched.values() if id(w.module) in own or module in w.module.modules()), None)
 
@@ -176,13 +124,21 @@ class Watcher:
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
 
-        @wraps(clear)
-        def noted(*arguments: Any, **named: Any) -> None:
-            had = [one for one in self._watched.values() if any(p.grad is not None for p in one.module.parameters())]
-            clear(*arguments, **named)
+        def have() -> list[Watched]:
+            return [one for one in self._watched.values() if any(p.grad is not None for p in one.module.parameters())]
+
+        def cleared(had: Sequence[Watched]) -> None:
             for one in had:
                 if not any(map(_has_gradient, one.module.parameters())):
                     one.cleared(own_stack())
+
+        before, after = self._clearing.around(have), self._clearing.around(cleared)
+
+        @wraps(clear)
+        def noted(*arguments: Any, **named: Any) -> None:
+            had = before()
+            clear(*arguments, **named)
+            after(had or ())
 
         return noted
 
@@ -202,18 +158,14 @@ class Watcher:
                 )
 
     def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            self.compiled = True
-        elif self._watched[id(module)].when():
+        if self._watched[id(module)].when():
             self._watched[id(module)].note_replicas()
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
             keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep, generators=self._generators)
             again = keep(module, arguments, named) if keep else None
-            self._entering[get_ident()].append(_Entry.of(inputs, again, inputs_kept(module) if keep else []))
+            self._entering[get_ident()].append(Entry.of(inputs, again, inputs_kept(module) if keep else []))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         watched, mode = self._watched[id(module)], _mode()
         if not watched.when():
             return
@@ -243,15 +195,18 @@ class Watcher:
                 return  # of a checkpoint whose forward had gradients: they flow through that
         else:
             watched.calls.append(call)
+            self._did("forward", watched, sum(not one.silent for one in watched.calls))
             unchanged = [k for k, tensor in enumerate(inputs) if version(tensor) == entry.versions[k]]
-            self._look_again(call, {k: inputs[k] for k in unchanged}, giving)
+            self._look_again(watched.fence, call, {k: inputs[k] for k in unchanged}, giving)
         parts = [one for one in leaves_in(result, InShards) if one.requires_grad]
         if mode is Mode.FORWARD:
             self._losses.called(module, needing.values(), [*giving.values(), *parts])
         call.unread = bool(parts)
-        self._follow(module, call, needing, giving, parts)
+        self._follow(watched, call, needing, giving, parts)
 
-    def _look_again(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+    def _look_again(
+        self, fence: Fence, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]
+    ) -> None:
         """Note the inputs that the backward needs once more when it begins; no others can be overwritten."""
         given = {id(tensor) for tensor in inputs.values()}
         made = [tensor for tensor in outputs.values() if id(tensor) not in given] or list(outputs.values())
@@ -263,11 +218,11 @@ class Watcher:
             alive = {number: tensor for number, reference in needed.items() if (tensor := reference()) is not None}
             call.kept.update({number: sketch(tensor, known=call.inputs[number]) for number, tensor in alive.items()})
 
-        made[0].register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
+        made[0].register_hook(fence.around(begins))  # type: ignore[no-untyped-call]  # in torch
 
     def _follow(
         self,
-        module: nn.Module,
+        watched: Watched,
         call: Call,
         inputs: Mapping[int, Tensor],
         outputs: Mapping[int, Tensor],
@@ -278,7 +233,7 @@ class Watcher:
         A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins. ``parts``
         are outputs of which this rank has a part each: through them, too, its own backwards come.
         """
-        flows, count = Flows(first=self._linked), partial(self._count, module, call)
+        flows, count = Flows(watched.fence.around, first=self._linked), partial(self._count, watched.module, call)
         for number, tensor in enumerate(parts):
             flows.made(tensor, self._counting(call, count if not inputs and not outputs and not number else None))
         given = {id(tensor) for tensor in inputs.values()}
@@ -286,7 +241,7 @@ class Watcher:
         last = min(inputs) if inputs else min(outputs, default=None)
         ends = {outputs[k].grad_fn for k in own if id(outputs[k]) not in given}
         for node in filter(None, ends):
-            node.register_prehook(lambda _: self._flowed(call))
+            node.register_prehook(watched.fence.around(partial(self._flowed, call)))
         for number, tensor in outputs.items():
             note = self._noting(call, call.output_gradients, number, count if not inputs and number == last else None)
             if number in own:
@@ -298,7 +253,7 @@ class Watcher:
             note = self._noting(call, call.input_gradients, number, count if number == last else None)
             flows.borrowed(tensor, note, handed_on=id(tensor) in handed_on)
 
-    def _flowed(self, call: Call) -> None:
+    def _flowed(self, call: Call, *_: object) -> None:
         """A backward runs through the end of ``call``: one that is only asked for the gradient there runs nothing."""
         call.flowed.setdefault(torch._C._current_graph_task_id(), next(self._times))
 
@@ -307,6 +262,12 @@ class Watcher:
 
     def _count(self, module: nn.Module, call: Call) -> None:
         call.count(next(self._times), trains=trains(module))
+        watched = self._watched[id(module)]
+        self._did("backward", watched, sum(bool(one.backwards) for one in watched.calls))
+
+    def _did(self, kind: str, watched: Watched, number: int) -> None:
+        which = [*self._watched].index(id(watched.module)) + 1
+        did(kind, number, "its stage" if len(self._watched) == 1 else f"watched module {which}")
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, count: Callable[[], None] | None) -> Note:
         keep = self._keep if into is call.output_gradients else None
@@ -358,14 +319,14 @@ belongs_to_rank(__name__, "_watcher", fresh=lambda _: None)
 def watching(watcher: Watcher | None = None) -> Iterator[Watcher]:
     """While this is open, ``watch`` has somebody to tell: ``watcher``, or one that keeps nothing."""
     global _watcher
-    outer, _watcher = _watcher, watcher or Watcher()
-    clearing: Callable[[Any], Any] = _watcher.clearing
+    outer, _watcher = _watcher, (own := watcher or Watcher())
+    clearing: Callable[[Any], Any] = own.clearing
     kept = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
     nn.Module.zero_grad, torch.optim.Optimizer.zero_grad = map(clearing, kept)  # type: ignore[method-assign]
     try:
-        yield _watcher
+        yield own
     except Exception as error:
-        for doubt in _watcher.doubts():
+        for doubt in Fence().around(lambda: [*own.doubts()])() or ():
             error.add_note(doubt)
         raise
     finally:

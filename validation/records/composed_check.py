@@ -208,6 +208,8 @@ class ComposedCheck(CheckedStep):
 
     def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
+        for stage, why in self._watched.unseen.items():
+            self.refuse(f"stage {stage} was not seen, and cannot be run again: {why}")
         every, calls = self._heard()
         lines = self._lines
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}

@@ -62,6 +62,8 @@ class Composed(AgainstItself):
         check = ComposedCheck(stages, given, against=by, rename=named, timeout_s=bound_s)
         with _as_begun(stages, first_use) as moved:
             check.seen_by(watcher, moved)
+            if why := first_use.weights.broken or first_use.sums.broken:
+                check.refuse(f"what the step began with was not seen: {why}")
             with check:
                 check.begin(made.begun(stages, first_use))
                 check.gradients(made.gradients(stages))

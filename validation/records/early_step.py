@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from pipeproof.observers.backward_lines import is_inside_a_backward
 from pipeproof.observers.elements import version
 from pipeproof.records.record import RecordError
+from pipeproof.worlds.fence import Fence
 
 _EARLY = (
     "an optimizer took its step before gradients() was called: call gradients() after the last backward, and before "
@@ -28,6 +29,7 @@ class EarlyStep:
     """Notes the first step of an optimizer that holds any of some parameters, and their gradients as they were then."""
 
     def __init__(self) -> None:
+        self._fence = Fence()
         self._hook: RemovableHandle | None = None
         self._then: list[tuple[Tensor, Tensor | None, int | None]] | None = None
         self._inside = False  # a backward
@@ -42,7 +44,7 @@ class EarlyStep:
                 self._then = [(one, one.grad, _version(one.grad)) for one in own.values()]
                 self._inside = is_inside_a_backward()
 
-        self._hook = register_optimizer_step_post_hook(stepped)
+        self._hook = register_optimizer_step_post_hook(self._fence.around(stepped))
 
     def close(self) -> None:
         """From now on note nothing."""
@@ -52,6 +54,8 @@ class EarlyStep:
     def check(self) -> None:
         """Raise ``RecordError`` if it came too early, or inside a backward. Where gradients grew after it, it came in
         the midst of the step: that is a fault of the step itself."""
+        if self._fence.broken:
+            raise RecordError(f"the steps of optimizers were not seen: {self._fence.broken}")
         if self._inside:
             raise RecordError(_INSIDE)
         then = self._then

@@ -36,6 +36,12 @@ class WatchedStages:
         }
 
     @property
+    def unseen(self) -> dict[int, str]:
+        """Why not all was seen of a stage, by stage."""
+        found = {k: self._watchers[k].unseen(one) for k, one in self._modules.items()}
+        return {k: why for k, why in found.items() if why}
+
+    @property
     def own_losses(self) -> dict[int, OwnLoss]:
         """The losses that stages have of their own."""
         found = {k: self._watchers[k].losses.of(one) for k, one in self._modules.items()}

@@ -1,10 +1,10 @@
 """Messages that code which is not ours has posted, so that a hang in it can say who waits for whom."""
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeproof.worlds.accelerator import CPU, HOST
+from pipeproof.worlds.fence import Fence
 from pipeproof.worlds.stack import Stack, own_stack
 
 # Methods of a process group, through which every message passes; the peer is the second argument.
 _METHODS = {"send": "a send to", "recv": "a message from", "recv_anysource": "a message from any rank"}
-_SHOWN = 4  # messages in a sentence
+_WAIT = "wait"  # of a work
 _NOT_OF_THE_HOST = (
     "{error}; gloo sends what lies in the host's memory, and this lies on {place}. Ranks that share a device have no "
     "other backend: copy to the host before sending, or give each rank a device"
@@ -76,10 +77,13 @@ class Came:
 
 
 _messages: list[_Posted] = []  # those that are open, and the last one
+_standing: dict[int, Any] = {}  # by thread, the work that it waits for
+_done: list[tuple[str, int, str]] = []  # what the rank did last: a kind of call, the number of that, and of what
 _parting: list[str] = []  # of what has ended, its last message
 _ways: Counter[tuple[str, int, int, int]] = Counter()  # how many messages went from a rank to a rank
 _from_any: set[str] = set()  # groups in which messages of any rank were received
 _sent: dict[Message, Sent] = {}
+_fence = Fence()
 
 # By the storage that messages were received into: which of its bytes each filled, the last one last.
 _received: dict[int, tuple[StorageWeakRef, list[tuple[range, Came]]]] = {}
@@ -91,27 +95,44 @@ def noted_messages() -> Iterator[None]:
 
     Where they pass and not where they are called for: torch tells its own functions apart by identity.
     """
+    global _fence
     kept = {name: vars(dist.ProcessGroup)[name] for name in _METHODS}  # getattr's would not bind when put back
+    wait = vars(dist.Work)[_WAIT]
     for name in kept:
         setattr(dist.ProcessGroup, name, _noting(name, getattr(dist.ProcessGroup, name)))
+    setattr(dist.Work, _WAIT, _standing_in(dist.Work.wait))
     try:
         yield
     finally:
         for name, method in kept.items():
             setattr(dist.ProcessGroup, name, method)
+        setattr(dist.Work, _WAIT, wait)
         _parting[:] = [
             "\n".join([f"the last before it returned: {one.text} ({progress()})", *map(str, one.stack)])
             for one in _messages[-1:]
         ]
-        for noted in (_messages, _received, _posted, _ways, _from_any, _sent):
+        for noted in (_messages, _received, _posted, _ways, _from_any, _sent, _standing, _done):
             noted.clear()
+        _fence = Fence()
 
 
 def progress() -> str:
-    """How many messages this rank has sent and received, in words; empty if it has posted none."""
-    met = _posted - Counter(one.name for one in list(_messages) if one.open)
+    """How many messages this rank has sent and received, in words, and what it did last; empty if nothing is known.
+
+    A send that it does not wait for is sent: whether it was met, gloo does not say.
+    """
+    waiting = [*_standing.values()]
+    met = _posted - Counter(
+        one.name for one in list(_messages) if one.open and (one.name != "send" or one.work in waiting)
+    )
     received = met["recv"] + met["recv_anysource"]
-    return f"sent {met['send']} and received {received}" if _posted else ""
+    sent = [f"sent {met['send']} and received {received}"] if _posted else []
+    return ", and ".join([*sent, *(f"did {kind} {number} of {what} last" for kind, number, what in _done)])
+
+
+def did(kind: str, number: int, what: str) -> None:
+    """Note what this rank has just done: such a call, the ``number``-th from 1 on, of ``what``."""
+    _done[:] = [(kind, number, what)]
 
 
 def parting() -> str:
@@ -121,26 +142,42 @@ def parting() -> str:
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
-        empty = name == "send" and _is_empty(arguments[0])
+        empty = name == "send" and _fence.around(_is_empty)(arguments[0])
         try:
             work = method(group, *arguments)
         except RuntimeError as error:
-            if place := _beyond_the_host(group, arguments[0]):
+            if place := Fence().around(_beyond_the_host)(group, arguments[0]):
                 raise RuntimeError(_NOT_OF_THE_HOST.format(error=error, place=place)) from error
             raise
-        peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
-        message, stack = _message(name, group, peer, *arguments[2:]), own_stack()
-        _messages[:] = [one for one in _messages if one.open]
-        _messages.append(_Posted(name, work, peer, stack))
-        _posted[name] += 1
-        if name != "send":
-            for tensor in filter(torch._C._has_storage, arguments[0]):
-                _receive(tensor, Came(stack, message))
-        elif message is not None:
-            _sent[message] = Sent(stack, empty)
+        _fence.around(_note)(name, work, bool(empty), group, *arguments)
         return work
 
     return noted
+
+
+def _standing_in(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def waits(work: Any, *given: Any, **named: Any) -> Any:
+        thread = get_ident()
+        outer, _standing[thread] = _standing.get(thread), work
+        try:
+            return wait(work, *given, **named)
+        finally:
+            _standing[thread] = outer
+
+    return waits
+
+
+def _note(name: str, work: Any, empty: bool, group: dist.ProcessGroup, tensors: Sequence[Tensor], *rest: int) -> None:
+    peer = dist.get_global_rank(group, rest[0]) if name != "recv_anysource" else None
+    message, stack = _message(name, group, peer, *rest[1:]), own_stack()
+    _messages[:] = [one for one in _messages if one.open]
+    _messages.append(_Posted(name, work, peer, stack))
+    _posted[name] += 1
+    if name != "send":
+        for tensor in filter(torch._C._has_storage, tensors):
+            _receive(tensor, Came(stack, message))
+    elif message is not None:
+        _sent[message] = Sent(stack, empty)
 
 
 def _beyond_the_host(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> str:
@@ -168,8 +205,8 @@ def _is_empty(tensors: Sequence[Tensor]) -> bool:
 
 
 def sent_messages() -> Mapping[Message, Sent]:
-    """Where in the user's code this rank has sent each of its messages, and what."""
-    return dict(_sent)
+    """Where in the user's code this rank has sent each of its messages, and what; none where not all were seen."""
+    return {} if _fence.broken else dict(_sent)
 
 
 def _receive(tensor: Tensor, came: Came) -> None:
@@ -179,8 +216,8 @@ def _receive(tensor: Tensor, came: Came) -> None:
 
 
 def received_at(tensor: Tensor) -> Came | None:
-    """The message that was last received into ``tensor``; None where none was."""
-    if not torch._C._has_storage(tensor):
+    """The message that was last received into ``tensor``; None where none was, or not all were seen."""
+    if _fence.broken or not torch._C._has_storage(tensor):
         return None
     place = _bytes(tensor)
     return next((came for part, came in reversed(_parts(tensor)) if _meet(part, place)), None)
@@ -205,16 +242,17 @@ def _meet(one: range, other: range) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def awaited(frames: Sequence[traceback.FrameSummary]) -> tuple[str, tuple[int, ...] | None] | None:
-    """What a rank with this stack waits for, if it stands at a wait: the messages that it has posted and not met.
+def awaited(thread: int) -> tuple[str, tuple[int, ...] | None] | None:
+    """The message that this thread stands and waits for, and from which rank it is; None where it may be from any.
 
-    And from which ranks these are; None where one may be from any.
+    None where it waits for no message. What is posted and not waited for now says nothing: gloo completes no send
+    before somebody waits for it.
     """
-    found = [one for one in list(_messages) if one.open]
-    if not (found and frames and "wait" in (frames[-1].line or "")):
-        return None
-    texts = list(dict.fromkeys(one.text for one in found))
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    known = [one.peer for one in found if one.peer is not None]
-    peers = tuple(sorted(set(known))) if len(known) == len(found) else None
-    return " or ".join(texts[:_SHOWN]) + more, peers
+    work = _standing.get(thread)
+    found = next((one for one in list(_messages) if one.work is work), None)
+    return None if found is None else (found.text, None if found.peer is None else (found.peer,))
+
+
+def is_ours(file: str) -> bool:
+    """Whether a frame there is one of these wrappers."""
+    return file == __file__

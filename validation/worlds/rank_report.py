@@ -129,7 +129,7 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
     of those that wait alike the first is named, on every run.
     """
     if blocking := _blocking(reports):
-        return blocking[0]
+        return blocking[0][0]
 
     def blame(report: RankReport) -> tuple[int, float, int]:
         match report.ending:
@@ -150,8 +150,8 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
     return min(reports, key=blame).rank
 
 
-def _blocking(reports: Sequence[RankReport]) -> tuple[int, ...]:
-    """The ranks for which all that have not ended wait, and that wait for each other or have returned.
+def _blocking(reports: Sequence[RankReport]) -> Sequence[tuple[int, ...]]:
+    """The groups of ranks that wait for each other, or one that has returned, for which all that have not ended wait.
 
     Empty where some rank failed by itself, or where it is not known who waits for whom.
     """
@@ -161,19 +161,27 @@ def _blocking(reports: Sequence[RankReport]) -> tuple[int, ...]:
     if not waiting or len(known) < len(waiting) or len(waiting) + len(ended) < len(reports):
         return ()
     waits = {report.rank: _peers(report, reports) for report in waiting}
-    return unfreed(waits)[0] if all(waits.values()) else ()
+    return unfreed(waits) if all(waits.values()) else ()
 
 
 def _peers(report: RankReport, reports: Sequence[RankReport]) -> tuple[int, ...]:
-    return report.peers or tuple(other.rank for other in reports if other.waiting != report.waiting)
+    """Of the ranks that it may be waiting for those that do not wait for the same: with these it waits together."""
+    due = report.peers or [other.rank for other in reports]
+    others = (other.rank for other in reports if other.rank in due and other.waiting != report.waiting)
+    return tuple(others) or report.peers or ()
 
 
 def headline(reports: Sequence[RankReport]) -> str:
     """The story in a sentence: what the culprit did, or who waits for whom."""
-    blocking = _blocking(reports)
-    if not blocking:
-        culprit = next(report for report in reports if report.rank == culprit_of(reports))
-        return f"rank {culprit.rank} {culprit.sentence().partition(chr(10))[0]}"
+    if blocking := _blocking(reports):
+        more = [f"{len(blocking) - _SHOWN} more such groups"] if len(blocking) > _SHOWN else []
+        return "; ".join([*(_blocked(one, reports) for one in blocking[:_SHOWN]), *more])
+    culprit = next(report for report in reports if report.rank == culprit_of(reports))
+    return f"rank {culprit.rank} {culprit.sentence().partition(chr(10))[0]}"
+
+
+def _blocked(blocking: Sequence[int], reports: Sequence[RankReport]) -> str:
+    """Who waits for these ranks, and why they do not end that."""
     by_rank = {report.rank: report for report in reports}
     if len(blocking) > 1:
         told = ", ".join(f"rank {rank} for {by_rank[rank].awaited}" for rank in blocking[:_SHOWN])
@@ -201,7 +209,8 @@ def details(reports: Sequence[RankReport]) -> str:
 def _story(reports: Sequence[RankReport]) -> Sequence[tuple[str, str]]:
     """Sentences, each with the traceback or the stack that belongs to it."""
     if blocking := _blocking(reports):
-        first = sorted(reports, key=lambda report: (report.rank not in blocking, report.rank))
+        those = {rank for group in blocking for rank in group}
+        first = sorted(reports, key=lambda report: (report.rank not in those, report.rank))
         return [(headline(reports), ""), *((replace(report, progress="").line(), report.traceback) for report in first)]
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
     alike = len({(report.ending, report.message) for report in reports}) == 1

@@ -25,7 +25,7 @@ from pipeproof.pipeline import waiting
 from pipeproof.worlds import accelerator, at_terminal
 from pipeproof.worlds.gloo_device import share_gloo_device
 from pipeproof.worlds.launcher import Seat
-from pipeproof.worlds.posted_messages import awaited, parting, progress
+from pipeproof.worlds.posted_messages import awaited, is_ours, parting, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.settings import Settings
 from pipeproof.worlds.shipping import pack, unpack
@@ -181,29 +181,45 @@ def _answer_questions(questions: Connection) -> NoReturn:
     try:
         while True:
             questions.recv_bytes()
-            frames = traceback.extract_stack(sys._current_frames()[main])
-            questions.send_bytes(pack((stack_text(frames), *_wait(frames), progress())))
+            frame = sys._current_frames()[main]
+            questions.send_bytes(pack((stack_text(traceback.extract_stack(frame)), *_wait(main, frame), progress())))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 
 
-def _wait(frames: Sequence[traceback.FrameSummary]) -> tuple[str | None, tuple[int, ...] | None]:
-    """What a rank with this stack waits for, and from which ranks, as ``RankReport`` has it."""
+def _wait(thread: int, frame: FrameType) -> tuple[str | None, tuple[int, ...] | None]:
+    """What a rank waits for whose ``thread`` is at this frame, and from which ranks, as ``RankReport`` has it."""
     if own := waiting.current():
         return own, None
-    if message := awaited(frames):
-        return message
-    collective = _collective(frames)
-    return collective, None if collective is None else ()
+    return awaited(thread) or _collective(frame) or (None, None)
 
 
 def stack_text(frames: Sequence[traceback.FrameSummary]) -> str:
     """A stack from the job on."""
     ours = [index for index, frame in enumerate(frames) if frame.filename == __file__]
-    return "".join(traceback.format_list(frames[ours[-1] + 1 :] if ours else frames))
+    own = [frame for frame in frames[ours[-1] + 1 if ours else 0 :] if not is_ours(frame.filename)]
+    return "".join(traceback.format_list(own))
 
 
-def _collective(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    # The outermost call into torch.distributed that is not a decorator: what the job itself called.
-    inside = (frame.name for frame in frames if "torch/distributed/" in frame.filename and frame.name != "wrapper")
-    return next((f"torch.distributed.{name}" for name in inside), None)
+def _collective(innermost: FrameType) -> tuple[str, tuple[int, ...] | None] | None:
+    """The outermost call into torch.distributed that is no decorator: what the job itself called, and with which ranks.
+
+    Of a group of all ranks that is nobody in particular. Where no group shows it is not known.
+    """
+    calls = [
+        frame
+        for frame, _ in traceback.walk_stack(innermost)
+        if "torch/distributed/" in frame.f_code.co_filename and frame.f_code.co_name != "wrapper"
+    ]
+    if not calls:
+        return None
+    name = f"torch.distributed.{calls[-1].f_code.co_name}"
+    named = [frame.f_locals["group"] for frame in reversed(calls) if "group" in frame.f_locals]
+    group = next((one for one in named if isinstance(one, dist.ProcessGroup)), None)
+    if group is None and not named and calls[-1].f_globals is not vars(dist.distributed_c10d):
+        return name, None
+    if group is None or group.size() == dist.get_world_size():
+        return name, ()
+    ranks = dist.get_process_group_ranks(group)
+    others = tuple(one for one in ranks if one != dist.get_rank())
+    return f"{name} of the group of ranks {', '.join(map(str, ranks))}", others

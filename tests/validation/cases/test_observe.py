@@ -1,14 +1,21 @@
 """Observing must not disturb, and must see what it is there to see."""
 
+from typing import Any
+from unittest import mock
+
+import pytest
 import torch
 from torch import nn
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.data import data_for
-from pipeproof.cases.observe import WatchedStage, observe
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import WatchedStage, observe, observe_rank
+from pipeproof.cases.replicated import as_one
 from pipeproof.observers.wrappers import AroundStage
 from pipeproof.pipeline.stage import Goal
 from pipeproof.reference.model import build_model
+from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 
@@ -65,3 +72,27 @@ def test_two_runs_of_a_case_give_the_same_bits(world: World) -> None:
     case = Case("gpipe", 2, 1, 3, (1, 1), model="gpt", plan=("train",))
     one, two = (observe(case, world).gradients(0) for _ in range(2))
     assert all(torch.equal(one[site], two[site]) for site in one)  # type: ignore[arg-type]
+
+
+def planted(context: RankContext, case: Case, place: str) -> list[Any]:
+    """A rank's part, where an observer raises."""
+    with mock.patch(f"pipeproof.{place}", side_effect=RuntimeError("planted")):
+        return [*observe_rank(context, case, record=True)]
+
+
+@pytest.mark.parametrize(
+    ("place", "law", "recorded"),
+    [
+        ("cases.observe.WatchedStage._note", "not seen", True),
+        ("observers.recorder._laid_out", "pass", False),
+        ("observers.recorder.RecordedStage._flowed", "pass", False),
+        ("observers.recorder.RecordedGradients._copies", "pass", False),
+    ],
+)
+def test_an_observer_that_raises_leaves_the_step_as_it_is(world: World, place: str, law: str, recorded: bool) -> None:
+    case = Case("1f1b", 2, 1, 2, (1, 1), model="mlp", plan=("train",))
+    seen = as_one(case, [tuple(row) for row in world.run(planted, case, place, ranks=2)])
+    verdict = judge(case, seen)
+    assert (verdict.verdict, verdict.law("microbatches").outcome) == ("pass", law), str(verdict)
+    assert (seen.recording(0) is not None) == recorded
+    assert ("planted" in verdict.law("microbatches").note) == (law == "not seen")

@@ -45,7 +45,7 @@ def test_equal_bits_are_exact_and_never_ask_for_a_floor() -> None:
     book = ledger()
     book.tensors(place(), torch.ones(3), torch.ones(3), floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     book.numbers(place(), 2.0, 2.0, floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    assert book.all_exact
+    assert book.tier(FP32) == "bitwise"
     assert (book.laws()[0].outcome, book.laws()[0].checked, book.laws()[0].exact) == ("pass", 2, 2)
 
 
@@ -56,7 +56,7 @@ def test_rounding_passes_but_not_bit_for_bit() -> None:
     assert (law.outcome, law.exact) == ("pass", 0)
     assert 0 < law.worst < 2e-7
     assert law.floor == 1e-7
-    assert not book.all_exact
+    assert book.tier(FP32) == "fp32"
     assert book.mismatches == []
 
 
@@ -130,7 +130,7 @@ def test_ledgers_of_several_ranks_are_one() -> None:
     assert (gradient.checked, gradient.exact, gradient.wrong) == (2, 1, 1)
     assert norm.outcome == "not applicable"
     assert len(one.mismatches) == 1
-    assert not one.all_exact
+    assert one.tier(FP32) == "fp32"
     assert [each.outcome for each in one.compared.values()] == ["fail"]
 
 
@@ -200,7 +200,7 @@ def test_what_is_set_aside_is_counted_and_decides_nothing() -> None:
     book.hold(at, False, "one", "another")
     assert outcomes(book) == ["fail", "fail"]
     book.set_aside(book.mismatches, [at.scenarios], "every result is right")
-    assert (outcomes(book), book.mismatches, book.all_exact) == (["pass", "pass"], [], True)
+    assert (outcomes(book), book.mismatches, book.tier(FLOOR.precision)) == (["pass", "pass"], [], "bitwise")
     assert [(law.checked, law.exact, law.wrong) for law in book.laws()] == [(2, 1, 0), (2, 1, 0)]
     assert "1 differs from the reference, and every result is right" in book.laws()[0].note
 

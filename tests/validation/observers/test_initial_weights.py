@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.func import functional_call, vjp
 
 from pipeproof.foreign import WhiteBox, watch
+from pipeproof.observers.initial_weights import FirstUse
 from tests.support.steps import blocks, loss_fn, pairs
 
 
@@ -36,3 +38,21 @@ def test_what_was_there_before_the_step_is_known(
     verdict = whitebox.validate(step, reference=build, microbatches=data, ranks=replicas, loss_fn=loss_fn)
     assert [(cause.kind, cause.rank) for cause in verdict.cause] == [("stale-gradient", rank)], str(verdict)
     assert verdict.cause[0].detail == f"what was there before the step was added, {times} times"
+
+
+def test_weights_are_those_that_a_module_was_called_with() -> None:
+    """Others than its own, where somebody calls it by them; and in a transformation as outside of it."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    others = {"weight": torch.full((2, 2), 3.0)}
+    for call in (
+        functional_call,
+        lambda *given: vjp(lambda weights: functional_call(module, weights, given[2]), others),
+    ):
+        with FirstUse(()) as first_use:
+            for _ in range(2):
+                call(module, others, (torch.ones(1, 2),))
+        seen = first_use.of(module.weight, module, "weight")
+        assert seen is not None
+        assert seen.value is not None
+        assert torch.equal(seen.value, others["weight"])
+        assert not first_use.weights.broken

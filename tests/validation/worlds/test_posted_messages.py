@@ -1,7 +1,9 @@
 """What a rank of somebody else's code waits for, in words."""
 
-import traceback
 from collections import Counter
+from functools import partial
+from threading import Thread, get_ident
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,33 +17,38 @@ from pipeproof.worlds.stack import own_stack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
-AT_A_WAIT = [traceback.FrameSummary("loop.py", 3, "step", line="work.wait()")]
-ELSEWHERE = [traceback.FrameSummary("loop.py", 4, "step", line="x = y @ z")]
-
 
 def messages(context: RankContext) -> list[Any]:
-    """What rank 0 says while two of its messages are open, when one is, and when none is."""
-    tensors, said = [torch.zeros(1) for _ in range(3)], []
+    """What another thread of rank 0 is told while that waits for a message, one of several that are open, and after."""
+    tensors, said, own = [torch.zeros(1) for _ in range(3)], list[Any](), get_ident()
+
+    def look() -> None:
+        while posted.awaited(own) is None:
+            sleep(0.01)
+        said.extend([posted.awaited(own), posted.progress()])
+        dist.send(torch.ones(1), 1)
+
     with posted.noted_messages():
         if context.rank == 0:
-            works = [dist.irecv(tensors[0], 1), dist.irecv(tensors[1], 2)]
-            said = [posted.awaited(AT_A_WAIT), posted.awaited(ELSEWHERE)]
-            works[0].wait()
-            said += [posted.awaited(AT_A_WAIT), posted.progress()]
+            works = [dist.isend(tensors[0], 1), dist.irecv(tensors[1], 2), dist.irecv(tensors[2], 1)]
+            said.append(posted.awaited(own))
             works[1].wait()
-            said.append(posted.awaited(AT_A_WAIT))
-        else:
-            dist.batch_isend_irecv([dist.P2POp(dist.isend, tensors[0], 0)])[0].wait()
+            posted.did("backward", 3, "its stage")
+            Thread(target=look, daemon=True).start()
+            works[2].wait()
+            return [*said, posted.awaited(own)]
+        if context.rank == 1:
+            for tensor in tensors[:2]:
+                dist.recv(tensor, 0)
+        dist.send(tensors[0], 0)
     return said
 
 
-def test_open_messages_are_what_is_waited_for(world: World) -> None:
-    both, elsewhere, one, progress, none = world.run(messages, ranks=3)[0]
-    assert both == ("a message from rank 1 or a message from rank 2", (1, 2))
-    assert elsewhere is None
-    assert one == ("a message from rank 2", (2,))
-    assert progress == "sent 0 and received 1"
-    assert none is None
+def test_what_a_rank_stands_at_is_what_it_waits_for(world: World) -> None:
+    before, standing, progress, after = world.run(messages, ranks=3)[0]
+    assert standing == ("a message from rank 1", (1,))
+    assert progress == "sent 1 and received 1, and did backward 3 of its stage last"
+    assert before is after is None
 
 
 def refused(context: RankContext, places: list[str]) -> list[str]:
@@ -108,6 +115,33 @@ def test_a_rank_that_is_waited_for_has_left_behind_its_last_message(world: World
     assert "one_too_few: dist.recv(torch.zeros(1), 0) if context.rank else dist.send(torch.zeros(1), 1)" in said
     assert world.run(stack_of_rank, ranks=2)
     assert posted.parting() == ""
+
+
+def in_groups(context: RankContext, *, inside: bool) -> None:
+    """Of two groups the first ranks stand in a call that the others do not come to, with a send that is out."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    own, tensors = groups[context.rank // 2], [torch.zeros(1) for _ in range(2)]
+    with posted.noted_messages():
+        if context.rank % 2 == 0:
+            work = dist.isend(tensors[0], context.rank ^ 2)
+            dist.recv(tensors[1], context.rank ^ 2)
+            dist.all_reduce(tensors[1], group=own) if inside else dist.recv(tensors[1], context.rank + 1)
+            assert work is not None
+            work.wait()
+
+
+@pytest.mark.parametrize(
+    ("inside", "waits"),
+    [(True, "torch.distributed.all_reduce of the group of ranks {}, {}"), (False, "a message from rank {1}")],
+)
+def test_the_call_in_which_a_rank_stands_says_for_whom_it_waits(world: World, inside: bool, waits: str) -> None:
+    with pytest.raises(RankFailed) as failure:
+        world.run(partial(in_groups, inside=inside), ranks=4, timeout_s=2.0)
+    reports = failure.value.reports
+    assert [reports[rank].peers for rank in (0, 2)] == [(1,), (3,)]
+    assert [reports[rank].waiting for rank in (0, 2)] == [waits.format(0, 1), waits.format(2, 3)]
+    assert [reports[rank].progress for rank in (0, 2)] == ["sent 1 and received 1"] * 2
+    assert "worlds/posted_messages.py" not in reports[0].traceback
 
 
 class Group:

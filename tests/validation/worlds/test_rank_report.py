@@ -125,6 +125,24 @@ def test_a_rank_that_did_not_come_to_a_collective_is_the_one_that_is_waited_for(
     assert headline(everybody) == "rank 0 did not finish within 5 s, waiting for torch.distributed.barrier"
 
 
+def test_groups_that_wait_for_others_are_told_each_for_itself() -> None:
+    """Ranks of a group wait for those of it alone that do not stand in the same call."""
+    call = "torch.distributed.all_reduce of the group of ranks"
+    waits = [stuck(0, f"{call} 0, 1", 1), stuck(2, f"{call} 2, 3, 4", 3, 4), stuck(4, f"{call} 2, 3, 4", 2, 3)]
+    ended = [RankReport(rank, Ending.FINISHED) for rank in (1, 3)]
+    reports = sorted([*waits, *ended], key=lambda report: report.rank)
+    assert culprit_of(reports) == 1
+    assert headline(reports) == (
+        f"rank 1 has returned while others wait for it: rank 0 waits for {call} 0, 1; rank 3 has returned while others "
+        f"wait for it: rank 2 waits for {call} 2, 3, 4; rank 4 waits for {call} 2, 3, 4"
+    )
+
+
+def test_ranks_that_wait_for_any_message_wait_for_each_other() -> None:
+    reports = [stuck(0, "a message from any rank", 1), stuck(1, "a message from any rank", 0)]
+    assert headline(reports).startswith("ranks 0 and 1 wait for each other: ")
+
+
 def test_messages_of_which_any_may_be_awaited_blame_only_what_all_lead_to() -> None:
     ring = [stuck(0, "a message from rank 1 or a send to rank 2", 1, 2), stuck(1, "a send to rank 0", 0)]
     assert headline([*ring, stuck(2, "a send to rank 0", 0)]).startswith("ranks 0, 1 and 2 wait for each other: ")

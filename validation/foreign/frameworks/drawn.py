@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.observers.digest import digest
+from pipeproof.worlds.fence import Fence, looking
 
 Content = frozenset[tuple[bytes, int]]  # the digests of what is in a microbatch, in no order; equal ones are counted
 NOT_GIVEN = (
@@ -33,17 +33,18 @@ class Drawn:
     """What was drawn so far. Where a rank draws nothing, or its adapter does not see it, that is nothing."""
 
     def __init__(self) -> None:
+        self.fence = Fence()
         self._drawn: list[Content] = []
 
+    @looking
     def note(self, microbatch: Any) -> None:
         """Note a microbatch, or a batch."""
-        with suppress(Exception):  # no one type: what is drawn may be anything, and the job goes on
-            self._drawn.append(content(microbatch))
+        self._drawn.append(content(microbatch))
 
+    @looking
     def note_rows(self, tensors: Iterable[Any]) -> None:
         """Note what goes into a pipeline that cuts it itself."""
-        with suppress(Exception):
-            self._drawn.extend(frozenset([row]) for row in content_of_rows(tensors))
+        self._drawn.extend(frozenset([row]) for row in content_of_rows(tensors))
 
     def noting(self, source: Any) -> Any:
         """``source``, from which the job draws, noting what it does; None stays None."""

@@ -32,6 +32,7 @@ from pipeproof.foreign.frameworks.nanotron_whole import (
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.fence import Fence
 
 _NEEDED = ("model", "parallel_context", "optimizer", "grad_accumulator")
 _COVERED = {"tensor_parallel_size": 1, "context_parallel_size": 1, "expert_parallel_size": 1}
@@ -52,6 +53,13 @@ class Stage(nn.Module):
         self.training = model.training
         self.taken: list[Tensor] = []
         self.made: list[Tensor] = []
+        self.fence = Fence()
+
+    def seen(self, losses: list[Tensor]) -> list[Tensor]:
+        """``losses``; raises ``NanotronError`` where not all forwards were seen."""
+        if self.fence.broken:
+            raise NanotronError(f"a forward of the model was not seen: {self.fence.broken}")
+        return losses
 
     def forward(self, *_: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.made)
@@ -88,8 +96,9 @@ class Stage(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(replaced(place, "recv_from_pipeline_state_buffer", received))
             stack.enter_context(replaced(place, "send_to_pipeline_state_buffer", sent))
-            stack.callback(self.model.register_forward_pre_hook(begins, with_kwargs=True).remove)
-            stack.callback(self.model.register_forward_hook(ended, with_kwargs=True).remove)
+            before, after = self.fence.around(begins), self.fence.around(ended)
+            stack.callback(self.model.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(self.model.register_forward_hook(after, with_kwargs=True).remove)
             yield
 
 
@@ -123,7 +132,7 @@ def step_of(trainer: Any) -> FrameworkStep:
         {number: stage} if any(True for _ in model.parameters()) else {},
         lambda _, name: name,  # blocks are numbered in the whole model, and have their names there
         partial(gradients_of, trainer),
-        lambda: losses,
+        partial(stage.seen, losses),
         partial(_watching, trainer, stage, (losses, drawn, bounds)),
         unfinished=None if trainer.optimizer is None else NanotronError(_NO_STEP),
         drawn=drawn,

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from threading import Thread, current_thread
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,17 @@ _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_
 
 
 class NotSimulated(NotImplementedError):
-    """What the simulated world does not have."""
+    """What the simulated world does not have.
+
+    ``refusals``: all of this run, with the threads that they were made on: code that catches one goes on with what no
+    real rank would have.
+    """
+
+    refusals: ClassVar[list[tuple[Thread, str]]] = []
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the simulated world has no {what}: run this on real ranks, in World()")
+        self.refusals.append((current_thread(), str(self)))
 
 
 class AnotherRanks(RuntimeError):

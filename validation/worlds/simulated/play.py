@@ -2,6 +2,7 @@
 
 import gc
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from pipeproof.worlds.simulated.own_modules import OwnModules, attributes
 from pipeproof.worlds.simulated.own_state import OwnState
 from pipeproof.worlds.simulated.patience import END_BOUND_S, WHOLE, held_up
 from pipeproof.worlds.simulated.rank import Rank
-from pipeproof.worlds.simulated.scheduler import STRANGERS, Scheduler, Seat
+from pipeproof.worlds.simulated.scheduler import Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
 from pipeproof.worlds.simulated.torch_inside import asked_for_numbers, before_backwards, one_profiler, standing_in
 from pipeproof.worlds.stack import stack_of
@@ -164,6 +165,7 @@ class _Run:
         Net.current = Net(self._network)
 
     def played(self, whole_s: float) -> Played:
+        NotSimulated.refusals.clear()
         order, store, network = self._order, SharedStore(self._scheduler), self._network
         with ExitStack() as opened:
             opened.enter_context(standing_in(GROUPS, Bare, messages(), batch=network.batch))
@@ -189,7 +191,7 @@ class _Run:
         return Played(self._reports(threads), sound, self._course())
 
     def _reports(self, threads: list[Rank]) -> tuple[RankReport, ...]:
-        return tuple(self._report(thread, rank) for rank, thread in enumerate(threads))
+        return _as_refused([self._report(thread, rank) for rank, thread in enumerate(threads)], threads)
 
     def _course(self) -> Course | None:
         if self._history is None or not self._order.manner.noted:
@@ -219,11 +221,7 @@ class _Run:
         place = self._told.get(rank, _Place())
         if any(one.report is not None and one.report.failed for one in self._threads()):
             return place.report(rank, Ending.STOPPED, "")
-        return place.report(rank, Ending.STUCK, self._why(f"can never go on{place.line}"))
-
-    def _why(self, told: str) -> str:
-        """What a rank is told that does not end: a thread that was refused may be what it waits for."""
-        return str(NotSimulated(STRANGERS)) if self._scheduler.strangers else told
+        return place.report(rank, Ending.STUCK, f"can never go on{place.line}")
 
     def _threads(self) -> list[Rank]:
         return [seat.thread for seat in self._seats if isinstance(seat.thread, Rank)]
@@ -231,12 +229,23 @@ class _Run:
     def _late(self, threads: list[Rank], held: str) -> tuple[RankReport, ...]:
         """The rank that has the turn keeps it; the others are as they are."""
         running, reports = self._scheduler.running, []
-        why = self._why(held)
         for rank, thread in enumerate(threads):
             place = self._told.get(rank, _Place())
-            stopped = (Ending.STUCK, why) if rank == running else (Ending.STOPPED, "")
+            stopped = (Ending.STUCK, held) if rank == running else (Ending.STOPPED, "")
             reports.append(thread.report or place.report(rank, *stopped))
+        return _as_refused(reports, threads)
+
+
+def _as_refused(reports: Sequence[RankReport], threads: Sequence[Rank]) -> tuple[RankReport, ...]:
+    """``reports``; once something was refused that is what became of the run, whoever caught it or waits for it."""
+    if not NotSimulated.refusals or any(NotSimulated.__name__ in one.message for one in reports):
         return tuple(reports)
+    thread, told = NotSimulated.refusals[0]
+    rank = next((number for number, one in enumerate(threads) if one is thread), 0)
+    found = [replace(one, ending=Ending.STOPPED) if one.ending is Ending.STUCK else one for one in reports]
+    refused = f"{NotSimulated.__name__}: {told}"
+    found[rank] = replace(found[rank], ending=Ending.RAISED, message=refused, at_s=-1.0, payload=b"")
+    return tuple(found)
 
 
 def _refuse_profiler() -> NoReturn:

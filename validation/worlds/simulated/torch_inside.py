@@ -83,11 +83,12 @@ belongs_to_rank(os.environ, "_data", fresh=lambda variables: variables.copy())  
 belongs_to_rank(torch.nn.Module, "zero_grad", fresh=lambda method: method)
 belongs_to_rank(torch.optim.Optimizer, "zero_grad", fresh=lambda method: method)
 belongs_to_rank(dist.ProcessGroup, *MESSAGES, fresh=lambda method: method)
+belongs_to_rank(dist.Work, "wait", fresh=lambda method: method)
 belongs_to_rank(checkpoint, "_enable_checkpoint_early_stop", fresh=lambda early: early)
 belongs_to_rank(waiting, "_note", fresh=lambda _: None)
 belongs_to_rank(
     posted_messages,
-    *("_posted", "_messages", "_parting", "_ways", "_from_any", "_sent", "_received"),
+    *("_posted", "_messages", "_parting", "_ways", "_from_any", "_sent", "_received", "_fence", "_standing", "_done"),
     fresh=lambda noted: type(noted)(),
 )
 

@@ -316,6 +316,25 @@ def test_threads_that_ranks_start_are_refused_in_a_sentence(waits: str, simulate
     assert simulated.run(waits_in_turn, ranks=2) == [[4.0, 8.0, 12.0]] * 2, "the next run is sound"
 
 
+def caught(context: RankContext, then: str) -> None:
+    """Rank 0 asks for what the simulated world has not, and goes on when it is refused."""
+    if context.rank == 0:
+        with suppress(NotImplementedError):
+            dist.monitored_barrier()
+    if then == "waits" or (then == "one waits" and context.rank):
+        dist.recv(torch.zeros(1), 1 - context.rank)
+    if then == "raises" and context.rank == 0:
+        raise RuntimeError("of that")
+
+
+@pytest.mark.parametrize("then", ["ends", "waits", "one waits", "raises"])
+def test_what_was_refused_once_is_what_became_of_the_run(then: str, simulated: World) -> None:
+    with pytest.raises(RankFailed, match="the simulated world has no") as failure:
+        simulated.run(caught, then, ranks=2, timeout_s=2)
+    assert (failure.value.culprit, failure.value.hang) == (0, False)
+    assert simulated.run(waits_in_turn, ranks=2) == [[4.0, 8.0, 12.0]] * 2, "the next run is sound"
+
+
 def computes_in_a_thread(context: RankContext) -> float:
     """What uses no torch.distributed may have threads."""
     found: Queue[float] = Queue()
