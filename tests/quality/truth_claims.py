@@ -81,7 +81,7 @@ EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
 _SAYS_NOTHING = (
     r"unjudged: ",
     r"first compared wrong: ",
-    r"stage \d+: no combination of what the reference knows makes its gradients",
+    r"stage \d+: no combination that was tried of microbatches, pairings and two parameters makes its gradients",
     r"stage \d+: the coefficients of .* are not decided",
     r"stage \d+: the gradient of \S+ is (no multiple|wrong in|no sum|\w+\[.*, expected )",
     r"not reproduced: ",

@@ -20,18 +20,23 @@ Predicted = Callable[[Site], Gradient]
 
 def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
     """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
-    predicted: Predicted = cache(lambda site: stages[site[0]].predicted(site[1]))
+
+    @cache
+    def predicted(site: Site) -> Gradient:
+        stage, due = stages[site[0]], update.expected.get(site)
+        return stage.predicted(site[1]) if stage.explained else None if due is None else due.double().cpu()
+
     return {one.stage: tuple(_mixed(one, update, predicted)) for one in stages}
 
 
 def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
     """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
     residual stream adds up, too, so it may follow from the layer between them."""
-    unknown = [odd for odd in one.odd if not odd.is_known]
-    found = [_partner((one.stage, odd.parameter), update, predicted) for odd in unknown]
-    for odd, cause in zip(unknown, found, strict=True):
-        if cause is not None and (cause.kind != "extra-term" or None not in found):
-            yield replace(cause, stage=one.stage, parameter=odd.parameter)
+    unknown = [odd.parameter for odd in one.odd if not odd.is_known] if one.explained else one.names
+    found = [_partner((one.stage, name), update, predicted) for name in unknown]
+    for name, cause in zip(unknown, found, strict=True):
+        if cause is not None and (None not in found or (one.explained and cause.kind != "extra-term")):
+            yield replace(cause, stage=one.stage, parameter=name)
 
 
 def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
