@@ -34,8 +34,13 @@ def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[C
     residual stream adds up, too, so it may follow from the layer between them."""
     unknown = [odd.parameter for odd in one.odd if not odd.is_known] if one.explained else one.names
     found = [_partner((one.stage, name), update, predicted) for name in unknown]
-    for name, cause in zip(unknown, found, strict=True):
-        if cause is not None and (None not in found or (one.explained and cause.kind != "extra-term")):
+    causes = {name: cause for name, cause in zip(unknown, found, strict=True) if cause is not None}
+    if not one.explained and len(causes) == len(found) and len({cause.kind for cause in causes.values()}) == 1:
+        told = [f"{name}: {cause.detail}" for name, cause in causes.items()]
+        yield Cause(next(iter(causes.values())).kind, stage=one.stage, detail="; ".join(told))
+        return
+    for name, cause in causes.items() if one.explained else ():
+        if cause.kind != "extra-term" or None not in found:
             yield replace(cause, stage=one.stage, parameter=name)
 
 

@@ -139,7 +139,7 @@ def near(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and abs(one - other) <= _ONE_FACTOR * abs(other)
 
 
-_FROM: Mapping[str, tuple[int, str]] = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # how many stages further, and where
+_FROM = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # what comes in was put out: how many stages further, and where
 _ONE_FACTOR = 1e-2  # how far apart, relative to their size, factors that are one may be: coarse types round
 Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and in words
 
@@ -357,11 +357,13 @@ def _times(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | Non
 
 
 def _nobodys(column: Column, seen: Sketch, context: Context) -> Likeness:
-    """What a tensor is of which nothing tells the microbatch; from the stage that it should come from it is no other's."""
+    """What a tensor is of which nothing tells the microbatch. What the stage next to it put out may be its own."""
     point, words = context.sent.get(seen.digest, (None, ""))
-    if (made := _empty(seen)) is not None or point is not None:
-        due = point is None or _FROM.get(column.where) == (point.stage - context.stage, point.where)
-        return made or Likeness("different" if due else "other", label=None if due else Label(point), words=words)
+    if (made := _empty(seen)) is not None:
+        return made
+    if point is not None:
+        due = _FROM.get(column.where) == (point.stage - context.stage, point.where)
+        return Likeness("different", words=words) if due else Likeness("other", label=Label(point), words=words)
     found = (f"microbatch {owner}'s {of}{place}" for place, owner, of, _ in _anywhere(column, seen))
     told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
     return Likeness("different", words=next(found, told))

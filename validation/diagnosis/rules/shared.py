@@ -37,6 +37,7 @@ def shared(evidence: Evidence) -> list[Cause]:
     if unmet or told or not evidence.differs("replicas"):
         return unmet or told[:1] or _of_shards(evidence, members)
     unmet = [] if evidence.due is None else unreduced(members, evidence.expected, evidence.due.update)
+    unmet += [one for one in unsummed_copies(evidence) if unmet and one.kind == "tied-not-summed"]
     wrong = evidence.wrong("gradient", "presence", "replicas")
     unmet = unmet or _by_sender(adding_up(members, evidence.expected, wrong, evidence.used), members)
     each = {} if unmet else _each_by_itself(evidence, _of_members(evidence, members))
@@ -54,11 +55,11 @@ def _by_sender(causes: list[Cause], members: Members) -> list[Cause]:
     last = len(stages) - 1
     if not causes or stages != list(range(len(causes))) or last + 1 == len(members.stages):
         return causes
-    receiver = members.stages[last]
+    receiver, sender = members.stages[last : last + 2]
     whole = members.alike(receiver, lambda call: call.outputs)
     came = members.alike(receiver, lambda call: call.output_gradients.values())
-    ranks = listed(rank for rank, _ in receiver.part.members)
-    told = f"what it hands back to stage {last} is not reduced over ranks {ranks}: gradients that are made from it add up"
+    ranks = listed(rank for rank, _ in sender.part.members)
+    told = f"what it hands back to stage {last} is not reduced over ranks {ranks}; gradients made from it add up"
     sent = Cause("not-reduced", stage=last + 1, detail=f"{told} to what is expected")
     if whole is False or came:
         return causes
