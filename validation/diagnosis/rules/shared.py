@@ -39,13 +39,13 @@ def shared(evidence: Evidence) -> list[Cause]:
     unmet = [] if evidence.due is None else unreduced(members, evidence.expected, evidence.due.update)
     unmet += [one for one in unsummed_copies(evidence) if unmet and one.kind == "tied-not-summed"]
     wrong = evidence.wrong("gradient", "presence", "replicas")
-    unmet = unmet or _by_sender(adding_up(members, evidence.expected, wrong, evidence.used), members)
+    unmet = unmet or by_sender(adding_up(members, evidence.expected, wrong, evidence.used), members)
     each = {} if unmet else _each_by_itself(evidence, _of_members(evidence, members))
     unmet = unmet or [_on(ranks, cause, evidence) for cause, ranks in each.items()] or _of_shards(evidence, members)
     return unmet or own_parts(evidence) or other_forward(evidence)
 
 
-def _by_sender(causes: list[Cause], members: Members) -> list[Cause]:
+def by_sender(causes: list[Cause], members: Members) -> list[Cause]:
     """``causes`` of first stages whose ranks have parts of all gradients, or that these were made from parts that came.
 
     What ranks put out alike has one gradient: where another came to each, it was not reduced when it was sent. Of one
