@@ -27,21 +27,22 @@ def left(causes: tuple[Cause, ...], *wrong: Mismatch, unknown: tuple[str, ...] =
     ("cause", "wrong", "told"),
     [
         (Cause("not-reduced", stage=0, parameter="v", parameters=("v",)), TIED, "tied-copies of embed"),
-        (Cause("not-reduced", stage=0, parameter="v", parameters=("v", "u")), LAST, "gradient of w in stages 1"),
+        (Cause("not-reduced", stage=0, parameter="v", parameters=("v", "u")), LAST, "gradient of w in stage 1"),
         (Cause("not-reduced", stage=0, parameter="v", parameters=("v", "u")), FIRST, ""),
-        (Cause("stale-gradient", stage=0), LOSS, "loss of microbatches 2"),
-        (Cause("dropped", stage=1, microbatches=(2,)), LOSS, "loss of microbatches 2"),
+        (Cause("missing", stage=1, parameter="w", parameters=("w",)), FIRST, ""),  # what is cut off flows on nowhere
+        (Cause("stale-gradient", stage=0), LOSS, "loss of microbatch 2"),
+        (Cause("dropped", stage=1, microbatches=(2,)), LOSS, "loss of microbatch 2"),
         (Cause("scale", factor=2.0), LOSS, ""),
-        (Cause("mispaired", stage=0, action="0B1"), LOSS, "loss of microbatches 2"),
+        (Cause("mispaired", stage=0, action="0B1"), LOSS, "loss of microbatch 2"),
         (Cause("mispaired", stage=0, action="0F1"), LOSS, ""),
-        (Cause("scale", stage=0, factor=2.0), LAST, "gradient of w in stages 1"),
+        (Cause("scale", stage=0, factor=2.0), LAST, "gradient of w in stage 1"),
         (Cause("scale", stage=1, factor=2.0), FIRST, ""),
         (Cause("computation", stage=1), FIRST, ""),
-        (Cause("scale", factor=2.0), CALLS, "microbatches in stages 0"),
+        (Cause("scale", factor=2.0), CALLS, "microbatches in stage 0"),
         (Cause("dropped", stage=1, microbatches=(1,)), CALLS, ""),
-        (Cause("norm"), LAST, "gradient of w in stages 1"),
+        (Cause("norm"), LAST, "gradient of w in stage 1"),
         (Cause("tied-not-summed", parameter="embed"), TIED, ""),
-        (Cause("tied-not-summed", parameter="embed"), FIRST, "gradient of v in stages 0"),
+        (Cause("tied-not-summed", parameter="embed"), FIRST, "gradient of v in stage 0"),
     ],
 )
 def test_what_a_cause_cannot_have_led_to_is_listed(cause: Cause, wrong: Mismatch, told: str) -> None:
@@ -53,10 +54,10 @@ def test_any_cause_may_have_led_to_it_and_what_is_open_is_not_told_twice() -> No
     assert left((here, everywhere), LOSS, LAST) == ()
     assert left((here,), LOSS, LAST, unknown=("stage 1: nothing",)) == (
         "stage 1: nothing",
-        "not explained by this: loss of microbatches 2",
+        "not explained by this: loss of microbatch 2",
     )
 
 
 def test_without_a_cause_all_is_open() -> None:
-    assert left((), CALLS, LOSS) == ("nothing explains this: microbatches in stages 0; loss of microbatches 2",)
+    assert left((), CALLS, LOSS) == ("nothing explains this: microbatches in stage 0; loss of microbatch 2",)
     assert left((), CALLS, unknown=("why",)) == ("why",)
