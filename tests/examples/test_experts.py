@@ -283,7 +283,7 @@ def test_a_stage_whose_tokens_changed_by_rounding_is_not_to_blame_for_a_later_on
     assert verdict.law("routing").outcome == "fail"
     assert {one.stage for one in verdict.mismatches if one.law == "routing"} == {1}
     assert not verdict.cause, "bits of its input differ, so that nobody says"
-    assert any("rank 1, stage 1: output of the module is like nothing" in one for one in verdict.undecided), verdict
+    assert any("rank 1, stage 1: output of the module is at no place" in one for one in verdict.undecided), verdict
 
 
 def test_ranks_with_the_same_tokens_choose_alike(whitebox: WhiteBox) -> None:

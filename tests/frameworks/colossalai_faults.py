@@ -188,7 +188,7 @@ FAULTS = {
     ),
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", (f"{LAST}, microbatch 2, action 1F2",)),
     "stale-gradient": Fault(stale_gradient, Layout(), "mispaired", (f"{FIRST}, microbatch 1, action 0B1",)),
-    "last-in-first-out": Fault(last_in_first_out, Layout(), "mispaired", (f"{FIRST}, {EVERY}, action 0B0",)),
+    "last-in-first-out": Fault(last_in_first_out, Layout(), "mispaired", (f"{FIRST}, {EVERY}, action 0B1",)),
     "other-chunk": Fault(
         other_chunk, Layout("interleaved", chunks=2), "computation", (f"{LAST}, {EVERY}, action 1F0",)
     ),

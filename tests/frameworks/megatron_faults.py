@@ -247,7 +247,7 @@ FAULTS = {
     ),
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", ("rank 1, stage 1, microbatch 2, action 1F2",)),
     "last-in-first-out": Fault(
-        last_in_first_out, Layout(), "mispaired", ("rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B0",)
+        last_in_first_out, Layout(), "mispaired", ("rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B1",)
     ),
     "other-chunk": Fault(other_chunk, Layout(vp=3, layers=6, p2p_overlap=True), "zero", ("rank 1, stage 1",)),
     "norm-counts-copies": Fault(norm_counts_copies, Layout(tied=True, optimizer=True), "norm"),

@@ -221,7 +221,7 @@ FAULTS = {
     "synced-too-early": Fault(synced_too_early, Layout(dp=2), "not-reduced", EACH_STAGE),
     "other-stream": Fault(other_stream, Layout(), "swapped-data", (f"{LAST}, {ALL}, action 1F0",)),
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", (f"{LAST}, microbatch 2, action 1F2",)),
-    "last-in-first-out": Fault(last_in_first_out, Layout(), "mispaired", (f"{FIRST}, {ALL}, action 0B0",)),
+    "last-in-first-out": Fault(last_in_first_out, Layout(), "mispaired", (f"{FIRST}, {ALL}, action 0B1",)),
     "other-block": Fault(other_block, Layout(), "computation", (f"{FIRST}, {ALL}, action 0F0",)),
     "norm-of-one-stage": Fault(norm_of_one_stage, Layout(), "norm", ("rank 0",)),
     "norm-counts-copies": Fault(norm_counts_copies, Layout(tied=True), "norm"),

@@ -73,7 +73,7 @@ BY_ITSELF = {  # messages between stages are seen
     "not-reduced": ("not-reduced", "rank 0, stage 0"),
     "other-labels": ("swapped-data", "rank 1, stage 1, microbatches 0, 1, 2, 3"),
     "stale-buffer": ("mispaired", "rank 1, stage 1, microbatch 2, action 1F2"),
-    "last-in-first-out": ("mispaired", "rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B0"),
+    "last-in-first-out": ("mispaired", "rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B1"),
     "copies-counted": ("norm", "everywhere"),
 }
 

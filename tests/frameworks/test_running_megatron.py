@@ -89,7 +89,7 @@ BY_ITSELF = {
     "norm-counts-copies": ("norm", "everywhere"),
     "norm-of-one-stage": ("norm", "rank 0"),
     "summed-over-replicas": ("scale", "rank 0, stage 0"),
-    "last-in-first-out": ("mispaired", "rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B0"),
+    "last-in-first-out": ("mispaired", "rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B1"),
     "other-stream": ("mispaired", "rank 1, stage 1, microbatches 0, 1, 2, 3, action 1F0"),
 }
 

@@ -176,7 +176,8 @@ def _lacking(members: Members, expected: Expected, stage: Stage, update: Update)
             others = f" and {', '.join(names[1:])} are" if len(names) > 1 and not whole else ""
             detail = f"{others} not reduced over all replicas: {', '.join(told)}".lstrip()
             lacking = True
-            yield Cause("not-reduced", stage=stage.index, parameter=None if whole else names[0], detail=detail)
+            one = None if whole else names[0]
+            yield Cause("not-reduced", stage=stage.index, parameter=one, detail=detail, parameters=tuple(names))
     for fault in faults_in_counts(update, dict(enumerate(base)), _ALIKE) if lacking and base != ones else ():
         yield Cause(fault.kind, None, stage.index, fault.microbatches, factor=fault.factor, detail=fault.detail)
 
@@ -247,7 +248,8 @@ def _in_parts(
     detail = f"{others}not reduced over {ranks}: what they have adds up to what is expected"
     if open_:
         detail += f"; what is wrong of parameters used before, as {open_[0]}, may follow from that"
-    yield Cause("not-reduced", stage=stage.index, parameter=None if whole else first[0], detail=detail)
+    parameter, only = None if whole else first[0], () if open_ else tuple(first)
+    yield Cause("not-reduced", stage=stage.index, parameter=parameter, detail=detail, parameters=only)
 
 
 def of_shards(members: Members, expected: Expected, update: Update) -> list[Cause]:

@@ -30,6 +30,7 @@ from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.together import together
 from pipeproof.diagnosis.rules.update import clip, update
 from pipeproof.diagnosis.sights import measured
+from pipeproof.diagnosis.uncovered import with_uncovered
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.nudged import Nudges, unproven
@@ -60,7 +61,7 @@ def explained(evidence: Evidence) -> Verdict:
             cause=tuple(with_lines(cause, evidence, or_message=or_message) for cause in located),
             alternatives=tuple(tuple(on_rank(cause, evidence) for cause in one) for one in found.alternatives),
         )
-        found = replace(found, measured=measured(evidence, found))
+        found = replace(with_uncovered(found, evidence), measured=measured(evidence, found))
         left_out = 0 if evidence.sums is None else evidence.sums.left_out
         if not left_out or not evidence.attribution:
             return found

@@ -39,7 +39,8 @@ class Divergence:
     """A tensor that is not what it should be although what it was made from is.
 
     ``action`` as the rank wrote it, at position ``slot`` of its list; ``what`` says what the tensor really was.
-    ``graph`` is the microbatch whose forward a backward ran back through, where that was another's.
+    ``graph`` is the microbatch whose forward a backward ran back through, where that was another's. ``turn`` counts the
+    actions that its stage ran before.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Divergence:
     slot: int | None
     what: Likeness
     graph: int | None = None
+    turn: int = 0
 
     def __str__(self) -> str:
         at = f" (slot {self.slot})" if self.slot is not None else ""
@@ -185,7 +187,8 @@ def _divergence(recording: Recording, ground: Ground, known: Known, point: Point
     texts = [f"{point.stage}{kind}{point.microbatch}" for kind in kinds]
     action = next((text for text in texts if text in positions.slots), texts[0])
     rank, slot = positions.placement[point.stage], positions.slots.get(action)
-    return Divergence(rank, point, action, slot, what, graph[0] if graph and point.where == FLOWED else None)
+    met = graph[0] if graph and point.where == FLOWED else None
+    return Divergence(rank, point, action, slot, what, met, slot or 0)
 
 
 def _what(seen: Tensors, expected: Tensors, point: Point, known: Known) -> Likeness:

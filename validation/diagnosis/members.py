@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, permutations
@@ -14,6 +14,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard
+from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.mesh import DATA, MODEL, PIPELINE, along
 from pipeproof.pipeline.sizes import MOST_RANKS, some
 from pipeproof.reference.step import Contribution, Gradient, Site
@@ -200,13 +201,16 @@ class Members:
                     return True
         return False
 
-    def alike_outputs(self, stage: Stage) -> bool:
-        """Whether the ranks of each replica saw ``stage`` put out the same, bit for bit: then these are no parts."""
-        seen: dict[int, set[tuple[bytes, ...]]] = {}
+    def alike(self, stage: Stage, seen: Callable[[Call], Iterable[Sketch]]) -> bool | None:
+        """Whether the ranks of each replica have ``seen`` the same at ``stage``, bit for bit: then these are no parts.
+
+        None where nobody has seen any.
+        """
+        found: dict[int, set[tuple[bytes, ...]]] = {}
         for rank, part in stage.part.members:
-            digests = tuple(one.digest for call in part.calls or () for one in call.outputs)
-            seen.setdefault(self.replicas.of[rank], set()).add(digests)
-        return all(len(one) == 1 and all(one) for one in seen.values())
+            digests = tuple(one.digest for call in part.calls or () for one in seen(call))
+            found.setdefault(self.replicas.of[rank], set()).add(digests)
+        return all(len(one) == 1 for one in found.values()) if all(map(all, found.values())) else None
 
     @cached_property
     def found(self) -> tuple[Suspicion, ...]:

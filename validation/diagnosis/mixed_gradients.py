@@ -12,6 +12,7 @@ from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import summed
 from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import Label
 from pipeproof.reference.step import Gradient, Site, Stage
 
@@ -20,18 +21,34 @@ Predicted = Callable[[Site], Gradient]
 
 def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
     """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
-    predicted: Predicted = cache(lambda site: stages[site[0]].predicted(site[1]))
+
+    @cache
+    def predicted(site: Site) -> Gradient:
+        stage, due = stages[site[0]], update.expected.get(site)
+        return stage.predicted(site[1]) if stage.explained else None if due is None else due.double().cpu()
+
     return {one.stage: tuple(_mixed(one, update, predicted)) for one in stages}
 
 
 def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
     """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
     residual stream adds up, too, so it may follow from the layer between them."""
-    unknown = [odd for odd in one.odd if not odd.is_known]
-    found = [_partner((one.stage, odd.parameter), update, predicted) for odd in unknown]
-    for odd, cause in zip(unknown, found, strict=True):
-        if cause is not None and (cause.kind != "extra-term" or None not in found):
-            yield replace(cause, stage=one.stage, parameter=odd.parameter)
+    every = [name for name in one.names if not _is_right((one.stage, name), update)]
+    unknown = [odd.parameter for odd in one.odd if not odd.is_known] if one.explained else every
+    found = [_partner((one.stage, name), update, predicted) for name in unknown]
+    causes = {name: cause for name, cause in zip(unknown, found, strict=True) if cause is not None}
+    if not one.explained and len(causes) == len(found) and len({cause.kind for cause in causes.values()}) == 1:
+        told = [f"{name}: {cause.detail}" for name, cause in causes.items()]
+        yield Cause(next(iter(causes.values())).kind, stage=one.stage, detail="; ".join(told))
+        return
+    for name, cause in causes.items() if one.explained else ():
+        if cause.kind != "extra-term" or None not in found:
+            yield replace(cause, stage=one.stage, parameter=name)
+
+
+def _is_right(site: Site, update: Update) -> bool:
+    seen, due = update.observed.get(site), update.expected.get(site)
+    return seen is not None and due is not None and error(seen.cpu(), due.cpu()) <= limit_of(due, due.double())
 
 
 def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:

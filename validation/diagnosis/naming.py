@@ -236,9 +236,9 @@ def _unknown(
     for one in reversed(stages):
         if one.unfounded:
             yield f"stage {one.stage}: what the reference's microbatches give does not add up to its own gradients"
-        elif not one.explained:
-            known = "no combination of what the reference knows makes its gradients"
-            told = known if one.residual > one.limit else "rounding hides what its gradients are made of"
+        elif not one.explained and not sums[one.stage]:
+            tried = "nothing that was tried, of microbatches, pairings and two parameters, makes its gradients"
+            told = tried if one.residual > one.limit else "rounding hides what its gradients are made of"
             yield f"stage {one.stage}: {told}; the best leaves {one.residual:.1e} of them, rounding {one.limit:.1e}"
         elif one.undecided:
             terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
@@ -320,7 +320,8 @@ def of_parameters(
             for cause in _odd_causes(update, alike[0], max(ONE, one.limit)):
                 more = f"and {', '.join(map(_likewise, alike[1:]))}" if len(alike) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
-                yield replace(cause, stage=one.stage, parameter=alike[0].parameter, detail=detail)
+                names = tuple(odd.parameter for odd in alike)
+                yield replace(cause, stage=one.stage, parameter=names[0], detail=detail, parameters=names)
 
 
 def _likewise(odd: Likeness) -> str:

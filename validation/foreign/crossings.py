@@ -137,8 +137,9 @@ def near(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and abs(one - other) <= _ONE_FACTOR * abs(other)
 
 
+_FROM = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # what comes in was put out: how many stages further, and where
 _ONE_FACTOR = 1e-2  # how far apart, relative to their size, factors that are one may be: coarse types round
-Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and which tensor there
+Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and in words
 
 
 def sent_by(stages: Stages, orders: Mapping[int, Order]) -> Sent:
@@ -146,14 +147,16 @@ def sent_by(stages: Stages, orders: Mapping[int, Order]) -> Sent:
 
     Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.
     """
-    found: dict[bytes, dict[int, tuple[Point, str]]] = {}
+    found: dict[bytes, dict[str, tuple[Point, str]]] = {}
     for stage, (calls, seen_there) in stages.items():
         for column in (one for one in seen_there if one.where in (MADE, HANDED_ON)):
-            for call, seen, number in zip(calls, column.seen, orders[stage].numbers, strict=True):
+            for k, (call, seen, number) in enumerate(zip(calls, column.seen, orders[stage].numbers, strict=True), 1):
                 came = call.inputs if column.where == MADE else call.output_gradients.values()
                 own = seen is not None and seen.norm and seen.digest not in {one.digest for one in came}
-                if seen is not None and own and number != UNKNOWN_MICROBATCH:
-                    found.setdefault(seen.digest, {})[number] = Point(stage, number, column.where), column.what
+                if seen is not None and own:
+                    whose = f"call {k}" if number == UNKNOWN_MICROBATCH else f"microbatch {number}"
+                    words = f"stage {stage}'s {column.what} of {whose}"
+                    found.setdefault(seen.digest, {})[whose] = Point(stage, number, column.where), words
     return {digest: next(iter(those.values())) for digest, those in found.items() if len(those) == 1}
 
 
@@ -247,7 +250,7 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         number=column.number,
     )
     if seen is not None and microbatch == UNKNOWN_MICROBATCH and column.place:
-        yield replace(crossing, really=_nobodys(seen))
+        yield replace(crossing, really=_nobodys(column, seen, context))
     # An input that is still the one that the call had was not written to, whatever it is.
     expected = call.inputs[column.number] if column.where == KEPT else column.known.get(microbatch)
     if expected is None or microbatch == UNKNOWN_MICROBATCH:
@@ -287,7 +290,6 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     """What ``seen`` is, the one of call ``k``, in place of the expected one; ``passed_on``: it is put out, too."""
     seen = seen.widened(expected.dtype)
     microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
-    forward = column.where in (*FORWARD_POINTS, KEPT)
     told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
     late = context.late if column.where in (RECEIVED, HANDED_ON) else None
     owners = sorted(m for m in column.owners(seen) - {microbatch} if is_far_nearer(seen, column.known[m], expected))
@@ -302,31 +304,37 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
         return Likeness("shape", forms=(f"shape {list(seen.shape)}", f"{list(expected.shape)}"))
     if made is not None:
         return made
-    point, what = context.sent.get(seen.digest, (None, ""))
+    point, words = context.sent.get(seen.digest, (None, ""))
     if column.where not in (GIVEN, RECEIVED) or point is None or point[:2] == (context.stage, microbatch):
         point = None
     elif point.microbatch != microbatch:  # that it was sent says more than where else in the model it may be
-        return _sent_as(point, what)
+        return Likeness("other", label=Label(point), words=words)
     # What a stage put out is nobody's message, also where it is like a tensor elsewhere in the model.
     kind = "different" if column.where in (MADE, HANDED_ON) else "other"
-    activation, gradient = (column.places, column.elsewhere) if forward else (column.elsewhere, column.places)
-    for flow, of in ((activation, ""), (gradient, "gradient of ")):
-        for place, owner in flow.find(seen) if seen.norm else ():
-            if not is_far_nearer(seen, flow.by_place[place][owner], expected):
-                continue  # coarse types are like many that are alike
-            if (place, owner) == (column.place, microbatch) or (passed_on and owner == microbatch):
-                continue  # nearly its own, or made of it
-            if owner == microbatch and is_part(place, column.place):
-                return Likeness("different", words=f"a part of its own alone: {place}")
-            whose = f"the {of}{place}{OF_ANOTHER_PLACE}" if owner == microbatch else f"microbatch {owner}'s {of}{place}"
-            return Likeness(kind, words=whose)
+    for place, owner, of, known in _anywhere(column, seen):
+        if not is_far_nearer(seen, known, expected):
+            continue  # coarse types are like many that are alike
+        if (place, owner) == (column.place, microbatch) or (passed_on and owner == microbatch):
+            continue  # nearly its own, or made of it
+        if owner == microbatch and is_part(place, column.place):
+            return Likeness("different", words=f"a part of its own alone: {place}")
+        whose = f"the {of}{place}{OF_ANOTHER_PLACE}" if owner == microbatch else f"microbatch {owner}'s {of}{place}"
+        return Likeness(kind, words=whose)
     if point is not None:
-        return _sent_as(point, what)
+        return Likeness("other", label=Label(point), words=words)
     error = seen.distance(expected)
     distance = f"relative error about {error:.1g}"
     if nearest_sketch(seen, column.known) == microbatch:
         return Likeness("noisy", words=f"its own with something added: {distance}")
     return Likeness("different", words=f"no microbatch's{told}: {distance}", error=None if told else error)
+
+
+def _anywhere(column: Column, seen: Sketch) -> Iterator[tuple[str, int, str, Sketch]]:
+    """Each place in the reference, and microbatch, whose tensor, or the gradient of it, ``seen`` is; with that one."""
+    flows = (column.places, column.elsewhere)
+    activation, gradient = flows if column.where in (*FORWARD_POINTS, KEPT) else reversed(flows)
+    for flow, of in ((activation, ""), (gradient, "gradient of ")) if seen.norm else ():
+        yield from ((place, owner, of, flow.by_place[place][owner]) for place, owner in flow.find(seen))
 
 
 def _rounded(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
@@ -346,15 +354,17 @@ def _times(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | Non
     return replace(what, words=f"{factor:.6g} times the expected, beside {late:.6g} in every stage", factor=factor)
 
 
-def _sent_as(point: Point, what: str) -> Likeness:
-    return Likeness("other", label=Label(point), words=f"stage {point.stage}'s {what} of microbatch {point.microbatch}")
-
-
-def _nobodys(seen: Sketch) -> Likeness:
-    """What a tensor is of which nothing tells the microbatch."""
-    return _empty(seen) or Likeness(
-        "different", words="like nothing the reference made, so its microbatch is not known"
-    )
+def _nobodys(column: Column, seen: Sketch, context: Context) -> Likeness:
+    """What a tensor is of which nothing tells the microbatch. What the stage next to it put out may be its own."""
+    point, words = context.sent.get(seen.digest, (None, ""))
+    if (made := _empty(seen)) is not None:
+        return made
+    if point is not None:
+        due = _FROM.get(column.where) == (point.stage - context.stage, point.where)
+        return Likeness("different", words=words) if due else Likeness("other", label=Label(point), words=words)
+    found = (f"microbatch {owner}'s {of}{place}" for place, owner, of, _ in _anywhere(column, seen))
+    told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
+    return Likeness("different", words=next(found, told))
 
 
 def _empty(seen: Sketch, told: str = "") -> Likeness | None:

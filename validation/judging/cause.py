@@ -108,7 +108,7 @@ class Cause:
     people, such as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same.
     earlier: of which accumulating call before the step it is, counted back from it; 0: of the step itself. cut: a graph
     was, so that a backward ran and gave its input nothing. lines: of the user's own code, if they are
-    known, the most useful first.
+    known, the most useful first. parameters: all that it is about, if it is about these and no others.
     """
 
     kind: str
@@ -125,6 +125,7 @@ class Cause:
     earlier: int = 0
     cut: bool = False
     lines: tuple[OwnLine, ...] = field(default=(), compare=False)
+    parameters: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"{self.kind!r} is no kind of cause"

@@ -104,7 +104,8 @@ def test_of_two_unknown_calls_none_is_given_a_number() -> None:
     assert (flow.lost, flow.complete, flow.untold) == ((0, 1), True, True)
     first, second = (one for one in flow.crossings if one.what == "input" and not one.same)
     assert [one.at for one in (first, second)] == ["1F of call 2", "1F of call 3"]
-    assert first.seen == "like nothing the reference made, so its microbatch is not known"
+    told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
+    assert first.seen == told
 
 
 def test_a_single_unknown_call_is_the_microbatch_that_no_other_was_about() -> None:

@@ -129,7 +129,8 @@ def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
     where = "first compared wrong: rank 1, stage 1, 1F of call 2: input is "
-    assert verdict.undecided[0] == f"{where}like nothing the reference made, so its microbatch is not known"
+    told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
+    assert verdict.undecided[0] == f"{where}{told}; and so 1 more call of an unknown microbatch"
     assert {one.microbatch for one in verdict.mismatches if one.law == "boundaries"} == {None}
     assert "dropped" not in str(verdict)
     note = "of 2 calls of stage 1 nothing tells the microbatch: they were counted alone"
@@ -239,7 +240,7 @@ def test_an_output_of_right_inputs_that_the_reference_never_has_was_computed_wro
 ) -> None:
     cause = only(judged(whitebox, wrapped(rank, Squaring)))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", rank, rank, (0, 1, 2, 3))
-    assert cause.detail == "its input is right, and its output is like nothing that the reference computes"
+    assert cause.detail == "its input is right, and its output is like nothing that the reference computes from it"
 
 
 class Halved(nn.Module):

@@ -20,7 +20,7 @@ from pipeproof.diagnosis.rules.several_times import told_apart
 from pipeproof.diagnosis.rules.update import clip_factor, near
 from pipeproof.diagnosis.what_if import Line, Made, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_backward, of_forward, spoiled
-from pipeproof.judging.cause import Cause, listed
+from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error
 from pipeproof.judging.verdict import Size
 from pipeproof.observers.recording import Site
@@ -125,20 +125,7 @@ def in_part(evidence: Evidence, causes: Sequence[Cause]) -> tuple[tuple[()], Seq
     own = set() if found is None else {(one.stage, one.microbatches, one.parameter) for one in found.causes}
     told = any((one.stage, one.microbatches, one.parameter) in own for one in causes)
     left = found.unknown if found is not None and told else ()
-    return (), (*left, *losses_left(evidence, causes))
-
-
-def losses_left(evidence: Evidence, causes: Sequence[Cause]) -> Iterator[str]:
-    """That losses are wrong, too, where ``causes`` are of sums, which come after them."""
-    wrong = sorted({m.microbatch for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None})
-    kinds = {one.kind for one in causes}
-    if wrong and kinds <= _OF_SUMS and kinds != {"dropped", "doubled"}:  # those may be of one that ran for another
-        several = len(wrong) > 1
-        whose = f"the loss{'es' * several} of microbatch{'es' * several} {listed(wrong)}"
-        yield f"{whose} {'are' if several else 'is'} wrong, too, which this does not explain"
-
-
-_OF_SUMS = frozenset({"dropped", "doubled", "not-reduced", "stale-gradient", "tied-not-summed", "tied-doubled"})
+    return (), left
 
 
 def _clipped(evidence: Evidence, cause: Cause) -> Cause:

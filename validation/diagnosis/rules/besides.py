@@ -7,7 +7,7 @@ import torch
 
 from pipeproof.diagnosis.combination import limit_of
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.rules.attributed import losses_left, of_gradients, played_through
+from pipeproof.diagnosis.rules.attributed import of_gradients, played_through
 from pipeproof.diagnosis.rules.passages import ALIKE, agree, complete
 from pipeproof.diagnosis.rules.replayed import besides_change
 from pipeproof.diagnosis.rules.shared import apart, shared, stages_of
@@ -73,7 +73,7 @@ def besides_backwards(evidence: Evidence, causes: Sequence[Cause]) -> Found:
     unknown = () if found is None else found.unknown
     told = _of_ranks(evidence)
     rest = [one for one in rest if one.kind not in {other.kind for other in told}]
-    return (*rest, *told), (*left, *unknown, *losses_left(evidence, causes))
+    return (*rest, *told), (*left, *unknown)
 
 
 def _of_ranks(evidence: Evidence) -> list[Cause]:

@@ -15,6 +15,7 @@ from pipeproof.diagnosis.rules.repeated import or_zeros
 from pipeproof.diagnosis.what_ifs import computed, draws, other_target
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import precision_of
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import (
     FLOWED,
     GIVEN,
@@ -205,7 +206,7 @@ def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
 def _cause(
     kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, compounded: Callable[[int], str], room: float
 ) -> Cause:
-    first, _ = group[0]
+    first = min((one for one, _ in group), key=lambda one: one.turn)
     microbatches = tuple(sorted({one.point.microbatch for one, _ in group}))
     every = len(microbatches) == count
     factors = [one.what.factor or 0.0 for one, _ in group]
@@ -244,11 +245,18 @@ def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
         own = listed(one.point.microbatch for one, _ in group)
         which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
         return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
-    told = [f"{where} of microbatch {one.point.microbatch} is {text}" for one, text in group[:_TOLD]]
+    whose = [_whose(one) for one, _ in group[:_TOLD]]
+    told = [f"{where} {of} is {text}" for of, (_, text) in zip(whose, group, strict=False)]
     if all(one.what.kind == "different" and one.what.error is not None for one, _ in group):
         rest = [one.point.microbatch for one, _ in group[1:]]
         return f"{told[0]}; that of microbatch{'es' * (len(rest) > 1)} {listed(rest)} is no microbatch's either"
     return "; ".join(told + ([f"and {len(group) - _TOLD} more"] if len(group) > _TOLD else []))
+
+
+def _whose(one: Divergence) -> str:
+    """Of which microbatch it is, or where that is not known, in which call."""
+    known = one.point.microbatch != UNKNOWN_MICROBATCH
+    return f"of microbatch {one.point.microbatch}" if known else f"in {one.action}"
 
 
 def _owner(one: Divergence) -> int | None:

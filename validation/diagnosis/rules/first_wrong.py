@@ -7,7 +7,7 @@ from pipeproof.diagnosis.divergence import first_wrong_points
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
 from pipeproof.diagnosis.members import Stage
 from pipeproof.observers.likeness import Likeness
-from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, Crossing
+from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing
 from pipeproof.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 
 # What a tensor is made from, and what is made from it: how many stages further, and where.
@@ -143,7 +143,10 @@ class Boundaries:
     def _puts_out_parts(self, stage: int) -> bool:
         """Whether they have, and perhaps parts of what it puts out, too."""
         members = self._evidence.members
-        return any(one.part.shards and not (members and members.alike_outputs(one)) for one in self._held(stage))
+        return any(
+            one.part.shards and not (members and members.alike(one, lambda call: call.outputs))
+            for one in self._held(stage)
+        )
 
     def _held(self, stage: int) -> Sequence[Stage]:
         members = self._evidence.members
@@ -210,8 +213,11 @@ class Boundaries:
         """What it is there instead, with the tensor's number where there are several."""
         seen = crossing.really
         assert seen is not None, "asked for only where it is wrong"
-        whose = seen.kind == "other" and not seen.text.endswith(OF_ANOTHER_PLACE)
+        known = point.microbatch != UNKNOWN_MICROBATCH
+        whose = known and seen.kind == "other" and not seen.text.endswith(OF_ANOTHER_PLACE)
         text = f"{seen.text}, expected microbatch {point.microbatch}'s" if whose else seen.text
+        more = 0 if known else len({one.call for one in self._at[point] if not one.same}) - 1
+        text += f"; and so {more} more call{'s' * (more > 1)} of an unknown microbatch" if more else ""
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
         what = replace(seen, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))

@@ -12,7 +12,7 @@ from pipeproof.diagnosis.divergence import Divergence
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.boundaries import causes_of
 from pipeproof.diagnosis.rules.first_wrong import Boundaries, FirstWrong
-from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
+from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered, turn_of
 from pipeproof.judging.cause import Cause, RuledOut, listed
 from pipeproof.judging.tolerance import scalar_error
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing
@@ -43,9 +43,10 @@ def passages(evidence: Evidence) -> list[Cause]:
         return []  # what the gradients are made of says more than that the loss is another
     rank = evidence.placement
     told = {
-        Divergence(rank[one.point.stage], one.point, one.crossing.at, None, one.what): one
+        Divergence(rank[one.point.stage], one.point, one.crossing.at, None, one.what, turn=turn): one
         for one in found
         if one.telling
+        for turn in (turn_of(evidence, one.crossing.action),)
     }
     causes = causes_of(
         list(told),
@@ -69,10 +70,10 @@ def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Caus
     if found is None:
         return []
     stage, microbatches = found
-    detail = "its input is right, and its output is like nothing that the reference computes"
-    action = f"{stage}F{microbatches[0]}"
+    detail = "its input is right, and its output is like nothing that the reference computes from it"
+    action = min((Action(stage, Kind.FORWARD, m) for m in microbatches), key=lambda one: turn_of(evidence, one))
     place = evidence.placement[stage]
-    cause = Cause("computation", place, stage, microbatches=tuple(microbatches), action=action, detail=detail)
+    cause = Cause("computation", place, stage, microbatches=tuple(microbatches), action=str(action), detail=detail)
     return [_of_its_order(cause, stage, evidence)]
 
 
@@ -311,7 +312,7 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
     rank, boundaries = evidence.placement, Boundaries(evidence)
     wrong = [_first_wrong(one, boundaries, rank) for one in boundaries.first_wrong() if boundaries.is_first(one)]
     unjudged = [
-        f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is like nothing in the reference"
+        f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is at no place in the reference"
         for point in boundaries.unjudged
     ]
     return (*(wrong or _inexact(boundaries, rank))[:1], *unjudged[:1])

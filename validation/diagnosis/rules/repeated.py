@@ -8,7 +8,7 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import GIVEN, RECEIVED
-from pipeproof.pipeline.action import Kind
+from pipeproof.pipeline.action import Action, Kind
 
 _OTHER_TIMES = ("dropped", "doubled")
 
@@ -70,7 +70,7 @@ def backed_again(evidence: Evidence) -> list[Cause]:
                 rank=evidence.placement[stage],
                 stage=stage,
                 microbatches=tuple(found),
-                action=str(met[found[0]]),
+                action=str(min((met[m] for m in found), key=lambda one: turn_of(evidence, one))),
                 detail=f"of the output gradients, {told}; order of backwards: {ran}",
             )
         ]
@@ -81,6 +81,12 @@ def ordered(evidence: Evidence, stage: int, kind: Kind) -> list[int]:
     """The microbatches of a stage's forwards or backwards, as they ran; empty where it was not watched."""
     flow = evidence.passed.get(stage)
     return [] if flow is None else [action.microbatch for action in flow.actions if action.kind is kind]
+
+
+def turn_of(evidence: Evidence, action: Action) -> int:
+    """How many actions of its kind its stage ran before ``action``."""
+    order = ordered(evidence, action.stage, action.kind)
+    return order.index(action.microbatch) if action.microbatch in order else len(order)
 
 
 def rearranged(evidence: Evidence) -> bool:
@@ -129,7 +135,7 @@ def _came(evidence: Evidence, stage: int, others: Collection[int]) -> bool:
 
 def _cause(evidence: Evidence, stage: int, given: dict[int, int]) -> Cause:
     told = ", ".join(f"of microbatch {other} in place of {own}" for own, other in sorted(given.items()))
-    first = min(given)
+    first = next(iter(given))  # in the order of the stage before
     ran = [f"stage {one}: {listed(_called(evidence, one))}" for one in (stage - 1, stage) if one >= 0]
     found = Cause(
         "mispaired" if stage else "swapped-data",

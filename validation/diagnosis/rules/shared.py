@@ -37,11 +37,35 @@ def shared(evidence: Evidence) -> list[Cause]:
     if unmet or told or not evidence.differs("replicas"):
         return unmet or told[:1] or _of_shards(evidence, members)
     unmet = [] if evidence.due is None else unreduced(members, evidence.expected, evidence.due.update)
+    unmet += [one for one in unsummed_copies(evidence) if unmet and one.kind == "tied-not-summed"]
     wrong = evidence.wrong("gradient", "presence", "replicas")
-    unmet = unmet or adding_up(members, evidence.expected, wrong, evidence.used)
+    unmet = unmet or by_sender(adding_up(members, evidence.expected, wrong, evidence.used), members)
     each = {} if unmet else _each_by_itself(evidence, _of_members(evidence, members))
     unmet = unmet or [_on(ranks, cause, evidence) for cause, ranks in each.items()] or _of_shards(evidence, members)
     return unmet or own_parts(evidence) or other_forward(evidence)
+
+
+def by_sender(causes: list[Cause], members: Members) -> list[Cause]:
+    """``causes`` of first stages whose ranks have parts of all gradients, or that these were made from parts that came.
+
+    What ranks put out alike has one gradient: where another came to each, it was not reduced when it was sent. Of one
+    stage that nobody watched, either may be so.
+    """
+    stages = [one.stage for one in causes if one.parameter is None]
+    last = len(stages) - 1
+    if not causes or stages != list(range(len(causes))) or last + 1 == len(members.stages):
+        return causes
+    receiver, sender = members.stages[last : last + 2]
+    whole = members.alike(receiver, lambda call: call.outputs)
+    came = members.alike(receiver, lambda call: call.output_gradients.values())
+    ranks = listed(rank for rank, _ in sender.part.members)
+    told = f"what it hands back to stage {last} is not reduced over ranks {ranks}; gradients made from it add up"
+    sent = Cause("not-reduced", stage=last + 1, detail=f"{told} to what is expected")
+    if whole is False or came:
+        return causes
+    if whole and came is False:
+        return [sent]
+    return [replace(causes[0], instead=(sent,))] if not last else causes
 
 
 def _of_shards(evidence: Evidence, members: Members) -> list[Cause]:

@@ -9,6 +9,7 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
+from pipeproof.reference.step import Gradient
 
 _ALIKE = 1e-3  # no verdict hangs on it
 
@@ -16,7 +17,7 @@ _ALIKE = 1e-3  # no verdict hangs on it
 def unsummed_copies(evidence: Evidence) -> list[Cause]:
     """Copies of which each has a part of the gradient, and all the whole."""
     found: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
-    sums = RecordSums() if evidence.sums is None else evidence.sums
+    sums = _of_members(evidence) if evidence.sums is None else evidence.sums
     for (name, stages), by_rank in sums.copies.items():
         due = evidence.expected.gradients.get((stages[0], name))
         given = {rank: one for rank, one in by_rank.items() if one is not None}
@@ -28,6 +29,27 @@ def unsummed_copies(evidence: Evidence) -> list[Cause]:
             for kind in kinds:
                 found.setdefault((kind, tuple(sorted({*stages})), told), []).append(name)
     return [_apart(kind, stages, told, names) for (kind, stages, told), names in found.items()]
+
+
+def _of_members(evidence: Evidence) -> RecordSums:
+    """What ranks handed back of parameters that stages share under one name, but for those that any has in parts."""
+    copies = dict[tuple[str, tuple[int, ...]], dict[int, Gradient]]()
+    places = dict[str, list[tuple[int, int]]]()
+    tied = [] if evidence.due is None or evidence.members is None else evidence.due.update.tied
+    for names in (one for one in tied if len({*one.values()}) == 1):
+        stages = [one for one in evidence.members.stages if one.index in names] if evidence.members else []
+        held = [
+            (rank, one.index, None if k in part.shards else part.gradients[k])
+            for one in stages
+            for k, name in one.names.items()
+            for rank, part in one.part.members
+            if name in names.values() and k not in part.lacks
+        ]
+        if len({rank for rank, *_ in held}) == len(held):
+            (name,) = {*names.values()}
+            copies[name, tuple(sorted(names))] = {rank: gradient for rank, _, gradient in held}
+            places[name] = [(rank, stage) for rank, stage, _ in held]
+    return RecordSums(copies, places=places)
 
 
 Groups = Sequence[tuple[Sequence[int], torch.Tensor]]  # ranks that have the same, and what they have

@@ -19,7 +19,7 @@ STEPS = 4  # powers of ten on each side of what rounding allows that have a colo
 
 @dataclass(frozen=True)
 class Arrow:
-    """The way of a tensor that an action took: from the action that made it. ``due``: not this one came, but should."""
+    """The way of a tensor that an action took: from an earlier one that made it. ``due``: not this came, but should."""
 
     start: tuple[int, int]  # rank and column
     end: tuple[int, int]
@@ -86,7 +86,7 @@ class Grid:
             for sight in (sight for sight in one.done.sights if sight.agrees is False and sight.really):
                 for name, due in ((sight.really, False), (sight.due, True)):
                     start = next((where[each] for each in _written(name) if each in where), None)
-                    if start is not None:
+                    if start is not None and start[1] < one.column:  # what came from nothing before it has no way
                         found.append(Arrow(start, (one.rank, one.column), due))
         return tuple(dict.fromkeys(found))
 

@@ -1,7 +1,9 @@
 """Replicas that were reduced in part: which parameters, or which microbatches came too late, is told."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.record_sums import RecordSums
-from pipeproof.diagnosis.rules.shared import on_rank
+from pipeproof.diagnosis.rules.shared import by_sender, on_rank
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
@@ -158,3 +160,32 @@ def test_in_a_job_the_rank_is_told_that_ran_it(
     verdict = Verdict("a step", "fail", "none", ())
     evidence = Evidence(verdict, (0,), 4, 2, gradients={}, norms=(None, None), sums=sums)
     assert on_rank(Cause("dropped", rank=0, stage=0, microbatches=microbatches), evidence).rank == rank
+
+
+OWN = Cause("not-reduced", stage=0, detail="what they have adds up")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "gradients", "stages", "instead"),
+    [
+        (("a", "a"), ("b", "c"), [1], []),  # each rank was handed a part: its sender is at fault
+        (("a", "a"), ("b", "b"), [0], []),  # it came whole
+        (("a", "d"), ("b", "c"), [0], []),  # ranks have parts of sequences, whose gradients are other ones
+        (("", ""), ("", ""), [0], [1]),  # nobody watched
+    ],
+)
+def test_who_was_handed_parts_is_not_blamed_for_them(
+    outputs: tuple[str, str], gradients: tuple[str, str], stages: list[int], instead: list[int]
+) -> None:
+    def part(output: str, gradient: str) -> Any:
+        made, came = (SimpleNamespace(digest=one.encode()) for one in (output, gradient))
+        return SimpleNamespace(calls=[SimpleNamespace(outputs=[made], output_gradients={0: came})] if output else None)
+
+    receiver = [*enumerate(map(part, outputs, gradients))]
+    sender = [(2, part("e", "f")), (3, part("e", "f"))]
+    two = [SimpleNamespace(index=k, part=SimpleNamespace(members=each)) for k, each in enumerate((receiver, sender))]
+    members: Any = Members(two, Replicas((0, 0, 0, 0), 4), (), ())  # type: ignore[arg-type]  # no more than it reads
+    (found,) = by_sender([OWN], members)
+    assert ([found.stage], [one.stage for one in found.instead]) == (stages, instead)
+    assert by_sender([replace(OWN, parameter="w")], members) == [replace(OWN, parameter="w")], "another is right"
+    assert by_sender([replace(OWN, stage=1)], members) == [replace(OWN, stage=1)], "no stage hands on to the last one"

@@ -92,6 +92,12 @@ def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
     assert found.arrows == (Arrow((0, 1), (1, 2), due=False), Arrow((0, 0), (1, 2), due=True))
 
 
+def test_no_arrow_goes_back_in_time() -> None:
+    """What should have come was made after another was taken for it."""
+    found = grid(ran("0F1 0F0", "1F0", wrong={"1F0": WRONG}), Cause("wrong-message", 1, 1, (0,), "1F0"))
+    assert found.arrows == (Arrow((0, 0), (1, 1), due=False),)
+
+
 def test_a_microbatch_that_is_not_in_the_sums_is_outlined_where_it_should_be_added() -> None:
     right = replace(WRONG, agrees=True, error=0.0, really="")
     found = grid(ran("0F0 0F1 0B0 0B1", wrong={"0F0": right, "0B0": right}), Cause("dropped", microbatches=(0,)))
