@@ -179,12 +179,12 @@ def _of_list(made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, b
     places have stages that are alike: then its replicas are not in one order.
     """
     found = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
-    at = {id(part): (place, k) for place, one in zip(replicas.places, made, strict=True) for k, part in enumerate(one.parts)}
     held = [bundle for bundle in found if bundle[0][1].locals]
     lacking = any(len({replicas.of[rank] for rank, _ in bundle}) < replicas.count for bundle in held)
-    in_order = all(len({at[id(part)] for _, part in bundle}) == 1 for bundle in held)
-    if lacking and in_order and len({*Counter(replicas.of).values()}) == 1:
-        return _of_places(made, replicas.places, known)
+    places, times = replicas.places, Counter(replicas.of)
+    in_order = all(len({places[rank] for rank, _ in bundle}) == 1 for bundle in held)
+    if lacking and in_order and len({*times.values()}) == 1:
+        return _of_places(made, places, known)
     return [_with_whole_weights(bundle) for bundle in found]
 
 
@@ -225,17 +225,22 @@ def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
 def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member]:
     """Every part with the parameters of all of them, each under one number; those that it lacks are named.
 
-    A part's parameters are told by what else it has: two ranks may call two experts by one name.
+    A part's parameters are told by what else it has: two ranks may call two experts by one name. Only where nothing in
+    it is the reference's, they are told by what others of the same name are.
     """
     numbers: dict[object, int] = {}
     locals_: list[Local] = []
     own: list[dict[int, int]] = []
-    for _, part in bundle:
+    count = Counter(known.values())
+    names = {content: name for name, content in known.items() if count[content] == 1}
+    sure = [{one.name: name for one in part.locals if (name := _sure(one, names)) is not None} for _, part in bundle]
+    others = {mate: name for one in sure for mate, name in one.items()}
+    for (_, part), told_here in zip(bundle, sure, strict=True):
         found = match([part.locals], known).names
         times: Counter[object] = Counter()
         own.append({})
         for k, one in enumerate(part.locals):
-            name = found.get((0, k))
+            name = found.get((0, k)) if told_here else others.get(one.name, found.get((0, k)))
             told = (name or one.name, name is None)
             times[told] += 1
             number = numbers.setdefault((told, times[told]), len(numbers))
@@ -245,6 +250,11 @@ def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member
     made = [(rank, _numbered(part, locals_, at)) for (rank, part), at in zip(bundle, own, strict=True)]
     flat = _lies_flat(bundle)  # then what a mapping leaves out is no part, and not a parameter that the rank lacks
     return [(rank, replace(part, lacks=frozenset()) if flat and part.nameless else part) for rank, part in made]
+
+
+def _sure(one: Local, names: Mapping[bytes, str]) -> str | None:
+    """What it is in the reference, where more than its name tells; ``names``: by weights that one alone has there."""
+    return one.said or one.identical or (None if one.content is None else names.get(one.content))
 
 
 def _numbered(part: Part, locals_: Sequence[Local], own: Mapping[int, int]) -> Part:
