@@ -81,6 +81,11 @@ class Replicas:
     def count(self) -> int:
         return max(self.of) + 1
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The place of each rank in its replica. Ranks of one place hold the same stages: a mesh or a list says so."""
+        return self.together or tuple(self.of[:rank].count(replica) for rank, replica in enumerate(self.of))
+
     def others_of(self, size: int) -> list[str]:
         """The axes with so many ranks along which these work on the same data, in words."""
         return [f"the ranks along {axis}" for axis, count in self.axes if axis in MODEL and count == size]

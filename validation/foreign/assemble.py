@@ -246,8 +246,7 @@ class Assembled:
     @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
-        every = [one for stage in self.stages for one in stage.part.locals]
-        return bool(every) and all(one.content is None and one.identical is None for one in every)
+        return any(stage.part.locals for stage in self.stages) and all(s.part.nameless for s in self.stages)
 
     def passages(self, places: Both | None, note_handed_on: Callable[[Cuts], None]) -> list[dict[int, Passed]]:
         """What is known of the boundary of every watched stage, for each line of ranks that hold them.

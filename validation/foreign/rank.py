@@ -91,6 +91,11 @@ class Part:
     later: bool = False
     routes: Routes = field(default_factory=dict)
 
+    @property
+    def nameless(self) -> bool:
+        """Whether gradients alone were handed back, so that nobody knows of any weights."""
+        return all(one.content is None and one.identical is None for one in self.locals)
+
 
 @dataclass(frozen=True)
 class RankMade:

@@ -20,7 +20,7 @@ from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site
-from pipeproof.observers.shards import Shard, flat_shard, gathered, untiled
+from pipeproof.observers.shards import Shard, flat_shard, gathered, in_flat_parts, untiled
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import added_onto
 
@@ -55,11 +55,7 @@ def joined_parts(
 
     ``known``: the contents of the reference's parameters by name.
     """
-    if replicas.together:
-        bundles = _of_mesh(made, replicas.together, known)
-    else:
-        bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
-        bundles = [_with_whole_weights(bundle) for bundle in bundles]
+    bundles = _of_places(made, replicas.together, known) if replicas.together else _of_list(made, replicas, known)
     lines = _lines(bundles, replicas, len(made))
     return [
         replace(
@@ -176,12 +172,32 @@ def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> li
     return bundles
 
 
-def _of_mesh(made: Sequence[RankMade], together: Sequence[int], known: Mapping[str, bytes]) -> list[list[Member]]:
-    """The parts of every stage of a mesh, all with the parameters of all in one order."""
+def _of_list(made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, bytes]) -> list[list[Member]]:
+    """The parts of every stage of a list of replicas: those that are alike.
+
+    Where some replica lacks one like a stage of another's, the list says which those are, unless ranks of several
+    places have stages that are alike: then its replicas are not in one order.
+    """
+    found = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
+    held = [bundle for bundle in found if bundle[0][1].locals]
+    lacking = any(len({replicas.of[rank] for rank, _ in bundle}) < replicas.count for bundle in held)
+    places, times = replicas.places, Counter(replicas.of)
+    in_order = all(len({places[rank] for rank, _ in bundle}) == 1 for bundle in held)
+    if lacking and in_order and len({*times.values()}) == 1:
+        return _of_places(made, places, known)
+    return [_with_whole_weights(bundle) for bundle in found]
+
+
+def _of_places(made: Sequence[RankMade], places: Sequence[int], known: Mapping[str, bytes]) -> list[list[Member]]:
+    """The parts of every stage, where it is said which ranks hold it: all with the parameters of all in one order."""
     bundles: dict[tuple[int, int], list[Member]] = {}
     for rank, one in enumerate(made):
         for chunk, part in enumerate(one.parts):
-            bundles.setdefault((together[rank], chunk), []).append((rank, part))
+            bundles.setdefault((places[rank], chunk), []).append((rank, part))
+    for (place, _), bundle in bundles.items():
+        if _lies_flat(bundle) and all(part.nameless for _, part in bundle):
+            holders = [rank for rank, _ in bundle]
+            bundle += [(rank, Part((), ())) for rank, at in enumerate(places) if at == place and rank not in holders]
     return [_united(_with_whole_weights(bundle), known) for bundle in bundles.values()]
 
 
@@ -209,24 +225,36 @@ def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
 def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member]:
     """Every part with the parameters of all of them, each under one number; those that it lacks are named.
 
-    A part's parameters are told by what else it has: two ranks may call two experts by one name.
+    A part's parameters are told by what else it has: two ranks may call two experts by one name. Only where nothing in
+    it is the reference's, they are told by what others of the same name are.
     """
     numbers: dict[object, int] = {}
     locals_: list[Local] = []
     own: list[dict[int, int]] = []
-    for _, part in bundle:
+    count = Counter(known.values())
+    names = {content: name for name, content in known.items() if count[content] == 1}
+    sure = [{one.name: name for one in part.locals if (name := _sure(one, names)) is not None} for _, part in bundle]
+    others = {mate: name for one in sure for mate, name in one.items()}
+    for (_, part), told_here in zip(bundle, sure, strict=True):
         found = match([part.locals], known).names
         times: Counter[object] = Counter()
         own.append({})
         for k, one in enumerate(part.locals):
-            name = found.get((0, k))
+            name = found.get((0, k)) if told_here else others.get(one.name, found.get((0, k)))
             told = (name or one.name, name is None)
             times[told] += 1
             number = numbers.setdefault((told, times[told]), len(numbers))
             if number == len(locals_):
                 locals_.append(replace(one, said=name or one.said))
             own[-1][number] = k
-    return [(rank, _numbered(part, locals_, at)) for (rank, part), at in zip(bundle, own, strict=True)]
+    made = [(rank, _numbered(part, locals_, at)) for (rank, part), at in zip(bundle, own, strict=True)]
+    flat = _lies_flat(bundle)  # then what a mapping leaves out is no part, and not a parameter that the rank lacks
+    return [(rank, replace(part, lacks=frozenset()) if flat and part.nameless else part) for rank, part in made]
+
+
+def _sure(one: Local, names: Mapping[bytes, str]) -> str | None:
+    """What it is in the reference, where more than its name tells; ``names``: by weights that one alone has there."""
+    return one.said or one.identical or (None if one.content is None else names.get(one.content))
 
 
 def _numbered(part: Part, locals_: Sequence[Local], own: Mapping[int, int]) -> Part:
@@ -250,7 +278,7 @@ def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas
 
 
 def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> Part:
-    if any(shard.flat for _, part in bundle for shard in part.shards.values()):
+    if _lies_flat(bundle):
         bundle = [(rank, _flattened(part)) for rank, part in bundle]
     _, first = bundle[0]
     if len(bundle) == 1 and not first.shards:
@@ -291,14 +319,12 @@ def _updated(k: int, holders: Sequence[Part]) -> Tensor | None:
     return None if untiled([shard for shard, _ in parts]) else gathered(parts)
 
 
-def _begun(holders: Sequence[Sequence[Part]]) -> dict[int, Tensor]:
-    """What gradients were added to on all their holders together."""
-    found = {k: added_onto([part.begun.get(k) for part in parts]) for k, parts in enumerate(holders)}
-    return {k: there for k, there in found.items() if there is not None}
+def _lies_flat(bundle: Sequence[Member]) -> bool:
+    return in_flat_parts(shard for _, part in bundle for shard in part.shards.values())
 
 
 def _flattened(part: Part) -> Part:
-    """``part`` beside others that have flat parts: what it has whole is all of a flat one, what it lacks none of it."""
+    """``part`` of a stage in flat parts: what it has whole is all of a flat one, and nothing an empty one."""
     gradients, shards = list(part.gradients), dict(part.shards)
     for k, gradient in enumerate(gradients):
         if k not in shards:

@@ -238,6 +238,14 @@ def flat_shard(start: int, part: Tensor | None) -> Shard:
     return Shard(((start, start + shape[0]),), flat=True)
 
 
+def in_flat_parts(shards: Iterable[Shard]) -> bool:
+    """Whether gradients of a stage, whose ranks have these ``shards``, lie in flat parts.
+
+    Then a rank of it that has nothing of one of its gradients has no part of that, in place of no gradient.
+    """
+    return any(shard.flat for shard in shards)
+
+
 def sized(shards: Mapping[int, Shard], shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Shard]:
     """``shards`` by the parameter's number; those that do not know the whole's shape learn it from ``shapes``."""
 

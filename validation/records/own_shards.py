@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import FlatShard, Gradient
-from pipeproof.observers.shards import InShards, Shard, added_up, flat_shard, gathered, held_here
+from pipeproof.observers.shards import InShards, Shard, added_up, flat_shard, gathered, held_here, in_flat_parts
 from pipeproof.records.held_gradients import length_in_pieces
 from pipeproof.records.peers import Peers
 from pipeproof.records.rank_part import RankStages
@@ -100,16 +100,26 @@ class OwnShards:
         ]
         return {(stage, full): (str(self.own.shards.get(full, "")), digest) for stage, full, digest in every}
 
-    def lying(self, gradients: Mapping[str, Gradient]) -> dict[str, Tensor | None]:
-        """What this rank has of ``gradients``, with all its elements; where that lies is known from now on."""
-        found = dict[str, Tensor | None]()
-        for name, one in gradients.items():
-            if isinstance(one, FlatShard):
-                self.gradients[name] = flat_shard(one.start if one.part is not None else 0, one.part)
-                found[name] = one.part
-            else:
-                found[name] = None if one is None else dense(held_here(added_up(one, self.parameters.get(name))))
-        return found
+    @staticmethod
+    def flat(gradients: Mapping[str, Gradient]) -> dict[str, Shard]:
+        """Where flat parts of ``gradients`` lie, of those that come in such."""
+        found = {name: one for name, one in gradients.items() if isinstance(one, FlatShard)}
+        return {name: flat_shard(one.start if one.part is not None else 0, one.part) for name, one in found.items()}
+
+    def lying(self, gradients: Mapping[str, Gradient], flat: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor | None]:
+        """What this rank has of ``gradients``, with all its elements; where that lies is known from now on.
+
+        ``flat``: the flat parts of all ranks with its stages. Of a gradient that some of them have, it may have none.
+        """
+        self.gradients.update(self.flat(gradients))
+        found = {name: one.part if isinstance(one, FlatShard) else one for name, one in gradients.items()}
+        if in_flat_parts(shard for one in flat for shard in one.values()):
+            nothing = [name for name in self.own.places if found.get(name) is None]
+            self.gradients.update(dict.fromkeys(nothing, flat_shard(0, None)))
+        return {
+            name: None if one is None else dense(held_here(added_up(one, self.parameters.get(name))))
+            for name, one in found.items()
+        }
 
     def part(self, name: str, whole: Tensor | None) -> Tensor | None:
         """What this rank has of a ``whole`` gradient."""

@@ -91,9 +91,16 @@ class ReplicaSums:
         return {**dict.fromkeys(sums), **found}
 
     def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
-        """Find gradients of which ``parts``, those of all peers, are not all: a rank without one has it whole."""
+        """Find gradients of which ``parts``, those of all peers, are not all: a rank without one has it whole.
+
+        One of which no rank has anything is no gradient.
+        """
         for name in dict.fromkeys(name for one in parts for name in one):
-            if all(name in one for one in parts):
+            if not all(name in one for one in parts):
+                continue
+            if not any(one[name].count for one in parts):
+                del self.own.gradients[name]
+            else:
                 size = (math.prod(self.own.own.shapes[name]),)
                 if why := untiled([replace(one[name], shape=size) for one in parts]):
                     self.untiled[name] = why

@@ -62,7 +62,7 @@ def stage_numbers(every: Sequence[Modules], replicas: Replicas, whole: Collectio
         return Numbered(_by_names(every, whole, step))
     if all(one.told is not None for one in every):
         return Numbered([one.told or () for one in every])
-    return _by_flows(every, _places([bool(one.names) for one in every], replicas), step)
+    return _by_flows(every, replicas.places, step)
 
 
 def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> list[list[int]]:
@@ -110,15 +110,3 @@ def _by_flows(every: Sequence[Modules], places: Sequence[int], step: str) -> Num
             raise HandBackError(_UNKNOWN.format(step))
     found = [[order.index((place, k)) for k in range(len(one.names))] for place, one in zip(places, every, strict=True)]
     return Numbered(found, _AS_PASSED if order != sorted(flows) or any(chunk for _, chunk in flows) else "")
-
-
-def _places(holding: Sequence[bool], replicas: Replicas) -> Sequence[int]:
-    """The place of each rank along the pipeline of its replica, of those that hold anything."""
-    if replicas.together:
-        return replicas.together
-    numbers: dict[int, int] = {}
-    found = []
-    for holds, replica in zip(holding, replicas.of, strict=True):
-        found.append(numbers.get(replica, 0))
-        numbers[replica] = found[-1] + holds
-    return found
