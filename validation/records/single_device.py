@@ -1,7 +1,7 @@
 """The single-device model beside a running job: rank 0 makes it, with the weights of all ranks, and lays out a step."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from pipeproof.records.step_record import LossFn, Pairs, moved, recorded
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.loss_state import buffers_kept
+from pipeproof.reference.snapshot import unchanged
 from pipeproof.reference.step import Loss, Recipe
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.accelerator import CPU
@@ -98,14 +98,23 @@ class SingleDevice:
 class ReferenceBeside:
     """What rank 0 makes of ``source`` for one step; ``timeout_s`` bounds each wait.
 
-    renamable: whether names may be cured by rename=.
+    renamable: whether names may be cured by rename=. beside: what the job has; nothing that it leads to changes.
 
     ``model``: on rank 0 the reference, with the weights that the step began with; ``microbatches`` are what it runs.
     """
 
-    def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float, renamable: bool = True) -> None:
+    def __init__(
+        self,
+        source: SingleDevice,
+        exchange: Exchange,
+        *,
+        timeout_s: float,
+        renamable: bool = True,
+        beside: Collection[object] = (),
+    ) -> None:
         self.source = source
         self._renamable = renamable
+        self._roots = [source.build, source.loss_fn, source.loss_divisor, *beside]
         self.model: nn.Module | None = None
         self.microbatches: Pairs = ()
         self._exchange = exchange
@@ -158,7 +167,7 @@ class ReferenceBeside:
         model = self._there
         held = [step.site(name) for name in step.places]
         batches = [self._batch(number) for number in range(len(self.microbatches))]
-        with drawing_apart(), buffers_kept(self._loss_fn):
+        with drawing_apart(), unchanged(*self._roots):
             now = Traced(model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -167,19 +176,19 @@ class ReferenceBeside:
     def moved(self, number: int) -> Nudged | None:
         """How far weights that are one rounding off move the step, which is one; on rank 0."""
         model = self._there
-        with drawing_apart(), buffers_kept(self._loss_fn):
+        with drawing_apart(), unchanged(*self._roots):
             return moved(model, self.microbatches, self._recipe, stages=self._stages)
 
     @property
     def _computed_in(self) -> torch.dtype | None:
         model = self._there
-        with drawing_apart(), buffers_kept(self._loss_fn):
+        with drawing_apart(), unchanged(*self._roots):
             return computed_in(copied(model), [self._batch(0)], self._loss)
 
     def repeated(self) -> frozenset[str]:
         """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
         model = self._there
-        with drawing_apart(), buffers_kept(self._loss_fn):
+        with drawing_apart(), unchanged(*self._roots):
             found = repeated(copied(model), self._batch(0), self.loss_fn)
         model.to(CPU)  # this is before the step
         return found
@@ -211,7 +220,7 @@ class ReferenceBeside:
         source = self.source
         try:
             source.check()
-            with drawing_apart(), buffers_kept(source.loss_fn):
+            with drawing_apart(), unchanged(*self._roots):
                 self.model, self.microbatches = self._with_weights(held), microbatches
                 given, divisor = source.loss_fn, source.loss_divisor
                 self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given

@@ -1,6 +1,6 @@
 """A rank's stages, run once more in the way that all ranks agree on: by what losses are divided, and what was meant."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -74,8 +74,8 @@ class StagesAgain:
     fits: bool = True  # whether any way fits anything that flows to a last stage
     _crossed: bool = False
 
-    def run(self, note: Callable[[OwnStage], None]) -> None:
-        """Run them, the last one first, and ``note`` each.
+    def run(self) -> None:
+        """Run them, the last one first.
 
         Raises ``RecordError`` if its targets are not here, if nothing tells which of its calls has which, or if ranks
         pass on parts of what a stage gives.
@@ -88,7 +88,6 @@ class StagesAgain:
                     raise RecordError(own.other_form)
                 self.stages.append(self._as_meant(own))
                 self._note_doubts(self.stages[-1])
-                note(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
                 flowed = (k for k, call in enumerate(made) if any(one.norm for one in call.output_gradients.values()))
                 k = next(flowed, 0)

@@ -236,7 +236,8 @@ class StepCheck(CheckedStep):
         check_operation(self._number, source)
         if isinstance(source, SingleDevice):
             renamable = not isinstance(self._rename, AdapterNames)
-            self._beside = ReferenceBeside(source, self._exchange, timeout_s=self._bound_s, renamable=renamable)
+            bound, beside = self._bound_s, (self._own.modules, self._given)
+            self._beside = ReferenceBeside(source, self._exchange, timeout_s=bound, renamable=renamable, beside=beside)
 
     def _count(self, at: Comparison, expected: RecordedOperation) -> None:
         """How many stages hold each parameter; a copy of a weight that the model uses in several may be in each."""
