@@ -74,28 +74,32 @@ def _root(name: object) -> str:
 
 
 def _dict(one: dict[Any, Any]) -> Iterator[Part]:
-    kept = list(dict.items(one))
+    kept = list(_base(one).items(one))
     leads = [each for pair in kept for each in pair]
     leads += [one.default_factory] if isinstance(one, defaultdict) else []
     yield Part(leads, lambda: _has(one, kept), lambda: _refill(one, kept))
 
 
 def _has(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> bool:
-    pairs = zip(dict.items(one), kept, strict=False)
+    pairs = zip(_base(one).items(one), kept, strict=False)
     return dict.__len__(one) == len(kept) and all(a is c and b is d for (a, b), (c, d) in pairs)
 
 
 def _refill(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> None:
     """Fill ``one`` again; as little as can be, for another thread may look into it."""
-    base: Any = OrderedDict if isinstance(one, OrderedDict) else dict
-    names = dict(kept)
-    for name in [name for name in dict.keys(one) if name not in names]:
+    base, names = _base(one), dict(kept)
+    for name in [name for name in base.keys(one) if name not in names]:
         base.__delitem__(one, name)
-    if list(dict.keys(one)) != [name for name, _ in kept]:  # something is missing, or the order is another
+    if list(base.keys(one)) != [name for name, _ in kept]:  # something is missing, or the order is another
         base.clear(one)
     for name, value in kept:
         if dict.get(one, name, _GONE) is not value:
             base.__setitem__(one, name, value)
+
+
+def _base(one: dict[Any, Any]) -> Any:
+    """The class whose methods are its own, and no user's: an ``OrderedDict`` has an order beside the dict's."""
+    return OrderedDict if issubclass(type(one), OrderedDict) else dict
 
 
 def _list(one: list[Any]) -> Iterator[Part]:

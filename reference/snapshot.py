@@ -93,12 +93,12 @@ class Snapshot:
                 continue
             self._seen[id(one)] = one
             if issubclass(type(one), nn.Module):
-                own = vars(one).get("_parameters")
-                self._weights[id(own)] = own if isinstance(own, dict) else {}
+                weights = vars(one).get("_parameters")
+                self._weights[id(weights)] = weights if isinstance(weights, dict) else {}
             for part in self._parts_of(one):
                 self._parts.append(part)
-                leads = part.leads_to
-                stack += [each for each in leads if id(one) not in self._weights or not isinstance(each, Tensor)]
+                own = id(one) in self._weights
+                stack += [each for each in part.leads_to if not isinstance(each, Tensor)] if own else part.leads_to
 
     def _walk_lean(self, others: Iterable[object], begun: Mapping[int, bytes]) -> None:
         """Note how weights are, and what else is watched without its bytes; but what hangs on weights is kept."""
@@ -132,7 +132,8 @@ class Snapshot:
         if _is_made_of_others(one) or one.is_meta:
             return
         if one.layout is not torch.strided:
-            yield Part([one._indices(), one._values()])
+            if self._with_bytes:
+                yield _sparse(one)
             return
         storage = one.untyped_storage()
         yield _form(one, storage)
@@ -195,6 +196,21 @@ def _gradient(one: Tensor) -> Part:
         one.requires_grad_(wanted)
 
     return Part([kept], lambda: one.is_leaf and one.grad is kept and one.requires_grad == wanted, put_back)
+
+
+def _sparse(one: Tensor) -> Part:
+    """The elements of a tensor that lists them."""
+
+    def elements(of: Tensor) -> list[Tensor]:
+        return [of._indices(), of._values()] if of.layout is torch.sparse_coo else [of.values()]
+
+    kept, version = one.clone(), one._version
+
+    def put_back() -> None:
+        one.copy_(kept)
+        torch._C._autograd._unsafe_set_version_counter((one,), (version,))
+
+    return Part((), lambda: all(map(torch.equal, elements(one), elements(kept))), put_back)
 
 
 def _form(one: Tensor, storage: torch.UntypedStorage) -> Part:
