@@ -156,13 +156,18 @@ class Snapshot:
 
 
 @contextmanager
-def unchanged(*roots: object) -> Iterator[None]:
-    """When this closes, all that is within reach of ``roots`` is as it was when this was opened."""
-    snapshot = Snapshot(roots)
+def unchanged(*roots: object, lost: Callable[[str], None] = lambda what: None, **more: Any) -> Iterator[Snapshot]:
+    """When this closes, all that is within reach of ``roots`` is as it was when this was opened.
+
+    ``lost`` is told what cannot be put back. ``more``: what a ``Snapshot`` is told.
+    """
+    snapshot = Snapshot(roots, **more)
     try:
-        yield
+        yield snapshot
     finally:
         snapshot.close()
+        if snapshot.lost:
+            lost(" and ".join(snapshot.lost))
 
 
 @contextmanager

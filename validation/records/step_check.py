@@ -9,6 +9,7 @@ there, so that all ranks have the same.
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -174,7 +175,8 @@ class StepCheck(CheckedStep):
         return products_in(place, self._record.products)
 
     def _concluded(self, parts: Sequence[StepPart]) -> Verdict:
-        return self._explained(self._joined(parts), parts)
+        with nullcontext() if self._beside is None else self._beside.apart():
+            return self._explained(self._joined(parts), parts)
 
     def _clear(self) -> None:
         if self._held is not None:
