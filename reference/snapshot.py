@@ -105,10 +105,10 @@ class Snapshot:
         every = {id(one): one for own in self._weights.values() for one in own.values() if isinstance(one, Tensor)}
         weights = [one for one in every.values() if id(one) not in self._seen]
         self._walk([vars(one) for one in weights])
-        for one, now in ((one, self._digest(one)) for one in weights if self._digest is not None):
-            if now != begun.get(id(one), now):
-                self._walk([one])
-            self._kept_digests.append((one, now))
+        for one in weights if self._digest is not None else ():
+            if id(one) in begun:  # of others nobody runs the modules again
+                self._kept_digests.append((one, self._digest(one)))
+        self._walk([one for one, now in self._kept_digests if now != begun[id(one)]])
         self._with_bytes = False
         self._walk([*weights, *others])
 

@@ -209,6 +209,27 @@ def test_what_cannot_be_put_back_is_unknown_and_named() -> None:
     assert "cannot be put back: a count" in str(check.verdict)
 
 
+class Cached(nn.Module):
+    """Adds to what it is given, which is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Slots) -> Any:
+        cache.it = cache.it + 1
+        return self.layer(x)
+
+
+def test_what_a_call_is_given_is_put_back() -> None:
+    stage, cache = Cached(), Slots(0)
+    more: Any = {"cache": cache}
+    with check_step({0: stage}, DATA, against=Composed(MSE)) as check:
+        Job([stage], more=lambda stage, m: more).step()
+        check.gradients()
+    assert cache.it == len(DATA)
+
+
 class Shrinking(nn.Module):
     """Writes to its own weights when it is called."""
 

@@ -44,7 +44,6 @@ from pipeproof.records.cut_inside import cut_by_hand, of_parts
 from pipeproof.records.early_step import EarlyStep
 from pipeproof.records.equal_weights import EqualWeights
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
-from pipeproof.records.job_state import job_state
 from pipeproof.records.own_gradients import OwnGradients
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
 from pipeproof.records.peers import Peers
@@ -153,9 +152,9 @@ class ComposedCheck(CheckedStep):
         known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
         with self.noting():
             known = None if named is None else all_dense(gradients_of(named, self._own.places))
-        own = self._own.modules.values()
-        state = job_state(self._own, self._by, self._given, self._weights, self.refuse)
-        with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(own):
+        given = self._given, self._watched.arguments
+        state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
+        with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
             try:
                 self._part_of_chain = self._made(known)
             except RanksAbsent as absent:

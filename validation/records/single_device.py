@@ -1,7 +1,7 @@
 """The single-device model beside a running job: rank 0 makes it, with the weights of all ranks, and lays out a step."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,23 +99,15 @@ class SingleDevice:
 class ReferenceBeside:
     """What rank 0 makes of ``source`` for one step; ``timeout_s`` bounds each wait.
 
-    renamable: whether names may be cured by rename=. beside: what the job has; nothing that it leads to changes.
+    renamable: whether names may be cured by rename=.
 
     ``model``: on rank 0 the reference, with the weights that the step began with; ``microbatches`` are what it runs.
     """
 
-    def __init__(
-        self,
-        source: SingleDevice,
-        exchange: Exchange,
-        *,
-        timeout_s: float,
-        renamable: bool = True,
-        beside: Collection[object] = (),
-    ) -> None:
+    def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float, renamable: bool = True) -> None:
         self.source = source
         self._renamable = renamable
-        self._roots = [source.build, source.loss_fn, source.loss_divisor, *beside]
+        self._roots: list[object] = [source.build, source.loss_fn, source.loss_divisor]
         self.model: nn.Module | None = None
         self.microbatches: Pairs = ()
         self._exchange = exchange
@@ -140,11 +132,14 @@ class ReferenceBeside:
         microbatches: Pairs | None,
         *,
         shares: tuple[tuple[int, ...], ...] = (),
+        beside: object = None,
     ) -> tuple[Record | None, dict[int, str]]:
         """What a correct step gives, or why there is nothing to say.
 
         ``parameters`` are this rank's, by name; ``shares`` the microbatches of each replica, where that is known.
+        ``beside``: the job's modules; nothing that these and the loss lead to changes.
         """
+        self._roots += [beside, microbatches]
         held, own = lying_at(arrivals), self._exchange.rank
         self._beside = next((one.device for one in parameters.values()), torch.device(CPU))
         given = [name for name, parts in held.items() if own in parts.values()]
