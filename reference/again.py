@@ -15,10 +15,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from pipeproof.reference.attributes import Attribute, attributes_of, changed, put_back
 from pipeproof.reference.copied import hooks_of
-from pipeproof.reference.drawn_from import DrawnFrom, putting_back
+from pipeproof.reference.drawn_from import DrawnFrom
 from pipeproof.reference.first_hook import hook_first
 from pipeproof.reference.generators import Generator, Kept, generators_in, set_states_on, states_on
-from pipeproof.reference.loss_state import buffers_kept
 
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
 
@@ -122,37 +121,15 @@ class State:
 
 
 @contextmanager
-def undisturbed(modules: Iterable[nn.Module], loss: object = None) -> Iterator[None]:
-    """While this is open, backwards can run, and no types are cast where ``modules`` are, whatever the caller set.
-
-    Nor does what is run meanwhile change what a ``loss`` keeps.
-    """
+def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While this is open, backwards can run, and no types are cast where ``modules`` are, whatever the caller set."""
     with ExitStack() as stack:
-        stack.enter_context(buffers_kept(loss))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in {device.type for module in modules for device in _devices(module)}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-@contextmanager
-def drawing_on(modules: Iterable[nn.Module], generators: Sequence[Generator] = ()) -> Iterator[None]:
-    """While this is open, what is drawn where ``modules`` are changes nothing for what is drawn there later.
-
-    Nor does what calls that are run again draw from ``generators``, or from any others.
-    """
-    every = list(modules)
-    drawn = states_on({device for module in every for device in _devices(module)})
-    kept = [Kept.of(one) for one in _each(generators, *every)]
-    try:
-        with putting_back():
-            yield
-    finally:
-        set_states_on(drawn)
-        for one in kept:
-            one.put_back()
 
 
 def _each(generators: Sequence[Generator], *modules: nn.Module) -> list[Generator]:
@@ -278,7 +255,7 @@ class Again(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Again":
         stage: nn.Module = self.__dict__["stage"]
-        memo.update((id(one), one) for one in (*hooks_of(stage), *self.__dict__["known"]))  # as its twin has them
+        memo.update((id(one), one) for one in (*hooks_of(stage), *self.__dict__["known"]))
         made = Again(copy.deepcopy(stage, memo))
         made.__dict__.update(others=self.__dict__["others"], known=self.__dict__["known"])
         return made

@@ -3,14 +3,13 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from traceback import walk_tb
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Value = TypeVar("Value")
-Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(value: Value, *, sharing: Iterable[object] = (), instead: Mapping[int, object] | None = None) -> Value:
@@ -28,19 +27,6 @@ def copied(value: Value, *, sharing: Iterable[object] = (), instead: Mapping[int
             if stuck is value or id(stuck) in shared or isinstance(stuck, nn.Module | nn.Parameter):
                 raise
             shared[id(stuck)] = stuck
-
-
-def twin(module: Module, sharing: Iterable[object] = ()) -> Module:
-    """``module`` once more with the very tensors: what its calls leave in it, or in what it has, is left in the twin.
-
-    ``sharing``: what it shares besides. Its hooks are the very ones, but for those that are methods of modules in it: a
-    hook may have the whole job in it. A module whose forward is a function of its own is itself: what that function has
-    in it cannot be copied.
-    """
-    if any(isinstance(part.__dict__.get("forward"), FunctionType) for part in module.modules()):
-        return module
-    with tensors_shared():
-        return copied(module, sharing=(*module.parameters(), *module.buffers(), *hooks_of(module), *sharing))
 
 
 def hooks_of(module: nn.Module) -> Iterator[object]:

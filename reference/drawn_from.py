@@ -1,11 +1,9 @@
 """What a computation draws random numbers from."""
 
-import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from functools import partial
 from os import sep
 from pathlib import Path
@@ -17,7 +15,16 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pipeproof.reference.generators import OF_ONE_STATE, Generator, Kept, content, is_generator, states_on
+from pipeproof.reference.generators import (
+    OF_ONE_STATE,
+    Generator,
+    Kept,
+    content,
+    has_generators,
+    is_generator,
+    own_generators,
+    states_on,
+)
 
 _SEEDING = frozenset({"seed", "manual_seed", "set_state", "setstate"})  # what comes after does not depend on before
 _READING = frozenset({"get_state", "graphsafe_get_state", "clone_state"})
@@ -28,24 +35,10 @@ _TORCH = f"{Path(torch.__file__).parent}{sep}"  # code that has no generator of 
 _FURTHER = 4  # steps from a name to what is looked for
 _HOLDERS: tuple[Any, ...] = (dict, list, tuple, deque, set)
 _PLAIN = (type(None), bool, int, float, str, bytes, FunctionType, CodeType)  # these have no members of interest
-_found: ContextVar[dict[int, Kept] | None] = ContextVar("generators that are put back", default=None)
 
 
 class KeptElsewhere(Exception):
     """A computation goes on drawing from a state that is kept out of sight: only who keeps it can put it back."""
-
-
-@contextmanager
-def putting_back() -> Iterator[None]:
-    """While this is open, generators that a ``DrawnFrom`` sees are noted; then they are as they were before."""
-    found: dict[int, Kept] = {}
-    token = _found.set(found)
-    try:
-        yield
-    finally:
-        _found.reset(token)
-        for kept in found.values():
-            kept.put_back()
 
 
 class DrawnFrom(TorchFunctionMode):
@@ -61,8 +54,8 @@ class DrawnFrom(TorchFunctionMode):
         super().__init__()
         self.others: list[Generator] = []
         devices = list(devices)
-        given, own = list(known), list(_own(devices))
-        self._without = [one for one in devices if not _has_generators(one)]
+        given, own = list(known), list(own_generators(devices))
+        self._without = [one for one in devices if not has_generators(one)]
         self._torch = {id(one) for one in own if isinstance(one, torch.Generator)}
         self._known = {id(one): one for one in (*own, *given)}
         self._keeper = any(not isinstance(one, OF_ONE_STATE) for one in given)
@@ -84,7 +77,7 @@ class DrawnFrom(TorchFunctionMode):
             sys.setprofile(self._outer)
         for kept in self._mentioned.values():
             if id(kept.generator) not in self._known and kept.moved and getrefcount(kept.generator) > _OURS:
-                self._note(kept, seeded=False)
+                self.others.append(kept.generator)
 
     @property
     def _can_profile(self) -> bool:
@@ -135,14 +128,8 @@ class DrawnFrom(TorchFunctionMode):
             return
         self._known[id(one)] = one
         with suppress(AttributeError):  # it is just being made, and has no state yet
-            self._note(Kept.of(one), seeded=name in _SEEDING)
-
-    def _note(self, kept: Kept, *, seeded: bool) -> None:
-        """A generator is used, or was, that had this state before."""
-        if not seeded:
-            self.others.append(kept.generator)
-        if (found := _found.get()) is not None:
-            found.setdefault(id(kept.generator), kept)
+            Kept.of(one)
+            self.others += [one] if name not in _SEEDING else []
 
 
 def _within_reach(found: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
@@ -179,15 +166,3 @@ def _members(one: object) -> Iterator[Mapping[str, Any]]:
         yield object.__getattribute__(one, "__dict__")
     yield from map(vars, kind.__mro__)
     yield from map(vars, one.__mro__[1:] if isinstance(one, type) else ())
-
-
-def _own(devices: Iterable[torch.device]) -> Iterator[Generator]:
-    """Python's, numpy's, and torch's own on ``devices``."""
-    yield from (random.random.__self__, numpy.random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
-    for device in devices:
-        if device.type != "cpu" and _has_generators(device):
-            yield from torch.get_device_module(device).default_generators
-
-
-def _has_generators(device: torch.device) -> bool:
-    return device.type == "cpu" or hasattr(torch.get_device_module(device), "default_generators")

@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,19 @@ def generators_in(module: nn.Module) -> list[Generator]:
     """Those that the modules in it have as members, each once."""
     members = (one for part in module.modules() for one in vars(part).values())
     return list({id(one): one for one in members if is_generator(one)}.values())
+
+
+def own_generators(devices: Iterable[torch.device]) -> Iterator[Generator]:
+    """Python's, numpy's, and torch's own on ``devices``."""
+    yield from (random.random.__self__, numpy.random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+    for device in devices:
+        if device.type != "cpu" and has_generators(device):
+            yield from torch.get_device_module(device).default_generators
+
+
+def has_generators(device: torch.device) -> bool:
+    """Whether ``device`` has generators of its own."""
+    return device.type == "cpu" or hasattr(torch.get_device_module(device), "default_generators")
 
 
 def _random(device: torch.device) -> Any:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pipeproof.reference.drawn_from import DrawnFrom, KeptElsewhere, putting_back
-from pipeproof.reference.generators import Kept
+from pipeproof.reference.drawn_from import DrawnFrom, KeptElsewhere
 
 TORCH, PYTHON = torch.Generator().manual_seed(3), random.Random(3)
 NUMPY, BEFORE = {"mine": numpy.random.default_rng(3)}, numpy.random.RandomState(3)
@@ -108,13 +107,11 @@ DRAWS: list[tuple[Callable[[], None], Any]] = [
 
 
 @pytest.mark.parametrize(("draw", "generator"), DRAWS)
-def test_generators_that_are_drawn_from_are_seen_and_put_back(draw: Callable[[], None], generator: Any) -> None:
-    before = Kept.of(generator)
-    with putting_back(), DrawnFrom([], [torch.device("cpu")]) as drawn:
+def test_generators_that_are_drawn_from_are_seen(draw: Callable[[], None], generator: Any) -> None:
+    with DrawnFrom([], [torch.device("cpu")]) as drawn:
         draw()
         draw()
     assert drawn.others == [generator]
-    assert not before.moved
 
 
 @pytest.mark.parametrize(("draw", "generator"), DRAWS)
@@ -126,7 +123,7 @@ def test_those_that_are_known_are_no_others(draw: Callable[[], None], generator:
 
 def test_one_around_a_function_is_seen() -> None:
     draw = around()
-    with putting_back(), DrawnFrom([], []) as drawn:
+    with DrawnFrom([], []) as drawn:
         draw()
     assert len(drawn.others) == 1
 
@@ -156,12 +153,10 @@ def draw_from(generator: numpy.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("draw", [named_alone, of_all_own, seeded, made_for_it])
-def test_what_nobody_has_to_put_back_is_none(draw: Callable[[], None]) -> None:
-    before = Kept.of(TORCH)
-    with putting_back(), DrawnFrom([], [torch.device("cpu")]) as drawn:
+def test_what_is_known_or_seeded_is_no_other(draw: Callable[[], None]) -> None:
+    with DrawnFrom([], [torch.device("cpu")]) as drawn:
         draw()
     assert drawn.others == []
-    assert not before.moved
 
 
 def swapped() -> float:
@@ -211,7 +206,7 @@ def test_a_profiler_of_the_users_own_goes_on() -> None:
 
 
 def test_under_a_profiler_in_c_nothing_breaks_and_what_operators_are_given_is_seen() -> None:
-    with cProfile.Profile(), putting_back(), DrawnFrom([], []) as drawn:
+    with cProfile.Profile(), DrawnFrom([], []) as drawn:
         of_torch()
     assert drawn.others == [TORCH]
     assert not torch.overrides._get_current_function_mode_stack()

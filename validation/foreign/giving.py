@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pipeproof.foreign.chain import Chain
-from pipeproof.foreign.own_calls import StageSeen, own_twin
+from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.observers.calls import Call
 from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.reference.again import Again
@@ -43,7 +43,7 @@ def _otherwise(chain: Chain, stage: int, module: nn.Module, calls: Sequence[Call
     found: dict[int, frozenset[int]] = {}
     seen, due = chain.stages[stage].calls, chain.due(stage)
     other = [k for k, (call, inputs) in enumerate(zip(seen, due, strict=True)) if inputs != call.needing]
-    model = Again(own_twin(module, calls)) if other else None
+    model = Again(module) if other else None
     for k in other:
         again = calls[k].again
         if model is None or again is None:

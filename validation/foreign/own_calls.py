@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
 from pipeproof.foreign.call_matching import Column
 from pipeproof.foreign.links import Link
@@ -13,7 +12,6 @@ from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
-from pipeproof.reference.copied import twin
 from pipeproof.worlds.stack import Stack
 
 _PASS = "pass plain tensors, in tuples, lists or mappings, or register its class with torch.utils._pytree"
@@ -38,12 +36,6 @@ class StageSeen:
         """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""
         pairs = zip(self.calls, links, strict=True)
         return replace(self, calls=tuple(call.without_own(link.received) for call, link in pairs))
-
-
-def own_twin(module: nn.Module, calls: Sequence[Call]) -> nn.Module:
-    """``module`` once more, to run its ``calls`` again: it draws from the very generators that they drew from."""
-    kept = [one for call in calls if call.again is not None for one in call.again.state.generators]
-    return twin(module, sharing={id(one.generator): one.generator for one in kept}.values())
 
 
 def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:

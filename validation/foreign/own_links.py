@@ -15,7 +15,6 @@ from pipeproof.foreign.crossings import near
 from pipeproof.foreign.first_run import FirstRun
 from pipeproof.foreign.links import Ending, Link, Made, Point, comes_again, fits, limits_of, seen_at
 from pipeproof.foreign.obstacles import by_attributes, draws_elsewhere
-from pipeproof.foreign.own_calls import own_twin
 from pipeproof.foreign.run_once_more import RunOnceMore
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.pending import Pending
@@ -57,7 +56,7 @@ class OwnStage:
     ) -> None:
         self.in_parts = in_parts
         self.stage, self._calls, self._ending = stage, list(calls), ending
-        self._model = Again(own_twin(module, calls))
+        self._model = Again(module)
         loss: LossFn = self._flow if ending is None else self._ending_loss
         recipe = Recipe(Loss(loss, 1.0 if ending is None else ending.divisor), accumulation=accumulation)
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]

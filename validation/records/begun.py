@@ -22,6 +22,14 @@ _CALLED = (
     "pass the very module that is called, and call it itself, not its forward; of a compiled one, that is what "
     "torch.compile returned"
 )
+_SUMMED = (
+    "stage {} itself adds up the gradient of {} as it runs, and autograd gives another: put back, and not compared; a "
+    "SingleDevice compares it"
+)
+_ELSEWHERE = (
+    "no backward through stage {} gives the gradient of {}: it is put off, or other code writes it; a SingleDevice "
+    "compares it"
+)
 _COMPILED = "its compile() hides them; compile the modules in it, or pass and call what torch.compile returns of it"
 _SILENT = (
     " has parameters to be trained, and ran without gradients, as under no_grad: where that is meant, call "
@@ -73,13 +81,22 @@ class Begun:
             if silent and any(one.requires_grad for one in module.parameters()):
                 yield f"stage {stage}{_SILENT}"
 
-    def note_unreached(self, own: RankStages, stage: OwnStage) -> None:
-        """Note that nobody knows what a stage gives whose gradients come from elsewhere than its backwards."""
-        left, named = own.gradients, {name: own.rename(stage.stage, name) for name in stage.unreached}
-        other = [name for name, full in named.items() if self.has_grown(full, left[full])]
-        if other and not any(link.obstacle for link in stage.links):
-            told = f"no backward through stage {stage.stage} gives what is in .grad of {names_of(other)}"
-            stage.links[0] = replace(stage.links[0], obstacle=f"{told}: it is put off, or other code writes it")
+    def note_elsewhere(
+        self, own: RankStages, left: Mapping[str, Any], stage: OwnStage, wrote: Callable[[Tensor], bool]
+    ) -> None:
+        """Note that nobody knows what a stage gives whose gradients come from elsewhere than autograd.
+
+        left: this rank's gradients, by the model's names. wrote: whether the stage, run again, wrote to a tensor.
+        """
+        names = {name: left.get(own.rename(stage.stage, name)) for name in stage.single_names}
+        there = {name: getattr(one, "part", one) for name, one in names.items() if one is not None}
+        summed = [name for name, one in there.items() if isinstance(one, Tensor) and wrote(one)]
+        other = [n for n in stage.unreached if self.has_grown(own.rename(stage.stage, n), there.get(n))]
+        obstacle = _SUMMED.format(stage.stage, names_of(summed)) if summed else ""
+        if other and not obstacle:
+            obstacle = _ELSEWHERE.format(stage.stage, names_of(other))
+        if obstacle and stage.links and not any(link.obstacle for link in stage.links):
+            stage.links[0] = replace(stage.links[0], obstacle=obstacle)
 
 
 def _in_place(module: nn.Module) -> bool:

@@ -58,7 +58,7 @@ from pipeproof.records.step_record import Pairs
 from pipeproof.records.watched_stages import WatchedStages
 from pipeproof.records.way import Way
 from pipeproof.records.weights_after import WeightsAfter, masters_of
-from pipeproof.reference.again import drawing_on, undisturbed
+from pipeproof.reference.again import undisturbed
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
@@ -152,8 +152,9 @@ class ComposedCheck(CheckedStep):
         known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
         with self.noting():
             known = None if named is None else all_dense(gradients_of(named, self._own.places))
-        own = self._own.modules.values()
-        with self.noting(), drawing_apart(), drawing_on(own, self._by.generators), undisturbed(own, self._by.loss_fn):
+        given = self._given, self._watched.arguments
+        state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
+        with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
             try:
                 self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
@@ -284,18 +285,18 @@ class ComposedCheck(CheckedStep):
     def _once_more(self, again: StagesAgain, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
         """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
         lines, known = self._lines, (self._by.loss_divisor, self.microbatches)
+        left = self._own.gradients if named is None else gradients_of(named, self._own.places)
         with self.noting():
             scales = dict.fromkeys((self._scale, self._by.scale))
             divisors = lines.divisor(*known), lines.own_divisor(*known)
             again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(again.modules))
             again.way.in_parts = again.in_parts
-            again.run(partial(self._begun.note_unreached, self._own))
-        given = self._own.gradients if named is None else gradients_of(named, self._own.places)
-        mine = again.told, self._shards.flat(given)
+            again.run(self._snapshot, partial(self._begun.note_elsewhere, self._own, left))
+        mine = again.told, self._shards.flat(left)
         both = self._gather(mine, "which stages give the same again, and how losses are divided")
         every = [one for one, _ in both]
         again.agree(every, lines.of_line(every))
-        here = self._shards.lying(given, [both[rank][1] for rank in self._peers.ranks])
+        here = self._shards.lying(left, [both[rank][1] for rank in self._peers.ranks])
         if again.times is not None or not again.fits:
             addends = addends_of(again.stages, here, self._own.rename, self._shards)
             everyones = [one for those in self._gather(addends, "how large gradients are") for one in those]
@@ -303,7 +304,7 @@ class ComposedCheck(CheckedStep):
         if again.times is not None:
             self._ledger.remark("boundaries", by_hand(again.times))
         with self.noting():
-            again.as_agreed()
+            again.as_agreed(self._snapshot)
         return here
 
     def _summed(self, stages: Sequence[OwnStage], here: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -28,6 +28,7 @@ from pipeproof.records.record_file import write
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.settings_off import settings_off
+from pipeproof.reference.snapshot import unchanged
 from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
 
@@ -50,7 +51,8 @@ def record_step(
 ) -> Record:
     """What a correct training step gives: losses, gradients, their norm, and the parameters after it.
 
-    The step is made on a copy: ``model`` and ``optimizer`` stay as they are. The optimizer's state counts.
+    The step is made on a copy: ``model`` and ``optimizer`` stay as they are, and so does what they and ``loss_fn`` lead
+    to. The optimizer's state counts.
 
     microbatches: pairs of inputs and target. loss_fn: of output and target, a microbatch's scalar loss. loss_divisor:
     each loss is divided by this before its backward. The default is the number of microbatches. optimizer: without
@@ -62,7 +64,8 @@ def record_step(
     """
     divisor = float(len(microbatches) if loss_divisor is None else loss_divisor)
     recipe = Recipe(Loss(loss_fn, divisor), math.inf if max_norm is None else max_norm)
-    return recorded(model, microbatches, recipe, optimizer=optimizer, floors=floors, moves=floors)
+    with unchanged(model, optimizer, loss_fn, microbatches):
+        return recorded(model, microbatches, recipe, optimizer=optimizer, floors=floors, moves=floors)
 
 
 def recorded(

@@ -298,7 +298,7 @@ def test_what_a_stage_has_besides_tensors_is_left_alone() -> None:
     assert not put_off.later
     assert [one.calls for one in stages if isinstance(one, Layer)] == [3, 3]
     assert check.verdict.verdict == "unknown", str(check.verdict)
-    assert "no backward through stage 2 gives what is in .grad of weight" in str(check.verdict)
+    assert "no backward through stage 2 gives the gradient of weight" in str(check.verdict)
 
 
 def named(stage: int, name: str) -> str:

@@ -1,0 +1,349 @@
+"""What code can reach from an object, part by part, and how each part is put back in place as it was."""
+
+import argparse
+import concurrent.futures
+import functools
+import io
+import itertools
+import queue
+import random
+import sys
+import threading
+import types
+import weakref
+from array import array
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from gc import get_referents
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from pipeproof.reference.generators import OF_ONE_STATE, Kept
+
+_GONE = object()  # in the place of what is not there
+_CLOSED = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pytest", "_pytest", "pipeproof"})
+_OPEN: tuple[type, ...] = (nn.Module, Tensor, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_OPEN += (torch.amp.GradScaler, argparse.Namespace, types.SimpleNamespace, threading.local, functools.cached_property)
+_OPEN += (functools.partialmethod, UserDict, UserList, ChainMap)
+_WORKERS = (threading.Thread, queue.Queue, queue.SimpleQueue, concurrent.futures.Executor)
+_INDEXED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
+PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type(...), range, slice, torch.dtype, torch.device, torch.Size}
+    | {types.CodeType, types.FrameType, torch.memory_format, torch.layout}
+)  # these have no parts, and nothing in them changes
+
+
+class NotPutBack(Exception):
+    """Something has changed that nobody can put back."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something of an object: what it leads to, whether it is as it was, and what makes it so again."""
+
+    leads_to: Iterable[object]
+    is_same: Callable[[], bool] = lambda: True
+    put_back: Callable[[], object] = lambda: None
+
+
+def is_open(kind: type) -> bool:
+    """Whether objects of this class are a user's own, so that what they have may be put back."""
+    return _root(kind.__module__) not in _CLOSED or issubclass(kind, _OPEN)
+
+
+def keepers_of(kind: type) -> list[Callable[[Any], Iterable[Part]]]:
+    """What finds the parts of objects of this class."""
+    if kind in PLAIN or issubclass(kind, numpy.generic | types.ModuleType):
+        return []
+    found = [keep for base, keep in _BY_CLASS if issubclass(kind, base)]
+    if issubclass(kind, OF_ONE_STATE) or all(callable(getattr(kind, one, None)) for one in _KEEPS_STATES):
+        found += [_generator] if not issubclass(kind, random.SystemRandom) else []
+    return [*found, _members] if is_open(kind) and not issubclass(kind, type | types.FunctionType) else found
+
+
+_KEEPS_STATES = ("get_states", "set_states")
+
+
+def _root(name: object) -> str:
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+def _dict(one: dict[Any, Any]) -> Iterator[Part]:
+    kept = list(_base(one).items(one))
+    leads = [each for pair in kept for each in pair]
+    leads += [one.default_factory] if isinstance(one, defaultdict) else []
+    yield Part(leads, lambda: _has(one, kept), lambda: _refill(one, kept))
+
+
+def _has(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> bool:
+    pairs = zip(_base(one).items(one), kept, strict=False)
+    return dict.__len__(one) == len(kept) and all(a is c and b is d for (a, b), (c, d) in pairs)
+
+
+def _refill(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> None:
+    """Fill ``one`` again; as little as can be, for another thread may look into it."""
+    base, names = _base(one), dict(kept)
+    for name in [name for name in base.keys(one) if name not in names]:
+        base.__delitem__(one, name)
+    if list(base.keys(one)) != [name for name, _ in kept]:  # something is missing, or the order is another
+        base.clear(one)
+    for name, value in kept:
+        if dict.get(one, name, _GONE) is not value:
+            base.__setitem__(one, name, value)
+
+
+def _base(one: dict[Any, Any]) -> Any:
+    """The class whose methods are its own, and no user's: an ``OrderedDict`` has an order beside the dict's."""
+    return OrderedDict if issubclass(type(one), OrderedDict) else dict
+
+
+def _list(one: list[Any]) -> Iterator[Part]:
+    kept = list.copy(one)
+    yield Part(kept, lambda: _equal(list.__iter__(one), kept), lambda: list.__setitem__(one, slice(None), kept))
+
+
+def _equal(now: Iterable[Any], kept: Iterable[Any]) -> bool:
+    """Whether these are the very same."""
+    return all(one is other for one, other in itertools.zip_longest(now, kept, fillvalue=_GONE))
+
+
+def _deque(one: deque[Any]) -> Iterator[Part]:
+    kept = list(deque.__iter__(one))
+    yield Part(kept, lambda: _equal(deque.__iter__(one), kept), lambda: (deque.clear(one), deque.extend(one, kept)))
+
+
+def _set(one: set[Any]) -> Iterator[Part]:
+    kept = {id(each): each for each in set.__iter__(one)}
+    again = kept.values()
+    yield Part(
+        again, lambda: {*map(id, set.__iter__(one))} == {*kept}, lambda: (set.clear(one), set.update(one, again))
+    )
+
+
+def _unchanging(one: Any) -> Iterator[Part]:
+    """A tuple, or whatever else leads to others and does not change itself."""
+    yield Part(get_referents(one))
+
+
+def _partial(one: functools.partial[Any]) -> Iterator[Part]:
+    if _root(getattr(one.func, "__module__", "")) != "pipeproof":
+        yield Part(get_referents(one))
+
+
+def _bytes(one: Any) -> Iterator[Part]:
+    kept = one[:]
+    yield Part((), lambda: bool(one == kept), lambda: one.__setitem__(slice(None), kept))
+
+
+def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Part]:
+    """Also one that others are views of: each has its own bytes put back."""
+    kept, form = numpy.array(one, copy=True, subok=False), (one.shape, one.strides)
+
+    def is_same() -> bool:
+        return (one.shape, one.strides) == form and one.tobytes() == kept.tobytes()
+
+    def put_back() -> None:
+        if one.shape != kept.shape:
+            one.resize(kept.shape, refcheck=False)
+        numpy.copyto(one, kept)
+
+    inner = one.ravel().tolist() if one.dtype.hasobject else ()
+    yield Part([one.base, *inner], is_same, put_back) if one.flags.writeable else Part([one.base, *inner])
+
+
+def _members(one: Any) -> Iterator[Part]:
+    """Those of an object, and its class. One that has a thread, or a queue, is changed by others meanwhile."""
+    try:
+        base = threading.local if issubclass(type(one), threading.local) else object  # it has one for each thread
+        own = base.__getattribute__(one, "__dict__")
+    except AttributeError:
+        own = {}
+    if any(issubclass(type(each), _WORKERS) for each in own.values()):
+        return
+    yield Part([type(one)])
+    yield from _dict(own)
+    for kind in type(one).__mro__:
+        if "__slots__" in vars(kind):
+            slots = (each for each in vars(kind).values() if isinstance(each, types.MemberDescriptorType))
+            yield from (_slot(one, each) for each in slots)
+
+
+def _slot(one: object, slot: types.MemberDescriptorType) -> Part:
+    def now() -> object:
+        try:
+            return slot.__get__(one, type(one))
+        except AttributeError:
+            return _GONE
+
+    kept = now()
+    return Part(
+        [kept],
+        lambda: now() is kept,
+        lambda: slot.__delete__(one) if kept is _GONE else slot.__set__(one, kept),
+    )
+
+
+def _class(kind: type) -> Iterator[Part]:
+    """The attributes of a user's class, and what its methods lead to."""
+    if _root(kind.__module__) in _CLOSED:
+        return
+    kept = dict(vars(kind))
+
+    def put_back() -> None:
+        for name in [each for each in vars(kind) if each not in kept]:
+            type.__delattr__(kind, name)
+        for name, value in kept.items():
+            if vars(kind).get(name, _GONE) is not value:
+                type.__setattr__(kind, name, value)
+
+    yield Part([*kind.__bases__, *kept.values()], lambda: _has_all(vars(kind), kept), put_back)
+
+
+def _has_all(now: Any, kept: Any) -> bool:
+    return len(now) == len(kept) and all(now.get(name, _GONE) is value for name, value in kept.items())
+
+
+def _cell(one: types.CellType) -> Iterator[Part]:
+    def now() -> object:
+        try:
+            return one.cell_contents
+        except ValueError:  # it is empty yet
+            return _GONE
+
+    kept = now()
+
+    def put_back() -> None:
+        if kept is _GONE:
+            del one.cell_contents
+        else:
+            one.cell_contents = kept
+
+    yield Part([kept], lambda: now() is kept, put_back)
+
+
+def _function(one: types.FunctionType) -> Iterator[Part]:
+    """What it closes over, its defaults, and those globals of its module, and of modules in it, that its code names."""
+    root = _root(one.__globals__.get("__name__"))
+    if root == "pipeproof":  # what we note of the job is not its own
+        return
+    defaults, named = one.__defaults__, one.__kwdefaults__
+
+    def put_back() -> None:
+        one.__defaults__, one.__kwdefaults__ = defaults, named
+
+    leads = [*(one.__closure__ or ()), defaults, named, one.__dict__]
+    yield Part(leads, lambda: one.__defaults__ is defaults and one.__kwdefaults__ is named, put_back)
+    if root in _CLOSED:
+        return
+    names = names_in(one.__code__)
+    spaces = [one.__globals__]
+    spaces += [
+        vars(each)
+        for each in map(one.__globals__.get, names)
+        if isinstance(each, types.ModuleType) and _root(each.__name__) not in _CLOSED
+    ]
+    for space in spaces:
+        for name in names:
+            yield _global(space, name)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The globals and attributes that ``code`` names, also in functions inside."""
+    inner = (names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _global(space: dict[str, Any], name: str) -> Part:
+    kept = space.get(name, _GONE)
+    return Part(
+        [kept],
+        lambda: space.get(name, _GONE) is kept,
+        lambda: space.pop(name) if kept is _GONE else space.__setitem__(name, kept),
+    )
+
+
+def _bound(one: Any) -> Iterator[Part]:
+    yield Part([one.__self__, getattr(one, "__func__", None)])
+
+
+def _variable(one: ContextVar[Any]) -> Iterator[Part]:
+    kept = one.get(_GONE)
+    yield Part([kept], lambda: one.get(_GONE) is kept, lambda: one.set(kept) if kept is not _GONE else _refuse(one))
+
+
+def _reference(one: weakref.ref[Any]) -> Iterator[Part]:
+    yield Part([one()])
+
+
+def _generator(one: Any) -> Iterator[Part]:
+    kept = Kept.of(one)
+    yield Part((), lambda: not kept.moved, kept.put_back)
+
+
+def _iterator(one: Any) -> Iterator[Part]:
+    kept = one.__reduce__()[2:]
+    yield Part(
+        get_referents(one),
+        lambda: one.__reduce__()[2:] == kept,
+        lambda: one.__setstate__(*kept) if one.__reduce__()[2:] else _refuse(one),
+    )
+
+
+def _running(one: "types.GeneratorType[Any, Any, Any]") -> Iterator[Part]:
+    """A function that yields: where it stands is seen, and cannot be set."""
+
+    def now() -> object:
+        frame = one.gi_frame
+        return None if frame is None else (frame.f_lasti, {name: id(each) for name, each in frame.f_locals.items()})
+
+    kept, own = now(), [] if one.gi_frame is None else list(one.gi_frame.f_locals.values())
+    yield Part([*own, one.gi_yieldfrom], lambda: now() == kept, lambda: _refuse(one))
+
+
+def _count(one: Any) -> Iterator[Part]:
+    kept = repr(one)
+    yield Part((), lambda: repr(one) == kept, lambda: _refuse(one))
+
+
+def _in_memory(one: Any) -> Iterator[Part]:
+    kept = one.__getstate__()
+    yield Part((), lambda: one.__getstate__() == kept, lambda: one.__setstate__(kept))
+
+
+def _file(one: io.IOBase) -> Iterator[Part]:
+    """A file that is read. What was written to one stays there."""
+    if not one.closed and one.seekable() and not one.writable():
+        kept = one.tell()
+        yield Part((), lambda: one.tell() == kept, lambda: one.seek(kept))
+
+
+def _refuse(one: object) -> None:
+    raise NotPutBack(f"a {type(one).__name__}")
+
+
+_BY_CLASS: list[tuple[Any, Callable[[Any], Iterable[Part]]]] = [
+    (dict, _dict),
+    (list, _list),
+    (set, _set),
+    (deque, _deque),
+    ((bytearray, array), _bytes),
+    ((tuple, frozenset, types.MappingProxyType, property, staticmethod, classmethod), _unchanging),
+    (functools.partial, _partial),
+    (numpy.ndarray, _array),
+    (type, _class),
+    (types.CellType, _cell),
+    (types.FunctionType, _function),
+    ((types.MethodType, types.BuiltinMethodType), _bound),
+    (ContextVar, _variable),
+    (weakref.ref, _reference),
+    (_INDEXED, _iterator),
+    (types.GeneratorType, _running),
+    (itertools.count, _count),
+    ((io.BytesIO, io.StringIO), _in_memory),
+    ((io.BufferedReader, io.TextIOWrapper), _file),
+]

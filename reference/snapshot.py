@@ -1,0 +1,242 @@
+"""Everything that code can reach from some objects, as it is now, to be put back in place."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pipeproof.reference.generators import own_generators, set_states_on, states_on
+from pipeproof.reference.reach import PLAIN, NotPutBack, Part, keepers_of
+
+_HOOKS_OF_ALL = ("forward_pre", "forward", "backward_pre", "backward")
+Digest = Callable[[Tensor], bytes]
+_WIDE = 8  # bytes that are compared at once
+
+
+class Snapshot:
+    """All that is within reach of ``roots``: tensors by their bytes, numbers, containers, generators.
+
+    It takes the memory of those tensors once more, or as much of the ``host``'s; but not for the weights of modules,
+    where nothing else leads to them, and what ``lean`` objects lead to: code that runs again has others in their place.
+    ``digest``: by that it is known whether weights are the same. ``begun``: by id, what it was of weights when a step
+    began: of one that has moved since its bytes are kept, too.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[object],
+        *,
+        lean: Iterable[object] = (),
+        host: bool = False,
+        digest: Digest | None = None,
+        begun: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> None:
+        self.lost: dict[str, None] = {}  # what has changed and cannot be put back, each once
+        self._host, self._digest = host, digest
+        self._parts: list[Part] = []
+        self._bytes: dict[int, Part | None] = {}  # by the storage that has them
+        self._written = set[int]()
+        self._places = {torch.device("cpu")}
+        self._seen: dict[int, object] = {}  # by id, which is no other's meanwhile
+        self._keepers: dict[type, list[Callable[[Any], Iterable[Part]]]] = {}
+        self._weights: dict[int, dict[str, Any]] = {}  # of modules, by the id of the mapping that has them
+        self._kept_digests: list[tuple[Tensor, bytes]] = []
+        self._with_bytes = True
+        hooks = (vars(nn.modules.module)[f"_global_{which}_hooks"].values() for which in _HOOKS_OF_ALL)
+        with _plainly():
+            self._walk([*roots, *own_generators(()), *(hook for each in hooks for hook in each)])
+            self._walk_lean(lean, begun)
+            drawn = states_on(self._places)
+        self._parts.append(Part((), lambda: _is_drawn(drawn), lambda: set_states_on(drawn)))
+
+    def put_back(self) -> None:
+        """All of it is as it was. Nothing is raised: what cannot be put back is ``lost``."""
+        with _plainly():
+            bytes_of = {storage: part for storage, part in self._bytes.items() if part is not None}
+            self._written |= {storage for storage, part in bytes_of.items() if self._is_put_back(part)}
+            for part in self._parts:
+                self._is_put_back(part)
+
+    def close(self) -> None:
+        """As ``put_back``, for the last time: weights are looked at, too."""
+        self.put_back()
+        for one, was in self._kept_digests:
+            if self._digest is not None and self._digest(one) != was:
+                self.lost["weights"] = None
+
+    def wrote(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` was written to before it was put back."""
+        with _plainly():
+            inner: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
+            return inner.layout is torch.strided and inner.untyped_storage()._cdata in self._written
+
+    def _is_put_back(self, part: Part) -> bool:
+        try:
+            if part.is_same():
+                return False
+            part.put_back()
+        except NotPutBack as error:
+            self.lost[str(error)] = None
+        except Exception as error:  # no one type: an object may refuse in its own way
+            self.lost[f"what raised {type(error).__name__}: {error}"] = None
+        return True
+
+    def _walk(self, roots: Iterable[object]) -> None:
+        stack = list(roots)
+        while stack:
+            one = stack.pop()
+            if type(one) in PLAIN or id(one) in self._seen:
+                continue
+            self._seen[id(one)] = one
+            if issubclass(type(one), nn.Module):
+                weights = vars(one).get("_parameters")
+                self._weights[id(weights)] = weights if isinstance(weights, dict) else {}
+            for part in self._parts_of(one):
+                self._parts.append(part)
+                own = id(one) in self._weights
+                stack += [each for each in part.leads_to if not isinstance(each, Tensor)] if own else part.leads_to
+
+    def _walk_lean(self, others: Iterable[object], begun: Mapping[int, bytes]) -> None:
+        """Note how weights are, and what else is watched without its bytes; but what hangs on weights is kept."""
+        every = {id(one): one for own in self._weights.values() for one in own.values() if isinstance(one, Tensor)}
+        weights = [one for one in every.values() if id(one) not in self._seen]
+        self._walk([vars(one) for one in weights])
+        for one in weights if self._digest is not None else ():
+            if id(one) in begun:  # of others nobody runs the modules again
+                self._kept_digests.append((one, self._digest(one)))
+        self._walk([one for one, now in self._kept_digests if now != begun[id(one)]])
+        self._with_bytes = False
+        self._walk([*weights, *others])
+
+    def _parts_of(self, one: Any) -> list[Part]:
+        kind = type(one)
+        if kind not in self._keepers:
+            self._keepers[kind] = keepers_of(kind)
+        found = list[Part]()
+        for keep in (*self._keepers[kind], *((self._tensor,) if issubclass(kind, Tensor) else ())):
+            try:
+                found += keep(one)
+            except Exception:  # no one type: an object may not let anybody look into it
+                continue
+        return found
+
+    def _tensor(self, one: Tensor) -> Iterator[Part]:
+        """What lies beside its bytes, and these once for all tensors that share them."""
+        yield Part([one._backward_hooks, getattr(one, "_post_accumulate_grad_hooks", None)])
+        if one.is_leaf:
+            yield _gradient(one)
+        if _is_made_of_others(one) or one.is_meta:
+            return
+        if one.layout is not torch.strided:
+            if self._with_bytes:
+                yield _sparse(one)
+            return
+        storage = one.untyped_storage()
+        yield _form(one, storage)
+        if storage._cdata not in self._bytes:
+            self._places.add(one.device)
+            self._bytes[storage._cdata] = self._content(storage) if self._with_bytes else None
+
+    def _content(self, storage: torch.UntypedStorage) -> Part:
+        size, kept = storage.nbytes(), _view(storage).to("cpu" if self._host else storage.device, copy=True)
+
+        def is_same() -> bool:
+            return storage.nbytes() == size and torch.equal(_view(storage), kept.to(storage.device))
+
+        def put_back() -> None:
+            if storage.nbytes() != size:
+                storage.resize_(size)
+            _view(storage).copy_(kept)
+
+        return Part((), is_same, put_back)
+
+
+@contextmanager
+def unchanged(*roots: object, lost: Callable[[str], None] = lambda what: None, **more: Any) -> Iterator[Snapshot]:
+    """When this closes, all that is within reach of ``roots`` is as it was when this was opened.
+
+    ``lost`` is told what cannot be put back. ``more``: what a ``Snapshot`` is told.
+    """
+    snapshot = Snapshot(roots, **more)
+    try:
+        yield snapshot
+    finally:
+        snapshot.close()
+        if snapshot.lost:
+            lost(" and ".join(snapshot.lost))
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """While this is open, tensors are what they are, whatever the caller has set."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        yield
+
+
+def _view(storage: torch.UntypedStorage) -> Tensor:
+    """Its bytes."""
+    found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return found.view(torch.int64) if storage.nbytes() % _WIDE == 0 else found
+
+
+def _is_made_of_others(one: Tensor) -> bool:
+    """Whether it has no bytes of its own, as a DTensor."""
+    return bool(is_traceable_wrapper_subclass(one))
+
+
+def _gradient(one: Tensor) -> Part:
+    kept, wanted = one.grad, one.requires_grad
+
+    def put_back() -> None:
+        if not one.is_leaf:
+            one.detach_()
+        one.grad = kept
+        one.requires_grad_(wanted)
+
+    return Part([kept], lambda: one.is_leaf and one.grad is kept and one.requires_grad == wanted, put_back)
+
+
+def _sparse(one: Tensor) -> Part:
+    """The elements of a tensor that lists them."""
+
+    def elements(of: Tensor) -> list[Tensor]:
+        return [of._indices(), of._values()] if of.layout is torch.sparse_coo else [of.values()]
+
+    kept, version = one.clone(), one._version
+
+    def put_back() -> None:
+        one.copy_(kept)
+        torch._C._autograd._unsafe_set_version_counter((one,), (version,))
+
+    return Part((), lambda: all(map(torch.equal, elements(one), elements(kept))), put_back)
+
+
+def _form(one: Tensor, storage: torch.UntypedStorage) -> Part:
+    """Where a tensor lies in its storage, and how often autograd has it that it was written to."""
+
+    def now() -> tuple[Any, ...]:
+        place = one.untyped_storage()._cdata, one.storage_offset(), one.size(), one.stride(), one.dtype
+        return *place, None if one.is_inference() else one._version
+
+    kept = now()
+    _, offset, size, stride, dtype, version = kept
+
+    def put_back() -> None:
+        if now()[:-1] != kept[:-1]:
+            one.data = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+        if version is not None:
+            torch._C._autograd._unsafe_set_version_counter((one,), (version,))
+
+    return Part((), lambda: now() == kept, put_back)
+
+
+def _is_drawn(states: dict[torch.device, Tensor]) -> bool:
+    now = states_on(states)
+    return all(torch.equal(now[device], state) for device, state in states.items())
