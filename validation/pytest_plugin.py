@@ -1,6 +1,7 @@
 """pytest's side of a world: fixtures, markers, and tests that want more ranks than there are.
 
-All that a test suite of yours could have a name for begins with ``pipeproof``.
+All that a test suite of yours could have a name for begins with ``pipeproof``. Annotations in quotes are types that
+pytest 7.4 does not export.
 """
 
 import argparse
@@ -160,7 +161,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    fixturedef: "pytest.FixtureDef[Any]", request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
     """What several tests share is drawn alike, whichever of them comes first."""
     if fixturedef.scope == "function":
@@ -181,13 +182,13 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     with World(device=device, timeout_s=bound_s, most_groups=most, **simulated) as world:
         names = ("exhaust", "fine", "room")
         world.most, world.fine, world.room = (request.config.getoption(f"--pipeproof-{name}") for name in names)
-        if drawn := request.config.getoption(_SEED):
-            world.seed_option = f"{_SEED}={drawn}"
+        if (drawn := request.config.getoption(_SEED)) != 0:
+            world.seed_option = f"{_SEED}={_OFF if drawn is None else drawn}"
         request.config.stash[_WORLD] = world
         yield world
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
     """Say how many interleavings of simulated ranks there were."""
     if (world := config.stash.get(_WORLD, None)) is not None and world.explorations:
         from pipeproof.worlds.simulated.exploration import told
@@ -295,7 +296,7 @@ class LeftOut:
         if self._available and not self._passed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         """Say what was left out."""
         if self._available:
             count = len(self._available)

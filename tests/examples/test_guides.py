@@ -159,14 +159,16 @@ def agree_or_rewrite(page: str, seen: str, output: str, *, after: str) -> None:
 
 
 TESTS = sorted({block.file for block in blocks("python") if "\ndef test_" in block.text})  # of all pages
-WAYS = ("pytest", "pytest -n 2", "torchrun")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["pytest", "torchrun"])
 def test_the_tests_of_all_pages_pass_in_every_way(way: str, folder: Path, python: Launch, torchrun: Launch) -> None:
+    """The third way is that of ``ci/test``: these files lie beside this one, and every session here collects them."""
+    assert " -m pytest -n 2 " in (ROOT / "ci" / "test").read_text()
+    assert all((EXAMPLES / name).exists() for name in TESTS)
     (folder / "tests").unlink()
-    words = ["-m", "pytest", "-p", "no:cacheprovider", *way.split()[1:], *TESTS]
+    words = ["-m", "pytest", "-p", "no:cacheprovider", *TESTS]
     ended = torchrun(folder, *words, ranks=4) if way == "torchrun" else python(folder, *words)
     assert f" {len(TESTS)} passed in " in ended.stdout, ended.stdout
     assert ended.returncode == 0

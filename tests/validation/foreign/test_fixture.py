@@ -1,17 +1,26 @@
-"""pytest's fixture ``whitebox``: a verdict that is no pass, and that a test does not look at, fails the test."""
+"""pytest's fixture ``whitebox``: a verdict that is no pass has to be looked at, and what a test draws is seeded."""
 
+import itertools
+import random
 import re
-from collections.abc import Callable
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import numpy
 import pytest
+import torch
 
 from pipeproof.foreign import WhiteBox
 from pipeproof.foreign.fixture import FixtureBox, FixtureVerdict
+from pipeproof.foreign.validator import _rerun
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import ValidationFailed, Verdict
+from pipeproof.pytest_plugin import _drawing, _parsed_seed
+from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.world import World
 from tests.support.warm_start import Ended
 
@@ -79,7 +88,8 @@ def test_a_verdict_stays_the_value_that_it_is() -> None:
 
 
 TESTS = """
-import pytest
+import os, random
+import numpy, pytest, torch
 from tests.validation.foreign.test_fixture import FAIL, PASS, UNKNOWN
 
 def test_bare_fail(whitebox): whitebox.hand_out(FAIL)
@@ -106,6 +116,22 @@ def test_pass_none(whitebox): pass
 
 @pytest.mark.xfail(strict=True)
 def test_xfail_bare(whitebox): whitebox.hand_out(FAIL)
+
+def drawn(name):
+    numbers = random.random(), numpy.random.random_sample(), torch.rand(()).item()
+    with open(f"{name}.{os.environ.get('RANK', 0)}", "w") as file:
+        print(*numbers, file=file)
+
+@pytest.fixture(scope="module")
+def shared(): drawn("shared")
+def test_draws(whitebox, shared): drawn("test_draws")
+def test_draws_too(pipeproof_world, shared): drawn("test_draws_too")
+def test_draws_without():
+    assert random.random() == random.Random(5).random()
+    assert torch.equal(torch.rand(()), torch.rand((), generator=torch.Generator().manual_seed(5)))
+
+random.seed(5)
+torch.manual_seed(5)
 
 @pytest.fixture
 def late(whitebox):
@@ -138,8 +164,60 @@ def test_a_test_that_does_not_look_fails(python: Launch, torchrun: Launch, tmp_p
     assert said.keys() == REASONS.keys(), run.stdout
     if way != "torchrun":  # where there is no room for it
         assert {name: said[name][: len(reason)] for name, reason in REASONS.items()} == REASONS
-    assert "8 failed, 5 passed, 1 xfailed, 1 error" in run.stdout
+    assert "8 failed, 8 passed, 1 xfailed, 1 error" in run.stdout
     texts = re.split(r"(?m)^_{3,} .*?(test_\w+) _{3,}$", run.stdout)
     for name, text in zip(texts[1::2], texts[2::2], strict=True):
         assert text.count("replay    pipeproof replay") == (name != "test_two"), text
+        assert ("torch, random and numpy: --pipeproof-seed=0," in text) == (name != "test_assert_another")
     assert "\nE   pipeproof.PipelineMismatch: FAIL " in run.stdout
+    for name, number in itertools.product(("shared", "test_draws", "test_draws_too"), range(1 + (way == "torchrun"))):
+        assert (tmp_path / f"{name}.{number}").read_text() == drawn(f"test_it.py::{name}"), "whichever test comes first"
+
+
+def drawn(name: str, seed: int | None = 0, fixtures: Sequence[str] = ("pipeproof_world",)) -> str:
+    item = SimpleNamespace(config=SimpleNamespace(getoption={"--pipeproof-seed": seed}.get), fixturenames=fixtures)
+    with _drawing(cast(pytest.Item, item), name):
+        return f"{random.random()} {numpy.random.random_sample()} {torch.rand(()).item()}\n"
+
+
+def test_what_a_test_draws_follows_from_its_name_and_the_seed() -> None:
+    assert drawn("a") == drawn("a")
+    assert len({drawn("a"), drawn("b"), drawn("a", 1)}) == 3
+    for left in ({"seed": None}, {"fixtures": ("tmp_path",)}):
+        with drawing_apart(3):
+            due = drawn("a", None)
+        with drawing_apart(3):
+            assert drawn("a", **left) == due  # type: ignore[arg-type]
+
+
+def test_a_replay_says_the_seed_where_it_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "test_it.py::test_a (call)")
+    with World() as world:
+        assert _rerun(world) == 'pytest "test_it.py::test_a"'
+        world.seed_option = "--pipeproof-seed=7"
+        assert _rerun(world) == 'pytest "test_it.py::test_a" --pipeproof-seed=7'
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "", "²"])
+def test_a_seed_that_is_none_is_refused(text: str) -> None:
+    assert [_parsed_seed("off"), _parsed_seed("7")] == [None, 7]
+    with pytest.raises(ArgumentTypeError, match="expected a whole number, as 7, or off"):
+        _parsed_seed(text)
+
+
+def test_what_is_drawn_follows_from_the_seed_and_changes_nothing_later() -> None:
+    def numbers() -> tuple[float, ...]:
+        return random.random(), numpy.random.random_sample(), torch.rand(()).item()
+
+    with drawing_apart(0):
+        with drawing_apart(3):
+            first = numbers()
+        due = numbers()
+    with drawing_apart(0):
+        with drawing_apart(3):
+            again = [numbers(), numbers()]
+        with drawing_apart(4):
+            other = numbers()
+        assert numbers() == due
+    assert again[0] == first
+    assert len({*first, *other}) == 6
