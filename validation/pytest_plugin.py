@@ -1,13 +1,18 @@
 """pytest's side of a world: fixtures, markers, and tests that want more ranks than there are.
 
-All that a test suite of yours could have a name for begins with ``pipeproof``.
+All that a test suite of yours could have a name for begins with ``pipeproof``. Annotations in quotes are types that
+pytest 7.4 does not export.
 """
 
+import argparse
+import hashlib
+import sys
+import traceback
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest._code.code import ExceptionRepr
 
 from pipeproof.worlds.accelerator import CPU, refusal
 from pipeproof.worlds.kinds import KINDS, REAL
@@ -18,10 +23,15 @@ from pipeproof.worlds.timeout import parsed_seconds
 
 if TYPE_CHECKING:
     from pipeproof.foreign import WhiteBox
+    from pipeproof.foreign.fixture import FixtureBox
+    from pipeproof.judging.verdict import Verdict
     from pipeproof.worlds.world import World
 
 _GLOO = "gloo"
 _WORLD = pytest.StashKey["World"]()
+_BOX = pytest.StashKey["FixtureBox"]()
+_SEED, _OFF = "--pipeproof-seed", "off"
+_DUE = "The test has to assert this verdict, or to call its raise_if_failed()"
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
 
 
@@ -37,7 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="under torchrun, how long ranks wait for one of them before the session ends (default: 300)",
     )
-
+    drawn = f"seeds torch, random and numpy, with a test's name, where it uses ranks; or {_OFF} (default: 0)"
+    group.addoption(_SEED, type=_parsed_seed, default=0, metavar="N", help=drawn)
     group.addoption(
         "--pipeproof-world", choices=KINDS, default=REAL, help="real ranks, or simulated ones (default: real)"
     )
@@ -54,6 +65,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     most = "processes in which tests have left more process groups than this are replaced (default: never)"
     parser.addini("pipeproof_most_groups", most, default="")
+
+
+def _parsed_seed(text: str) -> int | None:
+    """None: random numbers are left alone."""
+    if text != _OFF and not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, as 7, or {_OFF}")
+    return None if text == _OFF else int(text)
 
 
 def _most_groups(config: pytest.Config) -> int | None:
@@ -116,8 +134,40 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what uses ranks, so that ``-m "not pipeproof_ranks"`` leaves what needs none."""
     for item in items:
-        if "pipeproof_world" in getattr(item, "fixturenames", ()):
+        if _uses_ranks(item):
             item.add_marker("pipeproof_ranks")
+
+
+def _uses_ranks(item: pytest.Item) -> bool:
+    return "pipeproof_world" in getattr(item, "fixturenames", ())
+
+
+def _drawing(item: pytest.Item, name: str) -> AbstractContextManager[None]:
+    """While this is open, a test that uses ranks draws what follows from ``name``; then all is as it was."""
+    seed = item.config.getoption(_SEED)
+    if seed is None or not _uses_ranks(item):
+        return nullcontext()
+    from pipeproof.worlds.drawing import drawing_apart  # torch comes with it
+
+    return drawing_apart(int(hashlib.sha256(f"{seed} {name}".encode()).hexdigest()[:8], 16))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What a test draws follows from its name and the seed, in every process alike."""
+    with _drawing(item, item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: "pytest.FixtureDef[Any]", request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """What several tests share is drawn alike, whichever of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with _drawing(request._pyfuncitem, f"{fixturedef.baseid}::{fixturedef.argname}"):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -132,11 +182,13 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     with World(device=device, timeout_s=bound_s, most_groups=most, **simulated) as world:
         names = ("exhaust", "fine", "room")
         world.most, world.fine, world.room = (request.config.getoption(f"--pipeproof-{name}") for name in names)
+        if (drawn := request.config.getoption(_SEED)) != 0:
+            world.seed_option = f"{_SEED}={_OFF if drawn is None else drawn}"
         request.config.stash[_WORLD] = world
         yield world
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
     """Say how many interleavings of simulated ranks there were."""
     if (world := config.stash.get(_WORLD, None)) is not None and world.explorations:
         from pipeproof.worlds.simulated.exploration import told
@@ -157,11 +209,50 @@ def _pipeproof_fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def whitebox(pipeproof_world: "World") -> "WhiteBox":
-    """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``."""
-    from pipeproof.foreign import WhiteBox
+def whitebox(request: pytest.FixtureRequest, pipeproof_world: "World") -> Iterator["WhiteBox"]:
+    """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``.
 
-    return WhiteBox(pipeproof_world)
+    A test fails in which it gives a verdict that is no pass and that nobody looks at.
+    """
+    from pipeproof.foreign.fixture import FixtureBox
+
+    box = request.node.stash[_BOX] = FixtureBox(pipeproof_world)
+    yield box
+    _refuse_unread(box)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that did not look at a verdict fails here, unless it fails already."""
+    try:
+        result = yield
+    except Exception:
+        if _BOX in item.stash:
+            item.stash[_BOX].unread()
+        raise
+    if _BOX in item.stash:
+        _refuse_unread(item.stash[_BOX])
+    return result
+
+
+def _refuse_unread(box: "FixtureBox") -> None:
+    for verdict in box.unread():
+        pytest.fail(f"unread: {verdict.reason}. {_DUE}\n{verdict}", pytrace=False)
+
+
+def _subjects(error: BaseException) -> list["Verdict"]:
+    """The verdicts, no passes, that an error is about. Where an assertion failed, their text becomes its notes."""
+    module = sys.modules.get("pipeproof.judging.verdict")  # else there is none
+    if module is None or not isinstance(error, AssertionError):
+        return []
+    if isinstance(error, module.ValidationFailed):
+        return [error.verdict]
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    found = {id(each): each for each in frame.f_locals.values() if isinstance(each, module.Verdict) and not each}
+    for verdict in found.values():
+        if str(verdict).splitlines()[-1].strip() not in str(error):  # else the test itself has it said
+            error.add_note(str(verdict))
+    return [*found.values()]
 
 
 class LeftOut:
@@ -175,12 +266,16 @@ class LeftOut:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Report a want of ranks as a skip."""
-        report = yield
+        """Report a want of ranks as a skip, and with an assertion the text of what it is about."""
         error = call.excinfo.value if call.excinfo is not None else None
-        if isinstance(short := getattr(error, "short", None), str) and isinstance(report.longrepr, ExceptionRepr):
-            if report.longrepr.reprcrash is not None:  # pytest's summary begins with the type's whole name
-                report.longrepr.reprcrash.message = short
+        subjects = [] if error is None else _subjects(error)
+        report = yield
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if subjects and crash is not None:  # pytest's summary begins with the type's whole name
+            crash.message = f"{subjects[0].reason} ({type(error).__name__})"
+        if report.failed and _uses_ranks(item) and (seed := item.config.getoption(_SEED)) is not None:
+            seeded = f"torch, random and numpy: {_SEED}={seed}, and the test's name"
+            report.sections.append(("random numbers", seeded))
         if isinstance(error, NeedsMoreRanks):
             report.outcome = "skipped"
             report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {error}")
@@ -201,7 +296,7 @@ class LeftOut:
         if self._available and not self._passed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         """Say what was left out."""
         if self._available:
             count = len(self._available)

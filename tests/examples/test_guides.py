@@ -158,6 +158,22 @@ def agree_or_rewrite(page: str, seen: str, output: str, *, after: str) -> None:
     assert same(seen, output), f"now it prints:\n{seen}"
 
 
+TESTS = sorted({block.file for block in blocks("python") if "\ndef test_" in block.text})  # of all pages
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["pytest", "torchrun"])
+def test_the_tests_of_all_pages_pass_in_every_way(way: str, folder: Path, python: Launch, torchrun: Launch) -> None:
+    """The third way is that of ``ci/test``: these files lie beside this one, and every session here collects them."""
+    assert " -m pytest -n 2 " in (ROOT / "ci" / "test").read_text()
+    assert all((EXAMPLES / name).exists() for name in TESTS)
+    (folder / "tests").unlink()
+    words = ["-m", "pytest", "-p", "no:cacheprovider", *TESTS]
+    ended = torchrun(folder, *words, ranks=4) if way == "torchrun" else python(folder, *words)
+    assert f" {len(TESTS)} passed in " in ended.stdout, ended.stdout
+    assert ended.returncode == 0
+
+
 # What a page says to write for what, in one of its files, and the verdict that it shows.
 FAULT = r"(?s)write\s`([^`]+)`\sfor\s`([^`]+)`\.(?:(?!```).)*```text\n(.*?)```"
 FAULTS = [(page, *found) for page, text in PAGES.items() for found in re.findall(FAULT, text)]

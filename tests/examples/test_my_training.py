@@ -8,6 +8,7 @@ STEPS = ["train", "train", "eval", "accumulate", "train"]
 
 
 def test_my_training(whitebox: WhiteBox) -> None:
+    torch.manual_seed(0)
     data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(4 * len(STEPS))]
     verdict = whitebox.validate(
         my_training, reference=build_model, microbatches=data, ranks=2, loss_fn=loss_fn, optimizer=sgd, steps=STEPS

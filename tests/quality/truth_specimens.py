@@ -14,7 +14,7 @@ from pipeproof.cases.specimens.planting import NORM
 from pipeproof.cases.specimens.specimen import Specimen, halved, unchanged
 from pipeproof.cases.trial import smallest_of
 from pipeproof.cases.validator import crashed, explained, refused
-from pipeproof.commands.catalogue import cases_on
+from pipeproof.commands.catalogue import tries_on
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.lower import lower
 from pipeproof.pipeline.program_laws import violations
@@ -135,7 +135,7 @@ class Tried:
 def wanted(names: Sequence[str], schedules: Sequence[str]) -> Iterator[Case]:
     """Cases of specimens: on ``schedules``, or each in its smallest where there is none."""
     if schedules:
-        yield from cases_on(names or list(SPECIMENS), schedules)[0]
+        yield from (case for case, _ in tries_on(names or list(SPECIMENS), schedules)[0])
     else:
         yield from (smallest_of(SPECIMENS[name]) for name in names or SPECIMENS)
 

@@ -336,20 +336,3 @@ def test_the_plugin_does_without_torch_until_ranks_are_wanted(new_python: Run, t
     (tmp_path / "test_it.py").write_text("import sys\n\ndef test_it(): assert 'torch' not in sys.modules\n")
     run = new_python(tmp_path, "-m", "pytest", "-p", "no:hypothesispytest")
     assert run.returncode == 0, run.stdout
-
-
-WRONG = """
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
-
-def test_it():
-    Verdict("c", "fail", "none", (), cause=(Cause("scale", factor=4.0),)).raise_if_failed()
-"""
-
-
-@pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_the_short_summary_says_the_cause_first(python: Run, tmp_path: Path, workers: str) -> None:
-    (tmp_path / "test_it.py").write_text(WRONG)
-    run = python(tmp_path, "-m", "pytest", workers, COLUMNS="100")
-    assert "FAILED test_it.py::test_it - scale x4 everywhere (PipelineMismatch)\n" in run.stdout
-    assert "E       pipeproof.PipelineMismatch: FAIL " in run.stdout

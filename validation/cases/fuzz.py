@@ -191,6 +191,11 @@ class Found(Generic[SomeCase]):
     repeated: bool = True
     simulation: Simulation | None = None
 
+    @property
+    def ending(self) -> Verdict:
+        """The verdict, or what it is where the ranks failed."""
+        return crashed(self.case, self.failure) if self.verdict is None else self.verdict
+
 
 _unexplained = partial(validate, explain=False)
 
@@ -264,14 +269,14 @@ def fuzz(
             verdict, failure = None, error
         outcome = "hang or crash" if verdict is None else verdict.verdict
         tally.verdicts[outcome] += 1
-        tally.tiers[verdict.tier if verdict else "none"] += 1
+        tally.tiers[verdict.tier if verdict is not None else "none"] += 1
         tally.schedules[case.schedule] += 1
         tally.replicas[str(case.replicas)] += 1
         tally.dtypes[case.dtype] += 1
         if world.simulation is not None:
             tally.transports[world.transport.value] += 1
             tally.deciders[world.simulation.decider] += 1
-        tally.each.append(replace(verdict or crashed(case, failure), measured=Measured()))
+        tally.each.append(replace(Found(case, verdict, failure).ending, measured=Measured()))
         progress()
         if verdict is not None and _is_undecided(verdict):
             tally.undecided.append(Found(case, verdict, None, simulation=world.simulation))

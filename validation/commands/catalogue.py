@@ -73,14 +73,6 @@ def _transports(one: Specimen, transport: Transport | None) -> Sequence[Transpor
     return (transport,) if transport is not None else one.needs.transports or (Transport.UNLIMITED,)
 
 
-def cases_on(
-    names: Iterable[str], schedules: Sequence[str], *, device: str = CPU
-) -> tuple[list[Case], dict[tuple[str, str], str]]:
-    """The cases to run on real ranks, and why others are left out."""
-    tries, left_out = tries_on(names, schedules, device=device)
-    return [case for case, _ in tries], left_out
-
-
 def known_on(device: str, *, simulated: bool = False, shrinks: bool = False) -> list[str]:
     """The specimens that ``device`` can show, and ``simulated`` ranks; steps by hand are on the CPU, of one size."""
     by_hand = MIXED if device in (CPU, AUTO) and not shrinks else ()

@@ -20,7 +20,7 @@ from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
 from pipeproof.cases.fuzz import Deciding, Found, Tally, cases, fuzz, judged
 from pipeproof.cases.interleavings import narrow
 from pipeproof.cases.runtimes import OWN
-from pipeproof.cases.validator import crashed, validate
+from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, enough_ranks, replacing
 from pipeproof.commands.campaign_file import CampaignFile, Part
 from pipeproof.commands.ending import NO_VERDICT
@@ -191,16 +191,14 @@ def _show(show: Callable[[str], None], own: Tally[SomeCase], tally: Tally[SomeCa
 
 def _told_of(shown: Found[SomeCase]) -> Verdict:
     """The verdict on what is shown, with the line that replays it."""
-    verdict = shown.verdict or crashed(shown.case, shown.failure)
-    return replacing(verdict, shown.simulation, seconds=verdict.seconds)
+    return replacing(shown.ending, shown.simulation, seconds=shown.ending.seconds)
 
 
 def _page(tally: Tally[SomeCase], found: Found[SomeCase] | None, seed: int) -> str:
     """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
     entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
     if found is not None:
-        verdict = found.verdict or crashed(found.case, found.failure)
-        entries.insert(0, Entry(verdict, verdict.verdict, "as small as shrinking made it"))
+        entries.insert(0, Entry(found.ending, found.ending.verdict, "as small as shrinking made it"))
     return campaign(entries, said=f"fuzz, seed {seed}: {tally}", left_out=NOTHING)
 
 

@@ -41,11 +41,6 @@ class ValidationFailed(AssertionError):
         super().__init__(str(verdict))
         self.verdict = verdict
 
-    @property
-    def short(self) -> str:
-        """The reason first, on one line: ``scale x4 everywhere (PipelineMismatch)``."""
-        return f"{self.verdict.reason} ({type(self).__name__})"
-
 
 class PipelineMismatch(ValidationFailed):
     """The pipeline gives another answer than the reference."""
@@ -103,7 +98,7 @@ class Crash:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a validation found.
+    """What a validation found; it is true if that is a pass.
 
     tier: "bitwise", a dtype's name, or "none" if not everything agreed. cause: what explains it, all of it together. It
     is empty if the evidence does not decide; then ``undecided`` says why. Both are empty if nobody asked. alternatives:
@@ -176,6 +171,10 @@ class Verdict:
     def exit_status(self) -> int:
         """0 pass, 1 wrong answer, 3 no verdict."""
         return EXIT_STATUS[self.verdict]
+
+    def __bool__(self) -> bool:
+        """Whether this is a pass: ``assert verdict`` holds for nothing else."""
+        return self.verdict == "pass"
 
     def without_cause(self, crash: Crash) -> "Verdict":
         """This verdict, with what was raised where its cause was looked for: it stands without an explanation."""

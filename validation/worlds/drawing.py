@@ -11,10 +11,13 @@ from pipeproof.worlds.accelerator import drawing
 
 
 @contextmanager
-def drawing_apart() -> Iterator[None]:
-    """While this is open, what is drawn or seeded changes nothing for what is drawn later."""
+def drawing_apart(seed: int | None = None) -> Iterator[None]:
+    """While this is open, what is drawn or seeded changes nothing for what is drawn later; it follows from ``seed``."""
     python, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(drawing()):
+        if seed is not None:
+            for begin in (random.seed, numpy.random.seed, torch.manual_seed):
+                begin(seed)
         try:
             yield
         finally:

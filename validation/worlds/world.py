@@ -90,6 +90,7 @@ class World:
         self.explorations: list[Exploration] = []
         self.course: Course | None = None
         self.noted = False
+        self.seed_option = ""  # pytest's, where a replay of a test has to say it
         self.own_modules: frozenset[str] = frozenset()
         self._again: Callable[[], Sequence[RankReport]] | None = None  # the last run, on simulated ranks
         self._source: Processes | Torchrun | Simulated | None = None

@@ -15,7 +15,6 @@ from pipeproof.commands import catalogue
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.catalogue import (
     IN_SIMULATION_COLUMNS,
-    cases_on,
     chosen,
     line,
     listing,
@@ -90,9 +89,9 @@ def test_in_a_narrow_terminal_columns_are_left_out_before_names_are_cut() -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_most_specimens_apply_to_every_schedule(schedule: str) -> None:
-    cases, left_out = cases_on(SPECIMENS, [schedule])
-    assert {case.specimen for case in cases} | {name for name, _ in left_out} == set(SPECIMENS)
-    assert len(cases) >= 100
+    tries, left_out = tries_on(SPECIMENS, [schedule])
+    assert {case.specimen for case, _ in tries} | {name for name, _ in left_out} == set(SPECIMENS)
+    assert len(tries) >= 100
     assert all(why.startswith("needs ") for why in left_out.values())
 
 

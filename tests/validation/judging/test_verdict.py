@@ -53,11 +53,11 @@ def test_what_is_raised_tells_a_wrong_answer_from_none_and_has_a_short_text() ->
     wrong = Verdict("c", "fail", "none", (FAIL,), cause=(Cause("scale", factor=4.0), Cause("dropped", stage=1)))
     with pytest.raises(PipelineMismatch) as caught:
         wrong.raise_if_failed()
-    assert caught.value.short == "scale x4 everywhere and dropped stage 1 (PipelineMismatch)"
+    assert caught.value.verdict.reason == "scale x4 everywhere and dropped stage 1"
     nameless = PipelineMismatch(replace(wrong, cause=()))
-    assert nameless.short == "x (0 of 0) (PipelineMismatch)"
+    assert nameless.verdict.reason == "x (0 of 0)"
     hung = Verdict("c", "unknown", "none", (), headline="rank 0 is stuck", ended="hang")
     with pytest.raises(NoVerdict) as none:
         hung.raise_if_failed()
-    assert none.value.short == "HANG rank 0 is stuck (NoVerdict)"
+    assert none.value.verdict.reason == "HANG rank 0 is stuck"
     assert str(none.value).startswith("HANG rank 0 is stuck\n")
