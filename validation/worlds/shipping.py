@@ -7,6 +7,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ except ModuleNotFoundError:  # a checkout beside torch alone, as `ci/accelerator
     register_pickle_by_value = None
 
 _OURS = frozenset({"pipeproof"})
+FIRST: list[Callable[[], None]] = []  # what ranks do before they unpack a job
 
 
 def pack(value: object) -> bytes:
@@ -38,6 +40,31 @@ def pack(value: object) -> bytes:
 def unpack(data: bytes) -> Any:
     """The value that ``pack`` was given. Only for bytes of a rank of one's own: unpickling runs code."""
     return pickle.loads(data)
+
+
+def pack_job(
+    job: Callable[..., object], arguments: tuple[object, ...], first: tuple[Callable[[], None], ...] = ()
+) -> bytes:
+    """An order for ranks. Raises as ``pack`` does."""
+    return pack((sys.path, first, pack((job, arguments))))
+
+
+def unpack_job(order: bytes) -> Any:
+    """The job and its arguments. The path, and what comes first, may be needed to unpack them."""
+    sys.path[:], first, job_and_arguments = unpack(order)
+    for prepare in first:
+        prepare()
+    return unpack(job_and_arguments)
+
+
+@contextmanager
+def ranks_first(prepare: Callable[[], None]) -> Iterator[None]:
+    """While this is open, ranks call ``prepare`` before they unpack a job, which imports what its code uses."""
+    FIRST.append(prepare)
+    try:
+        yield
+    finally:
+        FIRST.remove(prepare)
 
 
 def unshippable(value: object) -> str:

@@ -1,8 +1,9 @@
-"""Nanotron on CPUs: packages that need a GPU, or that no step needs, are stood in for. Importing this does it."""
+"""Nanotron without a GPU: packages that want one are stood in for, and sends are as NCCL's are."""
 
-import importlib.abc
-import importlib.machinery
 import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-import pipeproof.cases.frameworks.cuda_on_cpu  # noqa: F401  # it does so, too
+
+def on_cpu() -> None:
+    """Have it run here. Imports it."""
+    import_module("pipeproof.foreign.frameworks.cuda_on_cpu")
+    missing = {name: given for name, given in _KERNELS.items() if find_spec(name.partition(".")[0]) is None}
+    sys.modules.update({name: _StandIn(name, given) for name, given in missing.items()})
+    with mock.patch.object(torch.jit, "script", lambda function: function):  # it reads the source of what makes tensors
+        import_module("nanotron.trainer")
+    place = import_module("nanotron.distributed")
+    place.initialize_torch_distributed = lambda: dist.init_process_group("gloo")
+    place.send, place.isend = (buffered := _Buffered()).send, buffered.isend
+    import_module("nanotron.parallel.context").ParallelContext.set_device = lambda _: None
+    torch.cuda.reset_peak_memory_stats = lambda *_: None
 
 
 def flash_attn_varlen_func(
@@ -52,38 +65,29 @@ class RotaryEmbedding(nn.Module):
         return torch.cat(turned, -1).to(x.dtype)
 
 
-_CONTENTS: dict[str, dict[str, Any]] = {
+_KERNELS: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": "2.6.3"},
     "flash_attn.flash_attn_interface": {"flash_attn_varlen_func": flash_attn_varlen_func},
     "flash_attn.layers.rotary": {"RotaryEmbedding": RotaryEmbedding},
+    "flash_attn.modules.mha": {},
     "flash_attn.ops.triton.layer_norm": {"layer_norm_fn": layer_norm_fn},
+    "grouped_gemm": {},
+    "grouped_gemm.ops": {},
 }
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds packages that nanotron imports and that are not installed; what else is in them is an empty class."""
+class _StandIn(ModuleType):
+    """In place of a module that is not installed. What it was not given is an empty class, to be imported alone."""
 
-    packages = ("flash_attn", "grouped_gemm", "datasets", "transformers")
+    def __init__(self, name: str, given: dict[str, Any]) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        vars(self).update(given)
 
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in self.packages:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__path__ = []
-        vars(module).update(_CONTENTS.get(spec.name, {}))
-        module.__getattr__ = lambda name: _no_such(name)  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
-def _no_such(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 class _Buffered:
@@ -100,14 +104,3 @@ class _Buffered:
     def isend(self, *given: Any, **named: Any) -> Any:
         self.send(*given, **named)
         return SimpleNamespace(wait=lambda: None)
-
-
-if not torch.cuda.is_available():
-    sys.meta_path.append(_Absent())  # behind what is installed
-    with mock.patch.object(torch.jit, "script", lambda function: function):  # it reads the source of what makes tensors
-        import nanotron.trainer
-
-    nanotron.parallel.context.ParallelContext.set_device = lambda _: None
-    nanotron.distributed.initialize_torch_distributed = lambda: dist.init_process_group("gloo")
-    nanotron.distributed.send, nanotron.distributed.isend = (_buffered := _Buffered()).send, _buffered.isend
-    torch.cuda.reset_peak_memory_stats = lambda *_: None
