@@ -7,7 +7,6 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import is_dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ except ModuleNotFoundError:  # a checkout beside torch alone, as `ci/accelerator
     register_pickle_by_value = None
 
 _OURS = frozenset({"pipeproof"})
-FIRST: list[Callable[[], None]] = []  # what ranks do before they unpack a job
+FIRST: list[Callable[[], None]] = []  # what ranks call before they unpack a job, which imports what its code uses
 
 
 def pack(value: object) -> bytes:
@@ -42,29 +41,12 @@ def unpack(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def pack_job(
-    job: Callable[..., object], arguments: tuple[object, ...], first: tuple[Callable[[], None], ...] = ()
-) -> bytes:
-    """An order for ranks. Raises as ``pack`` does."""
-    return pack((sys.path, first, pack((job, arguments))))
-
-
 def unpack_job(order: bytes) -> Any:
     """The job and its arguments. The path, and what comes first, may be needed to unpack them."""
     sys.path[:], first, job_and_arguments = unpack(order)
     for prepare in first:
         prepare()
     return unpack(job_and_arguments)
-
-
-@contextmanager
-def ranks_first(prepare: Callable[[], None]) -> Iterator[None]:
-    """While this is open, ranks call ``prepare`` before they unpack a job, which imports what its code uses."""
-    FIRST.append(prepare)
-    try:
-        yield
-    finally:
-        FIRST.remove(prepare)
 
 
 def unshippable(value: object) -> str:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from traceback import walk_tb
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from pipeproof.foreign.on_a_world import validate as validated
 from pipeproof.foreign.task import WhiteBoxError, check_builds, name_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
-from pipeproof.worlds.shipping import ranks_first
+from pipeproof.worlds.shipping import FIRST
 
 _ON_CPU: set[str] = set()  # frameworks that this process had run without a GPU
 
@@ -140,8 +140,11 @@ class Framework:
         return partial(self._on_ranks, validate) if self.name in _ON_CPU else validate
 
     def _on_ranks(self, validate: Callable[..., Verdict], *given: Any, **named: Any) -> Verdict:
-        with ranks_first(self.on_cpu):
+        FIRST.append(self.on_cpu)
+        try:
             return validate(*given, **named)
+        finally:
+            FIRST.remove(self.on_cpu)
 
     def check_count(self, option: str, count: int | None, due: int, what: str = "microbatches") -> None:
         """Raise unless ``count``, which the ``option`` has, is that of the step; None: nobody says."""
@@ -162,6 +165,13 @@ class Framework:
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and module.p:
                 raise self.error(f"{what}{name} drops out with p={module.p}: set p to 0 for the check")
+
+    def check_types(self, module: nn.Module, reference: nn.Module, which: str) -> None:
+        """Raise where the framework cast ``module``, and the reference was not; ``which`` it is, in words."""
+        types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
+        if theirs := sorted(map(str, types[0] - types[1])):
+            ours = ", ".join(sorted(map(str, types[1])))
+            raise self.error(f"{which} {theirs[0]}, the reference in {ours}: pass dtype={theirs[0]} to validate")
 
     def check_dtype(self, dtype: Any) -> None:
         """Raise where ``dtype`` is neither None nor a type of torch's."""
@@ -276,6 +286,14 @@ def replaced(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
             delattr(place, name)
         else:
             setattr(place, name, own)
+
+
+@contextmanager
+def around(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """While this is open, a call of ``name`` in ``place`` is one of ``by``, which is given what was there, and all."""
+    inner = getattr(place, name)
+    with replaced(place, name, wraps(inner)(partial(by, inner))):
+        yield
 
 
 def loss_of_its_own(output: Tensor, _: Tensor) -> Tensor:

@@ -28,25 +28,27 @@ def on_cpu() -> None:
     torch.cuda.reset_peak_memory_stats = lambda *_: None
 
 
-def flash_attn_varlen_func(
+def _flash_attn_varlen_func(
     *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, softmax_scale: float | None, causal: bool, **_: Any
 ) -> Tensor:
     """Attention inside each of the sequences that lie behind one another: ``q`` is [all tokens, heads, width]."""
     made = []
     for low, high in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
-        one = [tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])[low:high].transpose(0, 1) for tensor in (q, k, v)]
-        attended = functional.scaled_dot_product_attention(*one, is_causal=causal, scale=softmax_scale)
+        query, key, value = (one.reshape(len(one), -1, one.shape[-1])[low:high].transpose(0, 1) for one in (q, k, v))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=softmax_scale)
         made.append(attended.transpose(0, 1))
     return torch.cat(made)
 
 
-def layer_norm_fn(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, is_rms_norm: bool, **_: Any) -> Tensor:
+def _layer_norm_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, is_rms_norm: bool, **_: Any
+) -> Tensor:
     if is_rms_norm:
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-class RotaryEmbedding(nn.Module):
+class _RotaryEmbedding(nn.Module):
     """As flash-attn's, of a query [batch, tokens, heads, width] and pairs of keys and values."""
 
     def __init__(self, dim: int, base: float = 10000.0, **_: Any) -> None:
@@ -67,10 +69,10 @@ class RotaryEmbedding(nn.Module):
 
 _KERNELS: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": "2.6.3"},
-    "flash_attn.flash_attn_interface": {"flash_attn_varlen_func": flash_attn_varlen_func},
-    "flash_attn.layers.rotary": {"RotaryEmbedding": RotaryEmbedding},
+    "flash_attn.flash_attn_interface": {"flash_attn_varlen_func": _flash_attn_varlen_func},
+    "flash_attn.layers.rotary": {"RotaryEmbedding": _RotaryEmbedding},
     "flash_attn.modules.mha": {},
-    "flash_attn.ops.triton.layer_norm": {"layer_norm_fn": layer_norm_fn},
+    "flash_attn.ops.triton.layer_norm": {"layer_norm_fn": _layer_norm_fn},
     "grouped_gemm": {},
     "grouped_gemm.ops": {},
 }

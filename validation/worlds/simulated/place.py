@@ -1,12 +1,13 @@
 """A place for simulated ranks: one process for all of them, kept, so that nothing they do can hold up the caller."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, RankReport
-from pipeproof.worlds.shipping import pack_job, unpack
+from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.patience import WHOLE
 from pipeproof.worlds.simulated.play import Manner, Order, Played, play
@@ -35,7 +36,7 @@ class Simulated:
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
         self.course, self.in_time, self.may_end = None, False, False
-        what = pack_job(play, (Order(order, ranks, timeout_s, self.manner),))
+        what = pack((sys.path, (), pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
         most_s = WHOLE * timeout_s + _SLACK_S
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
