@@ -21,7 +21,7 @@ def on_cpu() -> None:
     sys.modules.update({name: _StandIn(name, given) for name, given in missing.items()})
     with mock.patch.object(torch.jit, "script", lambda function: function):  # it reads the source of what makes tensors
         import_module("nanotron.trainer")
-    place = import_module("nanotron.distributed")
+    place: Any = import_module("nanotron.distributed")
     place.initialize_torch_distributed = lambda: dist.init_process_group("gloo")
     place.send, place.isend = (buffered := _Buffered()).send, buffered.isend
     import_module("nanotron.parallel.context").ParallelContext.set_device = lambda _: None
