@@ -62,6 +62,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign", "FlatShard", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign.torch_pipelining", "step", "validation/foreign/torch_pipelining.py"),
+        Name("pipeproof", "megatron.imports", "validation/foreign/frameworks/framework.py", own="imports"),
         Name("pipeproof", "megatron.validate", "validation/foreign/frameworks/megatron.py", own="validate"),
         Name("pipeproof", "megatron.observed", "validation/foreign/frameworks/megatron.py", own="observed"),
         Name("pipeproof", "colossalai.validate", "validation/foreign/frameworks/colossalai.py", own="validate"),
@@ -145,8 +146,10 @@ PARTS: Mapping[str, Sequence[Name]] = {
 
 
 def found(body: Sequence[ast.stmt], name: str) -> Node:
-    """The function or class called ``name``."""
-    (node,) = [one for one in body if isinstance(one, Node) and one.name == name]
+    """The function or class called ``name``, or else the method that is alone in being called so."""
+    methods = [one for node in body if isinstance(node, ast.ClassDef) for one in node.body]
+    here, inside = ([one for one in part if isinstance(one, Node) and one.name == name] for part in (body, methods))
+    (node,) = here or inside
     return node
 
 

@@ -105,9 +105,8 @@ class Snapshot:
         every = {id(one): one for own in self._weights.values() for one in own.values() if isinstance(one, Tensor)}
         weights = [one for one in every.values() if id(one) not in self._seen]
         self._walk([vars(one) for one in weights])
-        for one in weights if self._digest is not None else ():
-            if id(one) in begun:  # of others nobody runs the modules again
-                self._kept_digests.append((one, self._digest(one)))
+        if (digest := self._digest) is not None:  # of weights that are not in ``begun`` nobody runs the modules again
+            self._kept_digests += [(one, digest(one)) for one in weights if id(one) in begun]
         self._walk([one for one, now in self._kept_digests if now != begun[id(one)]])
         self._with_bytes = False
         self._walk([*weights, *others])

@@ -19,7 +19,9 @@ from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 
-__all__ = ["DeepSpeedError", "check_step", "observed", "record_step", "validate"]
+__all__ = ["DeepSpeedError", "check_step", "imports", "observed", "record_step", "validate"]
+
+imports = DEEPSPEED.imports
 
 
 def check_step(

@@ -18,7 +18,9 @@ from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.worlds.side_store import RanksAbsent, exchange
 
-__all__ = ["NanotronError", "check_step", "observed", "record_step", "validate"]
+__all__ = ["NanotronError", "check_step", "imports", "observed", "record_step", "validate"]
+
+imports = NANOTRON.imports
 
 
 def check_step(

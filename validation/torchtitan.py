@@ -29,7 +29,9 @@ from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
 
-__all__ = ["TorchtitanError", "check_step", "observed", "record_step", "validate"]
+__all__ = ["TorchtitanError", "check_step", "imports", "observed", "record_step", "validate"]
+
+imports = TORCHTITAN.imports
 
 
 def check_step(

@@ -31,7 +31,9 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.copied import copied
 
-__all__ = ["Stage", "TransformersError", "check_step", "observed", "record_step", "validate"]
+__all__ = ["Stage", "TransformersError", "check_step", "imports", "observed", "record_step", "validate"]
+
+imports = TRANSFORMERS.imports
 
 Opened = TypeVar("Opened")
 

@@ -1,12 +1,17 @@
 """What ``pipeproof init`` writes passes as it is, and is red where the step is wrong."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from pipeproof.commands.init import STARTERS, needed, text, write_new
+from tests.support.guides import PAGES
 from tests.support.warm_start import Ended
 
 ALONE = [kind for kind in STARTERS if not needed(kind)]  # those of frameworks run by ci/frameworks
+FRAMEWORKS = [kind for kind in STARTERS if needed(kind)]
 Launch = Callable[..., Ended]
 
 
@@ -23,3 +28,23 @@ def test_every_new_file_passes_as_it_is_and_finds_what_is_wrong(python: Launch, 
     for kind in ALONE:
         assert f"PASSED test_{kind}.py::test_my_pipeline" in done.stdout
     assert "cause     scale" in done.stdout
+
+
+def test_a_framework_that_is_missing_is_one_sentence_with_the_line_that_installs_it(
+    python: Launch, tmp_path: Path
+) -> None:
+    for kind in FRAMEWORKS:
+        write_new(str(tmp_path / f"test_{kind}.py"), text(kind))
+    (tmp_path / "conftest.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({FRAMEWORKS}))\n")
+    done = python(tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+    assert f"{len(FRAMEWORKS)} errors" in done.stdout, done.stdout
+    assert "ModuleNotFoundError" not in done.stdout
+    for kind in FRAMEWORKS:
+        install = needed(kind).removeprefix(f"It needs {kind}: ")
+        assert re.search(rf"Error: {kind}[-\w]* is not installed: {re.escape(install)}\n", done.stdout), kind
+
+
+@pytest.mark.parametrize("kind", FRAMEWORKS)
+def test_a_guide_installs_what_the_file_needs(kind: str) -> None:
+    lines = re.findall(r"(?m)^\$ (pip install .*)$", PAGES[f"validation/guides/{kind}.md"])
+    assert needed(kind) == f"It needs {kind}: {' && '.join(lines)}"

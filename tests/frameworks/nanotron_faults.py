@@ -1,9 +1,5 @@
 """Faults at nanotron's real places: a step of the tiny Llama with one of them."""
 
-import tests.frameworks.nanotron_on_cpu  # noqa: F401  # nanotron is imported as that says
-
-# isort: split
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,20 +9,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from nanotron import helpers
-from nanotron import trainer as trainers
-from nanotron.optim.gradient_accumulator import FP32GradientAccumulator
-from nanotron.parallel.parameters import NanotronParameter
-from nanotron.parallel.pipeline_parallel.block import PipelineBlock
-from nanotron.parallel.pipeline_parallel.engine import PipelineEngine
-from nanotron.parallel.pipeline_parallel.p2p import P2P
-from nanotron.parallel.pipeline_parallel.state import PipelineTrainBatchState
 from torch import Tensor
 
+from pipeproof import nanotron
 from pipeproof.foreign import HandedBack
 from tests.frameworks import tiny_llama
 from tests.frameworks.fault import Fault, patched
 from tests.frameworks.tiny_llama import Layout, Trainer
+
+with nanotron.imports():
+    from nanotron import helpers
+    from nanotron import trainer as trainers
+    from nanotron.optim.gradient_accumulator import FP32GradientAccumulator
+    from nanotron.parallel.parameters import NanotronParameter
+    from nanotron.parallel.pipeline_parallel.block import PipelineBlock
+    from nanotron.parallel.pipeline_parallel.engine import PipelineEngine
+    from nanotron.parallel.pipeline_parallel.p2p import P2P
+    from nanotron.parallel.pipeline_parallel.state import PipelineTrainBatchState
 
 
 def method(stack: ExitStack, kind: type, name: str, wrong: Callable[..., Any]) -> None:

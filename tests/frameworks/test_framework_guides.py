@@ -1,7 +1,6 @@
 """The guides to frameworks: their programs run and print what they show, and their tables are those of the faults."""
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.commands import init
-from tests.support.guides import PAGES, ROOT, blocks
+from tests.support.guides import PAGES, blocks
 
 PAGE = "validation/guides/{}.md"
 PACKAGES = {
@@ -21,16 +20,6 @@ PACKAGES = {
     "transformers": "transformers",
     "colossalai": "colossalai",
 }
-FIRST = {
-    "megatron": "import pipeproof.cases.frameworks.on_cpu\n",
-    "deepspeed": "",
-    "torchtitan": "",
-    "nanotron": "import tests.frameworks.nanotron_on_cpu\n",
-    "transformers": "",
-    "colossalai": "import tests.frameworks.colossalai_on_cpu\n",
-}  # what the guide leaves to a GPU
-AT_START = ("nanotron",)  # which needs it on every rank before anything of it is imported
-
 # How a guide's programs are run, by how their files begin, in the order in which it shows what they print.
 COMMANDS = (["check_"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train_"])
 
@@ -59,8 +48,7 @@ def test_its_programs_run_and_print_what_it_shows(framework: str, tmp_path: Path
     page = PAGE.format(framework)
     programs = [block for block in blocks("py") if block.page == page]
     for block in programs:
-        (tmp_path / block.file).write_text(FIRST[framework] + block.text)
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
+        (tmp_path / block.file).write_text(block.text)
     shown = [block.text for block in blocks("text") if block.page == page]
     assert len(shown) == len(programs) - 1, "the first program is what the user has"
     for command, text in zip(COMMANDS, shown, strict=False):
@@ -79,24 +67,13 @@ def test_its_table_says_of_every_fault_what_the_verdict_says(framework: str) -> 
     assert shown == [(name, one.kind, "; ".join(dict.fromkeys(one.places))) for name, one in faults.items()]
 
 
-def shimmed(framework: str, content: str) -> str:
-    """``content`` with what it leaves to a GPU, where the model is made; nanotron does not import without it."""
-    seed = "    torch.manual_seed(0)\n"
-    shim = "" if framework in AT_START else FIRST[framework]
-    return content.replace(seed, f"    {shim}{seed}") if shim else content
-
-
 def test_what_init_writes_passes_as_it_is_and_is_red_where_the_step_is_wrong(framework: str, tmp_path: Path) -> None:
     right, (place, wrong) = init.text(framework), WRONG[framework]
     assert right.count(place) == 1
     for name, content in (("right", right), ("wrong", right.replace(place, wrong))):
-        (tmp_path / f"test_{name}.py").write_text(shimmed(framework, content))
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    if framework in AT_START:
-        (tmp_path / "sitecustomize.py").write_text(FIRST[framework])
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        (tmp_path / f"test_{name}.py").write_text(content)
     line = [sys.executable, "-m", "pytest", "-W", "ignore", "-rA", "-p", "no:cacheprovider", *FILES]
-    ended = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1, ended.stdout
     assert "PASSED test_right.py::test_my_pipeline" in ended.stdout, ended.stdout
     assert "FAILED test_wrong.py::test_my_pipeline" in ended.stdout, ended.stdout

@@ -12,9 +12,10 @@ from colossalai.shardformer.policies.base_policy import ModulePolicyDescription,
 from torch import Tensor, nn
 
 import pipeproof
-import tests.frameworks.colossalai_on_cpu  # noqa: F401  # what a GPU has beside numbers
 from pipeproof.foreign import HandedBack
+from pipeproof.foreign.frameworks.colossalai_whole import COLOSSALAI
 
+COLOSSALAI.on_cpu()
 ROWS, SEQUENCE, WORDS, WIDTH = 2, 4, 16, 8
 
 

@@ -1,9 +1,5 @@
 """A tiny Llama of nanotron's and a trainer with it, as nanotron's own trainer makes them, on CPUs."""
 
-import tests.frameworks.nanotron_on_cpu  # noqa: F401  # nanotron is imported as that says
-
-# isort: split
-
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -11,23 +7,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nanotron import trainer as trainers
-from nanotron.config import AdamWOptimizerArgs, LlamaConfig, LRSchedulerArgs, OptimizerArgs, ParallelismArgs
-from nanotron.helpers import init_optimizer_and_grad_accumulator, lr_scheduler_builder
-from nanotron.models import build_model
-from nanotron.models.llama import LlamaForTraining
-from nanotron.parallel import ParallelContext
-from nanotron.parallel.pipeline_parallel.engine import (
-    AllForwardAllBackwardPipelineEngine,
-    OneForwardOneBackwardPipelineEngine,
-)
-from nanotron.parallel.tied_parameters import get_tied_id_to_param
-from nanotron.scaling.parametrization import ParametrizationMethod
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pipeproof
 from pipeproof.foreign import HandedBack
+
+with pipeproof.nanotron.imports():
+    from nanotron import trainer as trainers
+    from nanotron.config import AdamWOptimizerArgs, LlamaConfig, LRSchedulerArgs, OptimizerArgs, ParallelismArgs
+    from nanotron.helpers import init_optimizer_and_grad_accumulator, lr_scheduler_builder
+    from nanotron.models import build_model
+    from nanotron.models.llama import LlamaForTraining
+    from nanotron.parallel import ParallelContext
+    from nanotron.parallel.pipeline_parallel.engine import (
+        AllForwardAllBackwardPipelineEngine,
+        OneForwardOneBackwardPipelineEngine,
+    )
+    from nanotron.parallel.tied_parameters import get_tied_id_to_param
+    from nanotron.scaling.parametrization import ParametrizationMethod
 
 ROWS, SEQUENCE, WORDS, WIDTH = 2, 8, 32, 16
 ENGINES = {"1f1b": OneForwardOneBackwardPipelineEngine, "afab": AllForwardAllBackwardPipelineEngine}

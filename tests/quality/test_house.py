@@ -91,7 +91,7 @@ MAKERS = re.compile(r"torch\.(?:cuda|xpu|mps|mtia)\b|backends\.cuda|[\"'](?:cuda
 KNOW_DEVICES = (
     "validation/worlds/accelerator.py",
     "pipeline/transports.py",
-    *(f"validation/cases/frameworks/{name}.py" for name in ("cuda_on_cpu", "on_cpu")),
+    *(f"validation/foreign/frameworks/{name}_on_cpu.py" for name in ("cuda", "megatron", "nanotron")),
 )
 
 

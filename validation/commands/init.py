@@ -59,19 +59,19 @@ def text(kind: str) -> str:
 
 
 def summary(kind: str) -> str:
-    """The first line of the file of this kind: what it is for."""
+    """What the file of this kind is for: how it begins."""
     return _said(kind)[0]
 
 
 def needed(kind: str) -> str:
-    """The line that says what has to be installed for it; empty where nothing has to be."""
-    return next((line for line in _said(kind) if line.startswith("It needs ")), "")
+    """What has to be installed for it; empty where nothing has to be."""
+    return next((part for part in _said(kind) if part.startswith("It needs ")), "")
 
 
 def _said(kind: str) -> list[str]:
     said = ast.get_docstring(ast.parse(text(kind)))
     assert said, f"{kind} says what it is for"
-    return said.splitlines()
+    return [" ".join(part.split()) for part in said.split("\n\n")]
 
 
 def write_new(file: str, content: str) -> None:

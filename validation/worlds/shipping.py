@@ -23,6 +23,7 @@ except ModuleNotFoundError:  # a checkout beside torch alone, as `ci/accelerator
     register_pickle_by_value = None
 
 _OURS = frozenset({"pipeproof"})
+FIRST: list[Callable[[], None]] = []  # what ranks call before they unpack a job, which imports what its code uses
 
 
 def pack(value: object) -> bytes:
@@ -38,6 +39,14 @@ def pack(value: object) -> bytes:
 def unpack(data: bytes) -> Any:
     """The value that ``pack`` was given. Only for bytes of a rank of one's own: unpickling runs code."""
     return pickle.loads(data)
+
+
+def unpack_job(order: bytes) -> Any:
+    """The job and its arguments. The path, and what comes first, may be needed to unpack them."""
+    sys.path[:], first, job_and_arguments = unpack(order)
+    for prepare in first:
+        prepare()
+    return unpack(job_and_arguments)
 
 
 def unshippable(value: object) -> str:

@@ -28,7 +28,7 @@ from pipeproof.worlds.launcher import Seat
 from pipeproof.worlds.posted_messages import awaited, is_ours, parting, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.settings import Settings
-from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.shipping import pack, unpack_job
 
 # The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
 # the only thing that ends a wait inside gloo.
@@ -108,8 +108,7 @@ def _open_store(address: str) -> Store:
 
 def obey(order: bytes, context: RankContext) -> object:
     """Do a rank's part of a packed job. Raises whatever it raises. What it sets for its process is put back."""
-    sys.path[:], job_and_arguments = unpack(order)  # the path first: the job may need it to be unpacked
-    job, arguments = unpack(job_and_arguments)
+    job, arguments = unpack_job(order)
     kept, settings = _groups_of_jobs(), Settings()
     try:
         return job(context, *arguments)

@@ -14,7 +14,7 @@ from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
-from pipeproof.worlds.shipping import pack, unpack, unshippable
+from pipeproof.worlds.shipping import FIRST, pack, unpack, unshippable
 from pipeproof.worlds.simulated.clock import SLEEP_ALONE
 from pipeproof.worlds.simulated.exploration import Course, Exploration
 from pipeproof.worlds.simulated.guide import Guide
@@ -253,7 +253,7 @@ class World:
 def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
     """The job as bytes. Raises ``WorldError`` where something in it cannot leave this process."""
     try:
-        return pack((sys.path, pack((job, arguments))))
+        return pack((sys.path, FIRST, pack((job, arguments))))
     except Exception as error:  # no one type: every object has its own way to refuse
         told = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
         raise WorldError(told + unshippable((job, *arguments))) from error

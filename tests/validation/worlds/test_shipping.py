@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import pickletools
+import sys
 import types
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.pipeline.action import Action
-from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.shipping import pack, unpack, unpack_job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,3 +159,26 @@ def test_a_module_that_nobody_can_import_is_no_name() -> None:
 
     with pytest.raises(TypeError, match="cannot pickle 'Lazy' object"):
         pack(Lazy("nowhere.at_all"))
+
+
+class Loaded:
+    """Says when it is unpacked."""
+
+    def __reduce__(self) -> Any:
+        return note, ("job",)
+
+
+def note(what: str = "first") -> str:
+    told.append(what)
+    return what
+
+
+told: list[str] = []
+
+
+def test_what_comes_first_is_called_before_a_job_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("pipeproof.worlds.shipping.register_pickle_by_value", None)  # this module's code by name
+    order = pack((sys.path, (note,), pack((print, (Loaded(),)))))
+    assert unpack_job(order) == (print, ("job",))
+    assert told == ["first", "job"]

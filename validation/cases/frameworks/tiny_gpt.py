@@ -16,13 +16,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
-import pipeproof.cases.frameworks.on_cpu  # noqa: F401  # first
 from pipeproof.cases.frameworks.groups import groups_given_back
 from pipeproof.cases.frameworks.megatron_layout import MegatronLayout
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.frameworks import megatron
+from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
 from pipeproof.judging.verdict import Verdict
 
+MEGATRON.on_cpu()
 SEQUENCE, ROWS, WORDS = 8, 2, 32
 _SCALE = 512.0  # of a loss, where one is told to have it
 

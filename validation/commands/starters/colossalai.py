@@ -1,6 +1,7 @@
 """ColossalAI's pipeline, beside the whole model on one device.
 
-It needs colossalai: pip install --no-deps colossalai==0.5.0
+It needs colossalai: pip install --no-deps colossalai==0.5.0 galore-torch==1.0 bitsandbytes==0.50.2 &&
+pip install peft==0.21.2 einops psutil
 
 It runs as it is: a toy model, and 1F1B on two ranks. Change what is marked CHANGE; the rest may stay.
 """
@@ -9,13 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from colossalai.booster import Booster
-from colossalai.booster.plugin import HybridParallelPlugin
-from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
 from torch import Tensor, nn
 
 from pipeproof import colossalai
 from pipeproof.foreign import WhiteBox
+
+with colossalai.imports():  # your own modules that import colossalai belong here, too
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import HybridParallelPlugin
+    from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
 
 RANKS, WORDS, WIDTH, SEQUENCE, ROWS, MICROBATCHES = 2, 64, 16, 8, 2, 4
 

@@ -7,13 +7,15 @@ It runs as it is: toy layers, and 1F1B on two ranks. Change what is marked CHANG
 
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
 from pipeproof import deepspeed as checked
 from pipeproof.foreign import WhiteBox
+
+with checked.imports():  # your own modules that import deepspeed belong here, too
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
 
 RANKS, MICROBATCHES = 2, 4
 loss_fn = nn.functional.mse_loss

@@ -1,6 +1,7 @@
 """Nanotron's pipeline engines, beside the whole model on one device.
 
-It needs nanotron: pip install --no-deps git+https://github.com/huggingface/nanotron
+It needs nanotron: pip install --no-deps git+https://github.com/huggingface/nanotron &&
+pip install dacite datasets einops psutil pyyaml transformers triton
 
 It runs as it is: a toy Llama, and 1F1B on two ranks. Change what is marked CHANGE; the rest may stay.
 """
@@ -9,19 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from nanotron.config import LlamaConfig, ParallelismArgs
-from nanotron.models import build_model as build_on_ranks
-from nanotron.models.llama import LlamaForTraining
-from nanotron.optim.clip_grads import clip_grad_norm
-from nanotron.optim.named_optimizer import NamedOptimizer
-from nanotron.parallel import ParallelContext
-from nanotron.parallel.pipeline_parallel.engine import OneForwardOneBackwardPipelineEngine
-from nanotron.parallel.tied_parameters import sync_tied_weights_gradients
-from nanotron.trainer import mark_tied_parameters
 from torch import Tensor, nn
 
 from pipeproof import nanotron
 from pipeproof.foreign import WhiteBox
+
+with nanotron.imports():  # your own modules that import nanotron belong here, too
+    from nanotron.config import LlamaConfig, ParallelismArgs
+    from nanotron.models import build_model as build_on_ranks
+    from nanotron.models.llama import LlamaForTraining
+    from nanotron.optim.clip_grads import clip_grad_norm
+    from nanotron.optim.named_optimizer import NamedOptimizer
+    from nanotron.parallel import ParallelContext
+    from nanotron.parallel.pipeline_parallel.engine import OneForwardOneBackwardPipelineEngine
+    from nanotron.parallel.tied_parameters import sync_tied_weights_gradients
+    from nanotron.trainer import mark_tied_parameters
 
 RANKS, WORDS, SEQUENCE, ROWS = 2, 64, 8, 2
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

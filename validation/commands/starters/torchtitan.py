@@ -1,6 +1,6 @@
 """A pipeline that torchtitan's pipeline_llm makes, beside the whole model on one device.
 
-It needs torchtitan: pip install torchtitan==0.3.0
+It needs torchtitan: pip install torchtitan==0.3.0 triton
 
 It runs as it is: a toy Llama, and 1F1B on two ranks. Change what is marked CHANGE; the rest may stay.
 """
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, parallel_dims
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models import llama3
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from pipeproof import torchtitan
 from pipeproof.foreign import WhiteBox
+
+with torchtitan.imports():  # your own modules that import torchtitan belong here, too
+    from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed.pipeline_parallel import pipeline_llm
+    from torchtitan.models import llama3
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.common.attention import ScaledDotProductAttention
 
 RANKS, WORDS, WIDTH, SEQUENCE, ROWS, MICROBATCHES = 2, 64, 16, 8, 2, 4
 loss_fn = CrossEntropyLoss(CrossEntropyLoss.Config())

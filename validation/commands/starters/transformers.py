@@ -1,6 +1,6 @@
 """A causal language model of transformers' in stages, beside the whole model on one device.
 
-It needs transformers: pip install transformers==5.23.0
+It needs transformers: pip install transformers==5.23.0 accelerate==1.15.0
 
 It runs as it is: a toy Llama, and torch's 1F1B on two ranks. Change what is marked CHANGE; the rest may stay.
 """
@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeproof import transformers
 from pipeproof.foreign import WhiteBox
+
+with transformers.imports():  # your own modules that import transformers belong here, too
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
 RANKS, WORDS, SEQUENCE, ROWS, IGNORED = 2, 64, 8, 2, -100
 

@@ -6,9 +6,10 @@ before one of these is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
     check_model,
 )
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, replaced
-from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, around, replaced
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing, telling
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
@@ -117,18 +118,16 @@ def _watching(
 ) -> Iterator[None]:
     """While this is open, note losses and data, tell ``sight`` that the optimizer is about to step, and the norm."""
     losses, runs, drawn = notes
-    run = plugin.scheduler.forward_backward_step
 
-    @wraps(run)
-    def noted(model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
+    def noted(run: Any, model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
             runs.append("run")
             data_iter, criterion = drawn.noting(data_iter), _noting(criterion, losses)
         return run(model, data_iter, criterion, *more, **named)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(plugin.scheduler, "forward_backward_step", noted))
-        stack.enter_context(replaced(optimizer, "step", _telling(optimizer, sight)))
+        stack.enter_context(around(plugin.scheduler, "forward_backward_step", noted))
+        stack.enter_context(around(optimizer, "step", telling(sight, lambda _: optimizer.get_grad_norm())))
         stack.enter_context(told_apart(plugin.stage_manager, module, stages))
         yield
 
@@ -141,20 +140,6 @@ def _noting(criterion: Criterion, losses: list[Tensor]) -> Criterion:
         loss = criterion(outputs, microbatch)
         losses.append(loss.detach().clone())
         return loss
-
-    return noted
-
-
-def _telling(optimizer: Any, sight: Sight) -> Callable[..., Any]:
-    step = optimizer.step
-
-    @wraps(step)
-    def noted(*given: Any, **named: Any) -> Any:
-        sight.complete()
-        result = step(*given, **named)
-        if (norm := optimizer.get_grad_norm()) is not None:
-            sight.norm(norm)
-        return result
 
     return noted
 
@@ -174,7 +159,7 @@ def observed(
     tensors = [packed.pack(one) for one in microbatches]
     check_count(booster.plugin.scheduler, len(microbatches), packed.rows)
     _check_order(booster.plugin)
-    _check_types(model.module, reference)
+    COLOSSALAI.check_types(model.module, reference, "the model is boosted to")
     COLOSSALAI.load(step.parameters(), reference)
     optimizer.update_master_params(model)
     seen = Observation(step, iter([packed.joined(tensors)]))
@@ -237,16 +222,6 @@ def _check_order(plugin: Any) -> None:
     if plugin.dp_axis > plugin.pp_axis and plugin.dp_size > 1:
         raise ColossalAIError(
             f"dp_outside is False: {COLOSSALAI.adapter}.validate covers True only, the default; set it so for the check"
-        )
-
-
-def _check_types(module: nn.Module, reference: nn.Module) -> None:
-    """Raise ``ColossalAIError`` where the plugin cast the model, and the reference was not."""
-    types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
-    if theirs := sorted(map(str, types[0] - types[1])):
-        ours = ", ".join(sorted(map(str, types[1])))
-        raise ColossalAIError(
-            f"the model is boosted to {theirs[0]}, the reference is in {ours}: pass dtype={theirs[0]} to validate"
         )
 
 
@@ -329,28 +304,17 @@ def _handles_kept() -> Iterator[None]:
 
     They do until the next step, for a rank may be done when its last message is not there yet.
     """
-    place: Any = COLOSSALAI.module("pipeline.p2p")
-    send_and_receive = place._batch_send_recv_tensor
     _handles.clear()
 
-    @wraps(send_and_receive)
-    def keeping(*given: Any, **named: Any) -> Any:
+    def keeping(send_and_receive: Any, *given: Any, **named: Any) -> Any:
         made = send_and_receive(*given, **named)
         _handles.append(made[1])
         return made
 
-    with replaced(place, "_batch_send_recv_tensor", keeping):
+    with around(COLOSSALAI.module("pipeline.p2p"), "_batch_send_recv_tensor", keeping):
         yield
 
 
-@contextmanager
-def _state_kept() -> Iterator[None]:
+def _state_kept() -> AbstractContextManager[Any]:
     """While this is open, ColossalAI's only coordinator of ranks is whatever the step makes."""
-    instances: dict[type, Any] = COLOSSALAI.module("context.singleton_meta").SingletonMeta._instances
-    kept = dict(instances)
-    instances.clear()
-    try:
-        yield
-    finally:
-        instances.clear()
-        instances.update(kept)
+    return mock.patch.dict(COLOSSALAI.module("context.singleton_meta").SingletonMeta._instances, clear=True)

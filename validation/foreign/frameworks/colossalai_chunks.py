@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from pipeproof.foreign.frameworks.colossalai_whole import ColossalAIError
-from pipeproof.foreign.frameworks.framework import replaced
+from pipeproof.foreign.frameworks.framework import around
 
 
 class Chunk(nn.Module):
@@ -122,10 +122,5 @@ def told_apart(manager: Any, module: nn.Module, stages: Mapping[int, nn.Module])
         yield
         return
     chunks = [stages[number] for number in numbers_of(manager)]
-
-    @wraps(module.forward)
-    def forward(*given: Any, **named: Any) -> Any:
-        return chunks[manager.model_chunk_id](*given, **named)
-
-    with replaced(module, "forward", forward):
+    with around(module, "forward", lambda _, *given, **named: chunks[manager.model_chunk_id](*given, **named)):
         yield

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from pipeproof.foreign.frameworks.colossalai_on_cpu import on_cpu
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.task import WhiteBoxError
 
@@ -24,10 +25,12 @@ COLOSSALAI = Framework(
     "colossalai",
     "pipeproof.colossalai",
     ("0.5",),
-    "pip install --no-deps colossalai==0.5.0",
+    "pip install --no-deps colossalai==0.5.0 galore-torch==1.0 bitsandbytes==0.50.2 && "
+    "pip install peft==0.21.2 einops psutil",
     ColossalAIError,
     axes=("dp", "pp"),
     child=CHILD,
+    shim=on_cpu,
 )
 
 

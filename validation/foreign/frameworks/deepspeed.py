@@ -6,8 +6,9 @@ from the same layers. Nothing of DeepSpeed is imported before one of these is ca
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, launched, replaced
-from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, around, launched
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing, telling
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
@@ -68,41 +69,32 @@ def gradients_of(engine: Any) -> dict[nn.Parameter, Gradient]:
 @contextmanager
 def _watching(engine: Any, drawn: Drawn, sight: Sight) -> Iterator[None]:
     """While this is open, note what is ``drawn``, tell ``sight`` when the optimizer is about to step, and the norm."""
-    take_step, draw = engine._take_model_step, engine._next_batch
+    clipped_by = list[Any]()  # in fp32 without ZeRO, where the engine tells nobody
 
-    @wraps(draw)
-    def next_batch() -> Any:
+    def next_batch(draw: Any) -> Any:
         batch = draw()
         drawn.note(batch)
         return batch
 
-    @wraps(take_step)
-    def noted(*arguments: Any, **named: Any) -> Any:
-        sight.complete()
-        with _clipping_noted() as clipped_by:
-            result = take_step(*arguments, **named)
+    def clipping(clip: Any, *given: Any, **named: Any) -> Any:
+        clipped_by[:] = [clip(*given, **named)]
+        return clipped_by[0]
+
+    def taking(step: Any, *given: Any, **named: Any) -> Any:
+        clipped_by.clear()
+        with around(DEEPSPEED.module("runtime.engine"), "clip_grad_norm_", clipping):
+            return step(*given, **named)
+
+    def norm(_: Any) -> Any:
         told = engine.get_global_grad_norm()
-        for norm in clipped_by[-1:] if told is None else [told]:
-            sight.norm(norm)
-        return result
+        return next(iter(clipped_by), None) if told is None else told
 
-    with replaced(engine, "_take_model_step", noted), replaced(engine, "_next_batch", next_batch):
+    with (
+        around(engine, "_take_model_step", taking),
+        around(engine, "_take_model_step", telling(sight, norm)),
+        around(engine, "_next_batch", next_batch),
+    ):
         yield
-
-
-@contextmanager
-def _clipping_noted() -> Iterator[list[Any]]:
-    """While this is open, note the norms by which the engine clips in fp32 without ZeRO: it tells them nobody."""
-    place: Any = DEEPSPEED.module("runtime.engine")
-    clip, norms = place.clip_grad_norm_, []
-
-    @wraps(clip)
-    def noted(*arguments: Any, **named: Any) -> Any:
-        norms.append(told := clip(*arguments, **named))
-        return told
-
-    with replaced(place, "clip_grad_norm_", noted):
-        yield norms
 
 
 def step_of(engine: Any) -> FrameworkStep:
@@ -144,7 +136,7 @@ def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> 
     step = step_of(engine)
     check_count(engine, DEEPSPEED.listed(microbatches))
     DEEPSPEED.check_neighbours(engine.stage_id, engine.grid.data_parallel_size, "DeepSpeed's own topology")
-    _check_types(engine.module, reference)
+    DEEPSPEED.check_types(engine.module, reference, "the engine's layers are in")
     DEEPSPEED.load(engine.module.named_parameters(), reference)
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
@@ -167,16 +159,6 @@ def check_covered(engine: Any) -> None:
 def check_count(engine: Any, microbatches: Sequence[Any]) -> None:
     """Raise ``DeepSpeedError`` unless the engine takes a step of so many."""
     DEEPSPEED.check_count("gradient_accumulation_steps", engine.micro_batches, len(microbatches))
-
-
-def _check_types(module: nn.Module, reference: nn.Module) -> None:
-    """Raise ``DeepSpeedError`` where the engine cast its layers, and the reference was not."""
-    types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
-    if theirs := sorted(map(str, types[0] - types[1])):
-        ours = ", ".join(sorted(map(str, types[1])))
-        raise DeepSpeedError(
-            f"the engine's layers are in {theirs[0]}, the reference in {ours}: pass dtype={theirs[0]} to validate"
-        )
 
 
 def check_loss(loss_fn: Any) -> None:
@@ -261,13 +243,10 @@ def _state_kept() -> Iterator[None]:
     """While this is open, DeepSpeed's groups and backend are whatever the step makes."""
     names = ("comm.comm", "utils.groups", "runtime.pipe.p2p")
     kept = {name: dict(vars(DEEPSPEED.module(name))) for name in names}
-    operators = DEEPSPEED.module("ops").__compatible_ops__
-    own = dict(operators)
     # Ranks are used for several layouts. Its shared memory is made for the first one's, and serves inference alone.
-    operators["deepspeed_shm_comm"] = False
     try:
-        yield
+        with mock.patch.dict(DEEPSPEED.module("ops").__compatible_ops__, deepspeed_shm_comm=False):
+            yield
     finally:
-        operators.update(own)
         for name, values in kept.items():
             vars(DEEPSPEED.module(name)).update(values)

@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,9 @@ from pipeproof.foreign.on_a_world import validate as validated
 from pipeproof.foreign.task import WhiteBoxError, check_builds, name_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.shipping import FIRST
+
+_ON_CPU: set[str] = set()  # frameworks that this process had run without a GPU
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class Framework:
 
     error: what is raised where it is missing, or used in a way that is not covered. axes: in the order in which it
     numbers ranks; neighbours differ along the last. child: what its reference calls the user's model, which is in it.
-    own: packages that keep a rank's state, of which simulated ranks have one each; None: its own.
+    own: packages that keep a rank's state, of which simulated ranks have one each; None: its own. shim: has it run
+    without a GPU; may be called again.
     """
 
     name: str
@@ -38,6 +44,32 @@ class Framework:
     axes: tuple[str, ...] = ("pp", "dp")
     child: str = ""
     own: tuple[str, ...] | None = None
+    shim: Callable[[], None] | None = None
+
+    @contextmanager
+    def imports(self) -> Iterator[None]:
+        """While this is open, import what imports the framework. From then on it runs without a GPU, too.
+
+        Each framework's module has this. Raises its error, in one sentence, where the framework is not installed, or
+        what it needs is not. Where there is a GPU, nothing is changed.
+        """
+        __tracebackhide__ = True
+        root = self.package.partition(".")[0]
+        try:
+            self.module()
+            self.on_cpu()
+            yield
+        except ModuleNotFoundError as error:
+            by = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+            if root not in by:  # another's import
+                raise
+            raise self.error(f"{self.name} needs {error.name}, which is not installed: {self.install}") from None
+
+    def on_cpu(self) -> None:
+        """Have it run without a GPU, where there is none."""
+        if self.shim is not None and torch.accelerator.current_accelerator(check_available=True) is None:
+            _ON_CPU.add(self.name)
+            self.shim()
 
     def module(self, name: str = "") -> ModuleType:
         """Its package, or the module ``name`` in it."""
@@ -99,13 +131,20 @@ class Framework:
 
     def judge(self, whitebox: Any) -> Callable[..., Verdict]:
         """What judges a step: on the ranks of ``whitebox``, or where that is None, on ranks of its own."""
-        if whitebox is None:
-            return validated
-        if not isinstance(whitebox, WhiteBox):
+        if not isinstance(whitebox, WhiteBox | None):
             raise self.error(f"whitebox is {shown(whitebox)}: expected pytest's fixture of that name, or None")
-        own = (self.package.partition(".")[0],) if self.own is None else self.own
-        whitebox.world.own_modules |= set(own)
-        return whitebox.validate
+        if whitebox is not None:
+            whitebox.world.own_modules |= {self.package.partition(".")[0]} if self.own is None else set(self.own)
+        validate = validated if whitebox is None else whitebox.validate
+        # A test's functions are imported where a rank unpacks them, which for nanotron has to be later.
+        return partial(self._on_ranks, validate) if self.name in _ON_CPU else validate
+
+    def _on_ranks(self, validate: Callable[..., Verdict], *given: Any, **named: Any) -> Verdict:
+        FIRST.append(self.on_cpu)
+        try:
+            return validate(*given, **named)
+        finally:
+            FIRST.remove(self.on_cpu)
 
     def check_count(self, option: str, count: int | None, due: int, what: str = "microbatches") -> None:
         """Raise unless ``count``, which the ``option`` has, is that of the step; None: nobody says."""
@@ -126,6 +165,13 @@ class Framework:
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and module.p:
                 raise self.error(f"{what}{name} drops out with p={module.p}: set p to 0 for the check")
+
+    def check_types(self, module: nn.Module, reference: nn.Module, which: str) -> None:
+        """Raise where the framework cast ``module``, and the reference was not; ``which`` it is, in words."""
+        types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
+        if theirs := sorted(map(str, types[0] - types[1])):
+            ours = ", ".join(sorted(map(str, types[1])))
+            raise self.error(f"{which} {theirs[0]}, the reference in {ours}: pass dtype={theirs[0]} to validate")
 
     def check_dtype(self, dtype: Any) -> None:
         """Raise where ``dtype`` is neither None nor a type of torch's."""
@@ -240,6 +286,14 @@ def replaced(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
             delattr(place, name)
         else:
             setattr(place, name, own)
+
+
+@contextmanager
+def around(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """While this is open, a call of ``name`` in ``place`` is one of ``by``, which is given what was there, and all."""
+    inner = getattr(place, name)
+    with replaced(place, name, wraps(inner)(partial(by, inner))):
+        yield
 
 
 def loss_of_its_own(output: Tensor, _: Tensor) -> Tensor:

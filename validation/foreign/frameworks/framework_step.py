@@ -86,6 +86,19 @@ class FrameworkStep:
                 yield self.name(stage, name), parameter
 
 
+def telling(sight: Sight, norm: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Around an optimizer's step: ``sight`` hears before it, and then of the ``norm`` that what it gave has, if any."""
+
+    def around(step: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        sight.complete()
+        result = step(*given, **named)
+        if (found := norm(result)) is not None:
+            sight.norm(found)
+        return result
+
+    return around
+
+
 class Observation:
     """What a step shows on a rank, kept for ``whitebox.validate``. ``data_iterator``: what to train it on, if any."""
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import Named, replaced
-from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.frameworks.framework import Named, around
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing, telling
 from pipeproof.foreign.frameworks.megatron_chunk import fed
 from pipeproof.foreign.frameworks.megatron_whole import (
     CHILD,
@@ -204,20 +204,12 @@ def _watching(optimizer: Any, losses: list[Tensor], drawn: Drawn, sight: Sight) 
     with ExitStack() as stack:
         stack.enter_context(_noted(losses, drawn))
         if optimizer is not None:
-            stack.enter_context(replaced(optimizer, "step", _telling(optimizer.step, sight)))
+            stack.enter_context(around(optimizer, "step", telling(sight, _norm_in)))
         yield
 
 
-def _telling(step: Callable[..., Any], sight: Sight) -> Callable[..., Any]:
-    @wraps(step)
-    def noted(*arguments: Any, **named: Any) -> Any:
-        sight.complete()
-        result = step(*arguments, **named)
-        if isinstance(result, tuple) and len(result) == 3 and result[1] is not None:
-            sight.norm(result[1])
-        return result
-
-    return noted
+def _norm_in(result: Any) -> Any:
+    return result[1] if isinstance(result, tuple) and len(result) == 3 else None
 
 
 @contextmanager
@@ -225,17 +217,14 @@ def _noted(losses: list[Tensor], drawn: Drawn) -> Iterator[None]:
     """While this is open, note what Megatron's schedules are given: every loss, before they divide it in place, and
     the data that a forward step draws."""
     place = core("pipeline_parallel.schedules")
-    calculate, forward = place.forward_step_calc_loss, place.forward_step
 
-    @wraps(calculate)
-    def noted(model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
+    def noted(calculate: Any, model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
         return calculate(model, output, _loss_noted(function, config, losses), config, *more, **named)
 
-    @wraps(forward)
-    def drawing(function: Any, data_iterator: Any, *more: Any, **named: Any) -> Any:
+    def drawing(forward: Any, function: Any, data_iterator: Any, *more: Any, **named: Any) -> Any:
         return forward(function, drawn.noting(data_iterator), *more, **named)
 
-    with replaced(place, "forward_step_calc_loss", noted), replaced(place, "forward_step", drawing):
+    with around(place, "forward_step_calc_loss", noted), around(place, "forward_step", drawing):
         yield
 
 

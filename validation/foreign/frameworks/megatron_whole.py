@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework
+from pipeproof.foreign.frameworks.megatron_on_cpu import on_cpu
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.worlds.belongings import belongs_to_rank
 
@@ -30,6 +31,7 @@ MEGATRON = Framework(
     "pip install --no-deps megatron-core==0.16.1",
     MegatronError,
     child=CHILD,
+    shim=on_cpu,
 )
 core = MEGATRON.module
 

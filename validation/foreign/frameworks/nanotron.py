@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import Named, Packed, launched, replaced
+from pipeproof.foreign.frameworks.framework import Named, Packed, around, launched
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.nanotron_whole import (
     NANOTRON,
@@ -68,16 +68,13 @@ class Stage(nn.Module):
     def noting(self, losses: list[Tensor]) -> Iterator[None]:
         """While this is open, every forward of the model is also a call of this one, and ``losses`` grow."""
         place = core("parallel.pipeline_parallel.block")
-        take, send = place.recv_from_pipeline_state_buffer, place.send_to_pipeline_state_buffer
 
-        @wraps(take)
-        def received(*given: Any, **named: Any) -> Any:
+        def received(take: Any, *given: Any, **named: Any) -> Any:
             tensor = take(*given, **named)
             self.taken.append(tensor)
             return tensor
 
-        @wraps(send)
-        def sent(tensor: Tensor, *given: Any, **named: Any) -> Any:
+        def sent(send: Any, tensor: Tensor, *given: Any, **named: Any) -> Any:
             self.made.append(tensor)
             return send(tensor, *given, **named)
 
@@ -94,8 +91,8 @@ class Stage(nn.Module):
             self.taken, self.made = [], []
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(place, "recv_from_pipeline_state_buffer", received))
-            stack.enter_context(replaced(place, "send_to_pipeline_state_buffer", sent))
+            stack.enter_context(around(place, "recv_from_pipeline_state_buffer", received))
+            stack.enter_context(around(place, "send_to_pipeline_state_buffer", sent))
             before, after = self.fence.around(begins), self.fence.around(ended)
             stack.callback(self.model.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(after, with_kwargs=True).remove)
@@ -156,35 +153,22 @@ def _watching(
             told = True
             sight.complete()
 
+    def drawing(train: Any, model: Any, pg: Any, batch: Any, *more: Any, **named: Any) -> Any:
+        return train(model, pg, drawn.noting(batch), *more, **named)
+
+    def stepping(step: Any, *given: Any, **named: Any) -> Any:
+        nonlocal told
+        complete()
+        told = False
+        return step(*given, **named)
+
     with ExitStack() as stack:
         stack.enter_context(stage.noting(losses))
         stack.enter_context(_clipping_noted(complete, bounds, sight))
         if hasattr(getattr(trainer, "pipeline_engine", None), "train_batch_iter"):
-            stack.enter_context(_drawing_noted(trainer.pipeline_engine, drawn))
+            stack.enter_context(around(trainer.pipeline_engine, "train_batch_iter", drawing))
         if trainer.optimizer is not None:
-            step = trainer.optimizer.step
-
-            @wraps(step)
-            def noted(*given: Any, **named: Any) -> Any:
-                nonlocal told
-                complete()
-                told = False
-                return step(*given, **named)
-
-            stack.enter_context(replaced(trainer.optimizer, "step", noted))
-        yield
-
-
-@contextmanager
-def _drawing_noted(engine: Any, drawn: Drawn) -> Iterator[None]:
-    """While this is open, note the microbatches that the engine draws."""
-    train = engine.train_batch_iter
-
-    @wraps(train)
-    def noted(model: Any, pg: Any, batch: Any, *more: Any, **named: Any) -> Any:
-        return train(model, pg, drawn.noting(batch), *more, **named)
-
-    with replaced(engine, "train_batch_iter", noted):
+            stack.enter_context(around(trainer.optimizer, "step", stepping))
         yield
 
 

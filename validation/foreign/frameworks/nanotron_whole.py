@@ -10,6 +10,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework, Packed, replaced
+from pipeproof.foreign.frameworks.nanotron_on_cpu import on_cpu
 from pipeproof.foreign.task import WhiteBoxError
 
 CHILD = "model"  # what the reference calls the whole model
@@ -25,9 +26,11 @@ NANOTRON = Framework(
     "nanotron",
     "pipeproof.nanotron",
     ("0.4",),
-    "pip install --no-deps git+https://github.com/huggingface/nanotron",
+    "pip install --no-deps git+https://github.com/huggingface/nanotron && "
+    "pip install dacite datasets einops psutil pyyaml transformers triton",
     NanotronError,
     child=CHILD,
+    shim=on_cpu,
 )
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import replaced
+from pipeproof.foreign.frameworks.framework import around
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.task import WhiteBoxError
@@ -58,21 +58,20 @@ def _watching(
         recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
         stack.callback(recorders[-1].stop)
         told = stack.enter_context(clipping_told(sight))
-        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, (losses, drawn), sight, told)))
+        stack.enter_context(around(schedule, "step", _step_noted(schedule, (losses, drawn), sight, told)))
         yield
 
 
 def _step_noted(
     schedule: Any, notes: tuple[list[Tensor], Drawn], sight: Sight, told: Sequence[Tensor]
 ) -> Callable[..., Any]:
-    """``schedule.step``, noting losses and what goes into the first stage; it takes microbatches in every torch.
+    """Around ``schedule.step``: note losses and what goes into the first stage; it takes microbatches in every torch.
 
     One that trains after gradients were clipped, of which ``told`` has the norm, is of a second step: ``sight`` hears.
     """
-    inner, (losses, drawn) = schedule.step, notes
+    losses, drawn = notes
 
-    @wraps(inner)
-    def step(*given: Any, **named: Any) -> Any:
+    def step(inner: Any, *given: Any, **named: Any) -> Any:
         if told and getattr(schedule, "_has_backward", True):
             sight.complete()
         for inputs in (given, *(named.get("arg_mbs") or ())):
@@ -97,18 +96,14 @@ def clipping_told(sight: Sight) -> Iterator[Sequence[Tensor]]:
     """
     told = list[Tensor]()
 
-    def telling(clip: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(clip)
-        def noted(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
-            if not told:
-                told.append(total_norm)
-                sight.complete()
-                sight.norm(total_norm)
-            return clip(parameters, max_norm, total_norm, *more, **named)
-
-        return noted
+    def clipping(clip: Any, parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
+        if not told:
+            told.append(total_norm)
+            sight.complete()
+            sight.norm(total_norm)
+        return clip(parameters, max_norm, total_norm, *more, **named)
 
     with ExitStack() as stack:
         for place, name in _CLIPS:
-            stack.enter_context(replaced(place, name, telling(getattr(place, name))))
+            stack.enter_context(around(place, name, clipping))
         yield told

@@ -24,7 +24,7 @@ TORCHTITAN = Framework(
     "torchtitan",
     "pipeproof.torchtitan",
     ("0.3",),
-    "pip install torchtitan==0.3.0",
+    "pip install torchtitan==0.3.0 triton",
     TorchtitanError,
     child=CHILD,
 )

@@ -8,13 +8,13 @@ before one of these is called.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from pipeproof.foreign.frameworks.framework import Named, Packed, replaced, unwrapped
+from pipeproof.foreign.frameworks.framework import Named, Packed, around, unwrapped
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
 from pipeproof.foreign.frameworks.transformers_whole import (
@@ -86,8 +86,7 @@ def _watching_own(
     """
     kept = schedule.wrapped(lambda parts: replace(parts, gradients=_Keeping(parts, gradients)))
 
-    @wraps(schedule.train_step)
-    def train_step(*given: Any, **named: Any) -> Any:
+    def train_step(_: Any, *given: Any, **named: Any) -> Any:
         result = kept.train_step(*given, **named)
         schedule._spans = kept._spans
         losses[:] = result.losses
@@ -95,7 +94,7 @@ def _watching_own(
         sight.norm(result.grad_norm)
         return result
 
-    with replaced(schedule, "train_step", train_step):
+    with around(schedule, "train_step", train_step):
         yield
 
 

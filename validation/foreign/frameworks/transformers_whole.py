@@ -26,7 +26,7 @@ TRANSFORMERS = Framework(
     "transformers",
     "pipeproof.transformers",
     ("5",),
-    "pip install transformers==5.23.0",
+    "pip install transformers==5.23.0 accelerate==1.15.0",
     TransformersError,
     own=(),  # its models keep nothing of a rank's
 )

@@ -36,7 +36,7 @@ class Simulated:
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
         self.course, self.in_time, self.may_end = None, False, False
-        what = pack((sys.path, pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
+        what = pack((sys.path, (), pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
         most_s = WHOLE * timeout_s + _SLACK_S
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better

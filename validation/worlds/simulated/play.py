@@ -14,7 +14,7 @@ from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.pipeline.waiting import current
 from pipeproof.worlds.posted_messages import progress
 from pipeproof.worlds.rank_report import Ending, RankReport
-from pipeproof.worlds.shipping import unpack
+from pipeproof.worlds.shipping import unpack_job
 from pipeproof.worlds.simulated.adversaries import Adversary, Fair
 from pipeproof.worlds.simulated.ahead import Ahead
 from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Clock, Timing, virtual_time
@@ -123,8 +123,7 @@ def _played(order: Order, whole_s: float, ahead: Ahead | None = None) -> Played:
     before = attributes() if order.manner.own_modules else {}
     with virtual_time():
         with suppress(Exception):  # each rank meets it again, and says so
-            path_and_job = unpack(order.job)
-            unpack(path_and_job[1])  # what it imports is there before anybody's state is noted
+            unpack_job(order.job)  # what it imports is there before anybody's state is noted
         modules = OwnModules(order.manner.own_modules)
         modules.have_replaced(before)
         own = OwnState.now(modules)

@@ -1,6 +1,8 @@
 """What adapters of frameworks share: versions, options, ranks and weights, and the sentences for what is wrong."""
 
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -8,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.foreign.frameworks import framework
 from pipeproof.foreign.frameworks.framework import Framework, Named
 from pipeproof.foreign.on_a_world import validate
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.foreign.validator import WhiteBox
+from pipeproof.worlds.shipping import FIRST
 
 
 class TinyError(WhiteBoxError):
@@ -46,6 +50,38 @@ def test_what_the_framework_itself_lacks_is_not_the_framework(tmp_path: Path, mo
     with pytest.raises(ModuleNotFoundError, match="no_such_module_of_tiny"):
         TINY.module()
     sys.modules.pop("tiny", None)
+
+
+def test_its_imports_say_in_one_sentence_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TinyError, match=r"^tiny-core is not installed: pip install tiny-core$"), TINY.imports():
+        pass
+    (tmp_path / "tiny" / "core").mkdir(parents=True)
+    (tmp_path / "tiny" / "core" / "__init__.py").write_text("__version__ = '0.16'")
+    (tmp_path / "tiny" / "core" / "kernels.py").write_text("import no_such_module_of_tiny")
+    monkeypatch.syspath_prepend(tmp_path)
+    sentence = r"^tiny-core needs no_such_module_of_tiny, which is not installed: pip install tiny-core$"
+    with pytest.raises(TinyError, match=sentence), TINY.imports():
+        import_module("tiny.core.kernels")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_of_the_user"), TINY.imports():
+        import_module("no_such_module_of_the_user")
+    for name in [one for one in sys.modules if one.partition(".")[0] == "tiny"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_without_a_gpu_it_runs_here_and_on_ranks(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu or None)
+    monkeypatch.setattr(framework, "validated", lambda: list(FIRST))  # what ranks do first
+    monkeypatch.setattr(framework, "_ON_CPU", set())
+    ran: list[str] = []
+    tiny = replace(TINY, shim=lambda: ran.append("shim"))
+    assert tiny.judge(None)() == []  # nobody asked for it
+    tiny.on_cpu()
+    assert ran == ([] if gpu else ["shim"])
+    for prepare in tiny.judge(None)():
+        prepare()  # type: ignore[operator]  # not a verdict, here
+    assert ran == ([] if gpu else ["shim", "shim"])
+    assert FIRST == []
 
 
 def test_an_option_that_is_not_covered_is_named() -> None:

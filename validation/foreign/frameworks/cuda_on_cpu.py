@@ -1,4 +1,4 @@
-"""What frameworks ask of a CUDA device is given by the CPU. Importing this does it."""
+"""What frameworks ask of a CUDA device is given by the CPU. Importing this does it, once."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -23,11 +23,10 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-if not torch.cuda.is_available():
-    cuda: Any = torch.cuda
-    tensors: Any = torch.Tensor
-    for name in _MAKERS:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    tensors.cuda = lambda tensor, *_, **__: tensor
-    cuda.current_device = lambda: torch.device("cpu")
-    cuda.synchronize = lambda *_: None
+cuda: Any = torch.cuda
+tensors: Any = torch.Tensor
+for name in _MAKERS:
+    setattr(torch, name, _on_cpu(getattr(torch, name)))
+tensors.cuda = lambda tensor, *_, **__: tensor
+cuda.current_device = lambda: torch.device("cpu")
+cuda.synchronize = lambda *_: None
