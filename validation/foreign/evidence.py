@@ -134,7 +134,7 @@ class _Due:
             self._held,
             self._traced,
             tuple(map(self._traced_of, earlier)),
-            old={} if earlier else self.found.begun,
+            old=(self.beside.pending[-1].found if earlier else self.found).begun,
             tied=[copies for copies in apart if len(copies) > 1],
             placement=self.observed.schedule.placement,
             ranks=len(self.found.made) // self.found.replicas.count,
