@@ -16,7 +16,7 @@ from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Members
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
-from pipeproof.diagnosis.stale_call import StaleCall
+from pipeproof.diagnosis.stale_call import StaleCall, WithWeights
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.copies import copies_apart
@@ -99,10 +99,10 @@ class Evidence:
     The parts: ``playable`` is what it takes to play the run again on one device, and ``due`` what is known of the right
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
     the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
-    ``earlier_weights``: those that operations before it began with,
-    ``stale`` the calls that were given what these had.
-    ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
-    ``clipped_to`` is what a foreign step says of its clipping. ``scale``: how losses are scaled, where they are.
+    ``earlier_weights``: those that operations before it began with, the latest first, ``with_weights`` what it gives
+    with others than its own, and ``stale`` the calls that were given what those before had. ``members`` are ranks with
+    stages in common. ``sums`` is there where all comes from a record. ``clipped_to`` is what a foreign step says of its
+    clipping. ``scale``: how losses are scaled, where they are.
 
     ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
     ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
@@ -125,6 +125,7 @@ class Evidence:
     passed: Mapping[int, Passed] = field(default_factory=dict)
     others: tuple[Line, ...] = ()
     earlier_weights: Sequence[Mapping[str, Tensor]] = ()
+    with_weights: WithWeights | None = None
     stale: tuple[StaleCall, ...] = ()
     members: Members | None = None
     sums: RecordSums | None = None
@@ -231,12 +232,7 @@ class Evidence:
     def limit(self) -> float:
         """The largest relative error that rounding explains, as the laws measured it."""
         least = PRECISIONS[self.setup.dtype].least
-        return max(
-            [
-                least,
-                *(m.limit for m in self.verdict.mismatches if m.limit is not None),
-            ]
-        )
+        return max([least, *(m.limit for m in self.verdict.mismatches if m.limit is not None)])
 
     @cached_property
     def divergences(self) -> list[Divergence]:

@@ -66,7 +66,7 @@ class StepOracle:
         expected = reference.before_update(batches, one.made, orders=orders, onto=self._sums)
         expected = replace(expected, operation=name, buffers=one.like.buffers)
         if name == "eval":
-            floors = Floors(reference, [Pending(expected, batches, orders)])  # by gradients, too: a train's are no wider
+            floors = Floors(reference, [Pending(expected, batches, orders)])  # as of a train: by gradients, too
             return Answer(replace(expected, gradients={}, norm=None), floors, math.inf)
         self._pending.append(Pending(expected, batches, orders))
         if name == "accumulate":

@@ -154,6 +154,7 @@ class Judge:
                 for law in self._later_laws(number):
                     self.ledger.doubt(law, f"not judged: operation {number} {how}")
                 break
+            self.ledger.held = self.ledger.exact if number else frozenset()
             self._operation(number, laws)
         tell_of_unmoved(self.ledger, self._trained)
 

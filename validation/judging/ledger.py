@@ -6,20 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeproof.judging.leads import Leads
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import FP64, Floor, Precision, pieces, same_bits
+from pipeproof.judging.sizes import brief_sizes, sizes
+from pipeproof.judging.tolerance import FP32, FP64, Floor, Precision, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.elements import any_nonzero, is_rounded
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Site
 
+HELD = "what came before was bit for bit, so that rounding in {} does not excuse this"
 ENDLESS = "not finite on either side: no fault shows there"
 _GRADIENT = "gradient"
-_KEPT = ("loss", _GRADIENT, "grad-norm")  # laws whose comparisons are kept one by one
+COMPUTED = ("loss", _GRADIENT)  # laws of what every microbatch gives
+_KEPT = (*COMPUTED, "grad-norm")  # laws whose comparisons are kept one by one
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Ledger:
         self._entries = {law: _Entry() for law in laws}
         self._skipped: dict[str, tuple[Outcome, str]] = {}
         self._coarsest: Precision | None = None  # of what agreed, but not bit for bit
+        self.held: frozenset[str] = frozenset()  # laws whose rounding no narrow type excuses
         self.mismatches: list[Mismatch] = []
         self.compared: dict[tuple[object, ...], Compared] = {}  # by its place: of several operations the last
 
@@ -88,6 +91,12 @@ class Ledger:
     def failed(self) -> bool:
         """Whether anything so far did not agree."""
         return any(entry.outcomes & {"fail", "unknown"} for entry in self._entries.values())
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """The laws of what is computed under which all was bit for bit so far, if all else was, too."""
+        own = (law for law in COMPUTED if law in self._entries and self._entries[law].checked)
+        return frozenset(own) if self.all_exact else frozenset()
 
     def undecided(self, law: str) -> bool:
         """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
@@ -170,7 +179,7 @@ class Ledger:
         allowed = allowed.reached(size, outcome)
         if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
-        self._sized(place, size, outcome, allowed, lambda: _sizes(observed, expected, base))
+        self._sized(place, size, outcome, allowed, lambda: sizes(observed, expected, base))
 
     def sketches(
         self,
@@ -208,18 +217,20 @@ class Ledger:
             passes = gap <= summed or (gap <= stored and usual == "pass")
             outcome = "pass" if passes else "unknown" if gap <= stored or usual != "fail" else outcome
         began = None if base is None else base[1].norm
-        self._sized(place, size, outcome, allowed, lambda: _brief_sizes(observed, expected, began))
+        self._sized(place, size, outcome, allowed, lambda: brief_sizes(observed, expected, began))
 
     def _sized(
         self, place: Heading, size: float, outcome: str, allowed: Floor, sizes: Callable[[], tuple[Size, Size]]
     ) -> None:
         """Enter two tensors that are ``size`` apart; ``sizes`` says them in numbers, where they do not agree."""
         size = self._blind(place, allowed, size, outcome)
+        held = outcome == "pass" and self._is_held(place, size, allowed)
+        outcome = "unknown" if held else outcome
         self._enter(place, outcome, size=size, floor=allowed)
         limit = allowed.limit or None
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
         if outcome != "pass":
-            self.mismatches.append(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
+            self.mismatches.append(place.mismatch(*sizes(), "tensor", error=size, limit=limit, held=held))
         if outcome != "fail":
             self._lead(place, lambda: sizes()[0].factor, allowed)
 
@@ -250,11 +261,14 @@ class Ledger:
         outcome = allowed.number(size)
         allowed = allowed.reached(size, outcome)
         size = self._blind(place, allowed, size, outcome)
+        held = outcome == "pass" and place.where.microbatch is not None and self._is_held(place, size, allowed)
+        outcome = "unknown" if held else outcome
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
             numbers: tuple[Value, Value] = float(observed), float(expected)
-            self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit or None))
+            limit = allowed.limit or None
+            self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=limit, held=held))
 
     def forget(self, laws: Sequence[str]) -> None:
         """Take out those of ``laws`` of which nothing at all was said."""
@@ -273,6 +287,14 @@ class Ledger:
             return size
         self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
         return 0.0
+
+    def _is_held(self, place: Heading, size: float, allowed: Floor) -> bool:
+        """Whether only a type narrower than fp32 lets it pass, where all that came before was bit for bit."""
+        narrow = allowed.precision.unit > FP32.unit and size > FP32.least
+        held = place.law in self.held and narrow and not allowed.noise
+        if held:
+            self.remark(place.law, HELD.format(allowed.precision.name))
+        return held
 
     def strike(self, struck: Sequence[Mismatch], scenarios: frozenset[str] = frozenset()) -> None:
         """Take mismatches, entered in these scenarios, out again: what they say turned out to be no fault."""
@@ -346,35 +368,6 @@ class Ledger:
     def _reach(self, precision: Precision | None) -> None:
         if precision is not None and (self._coarsest is None or precision.unit > self._coarsest.unit):
             self._coarsest = precision
-
-
-def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:
-    """Two tensors in numbers: norms, and how much of the observed one is the expected one."""
-    shapes = tuple(observed.shape), tuple(expected.shape)
-    if observed.shape != expected.shape:
-        return Size(shapes[0]), Size(shapes[1])
-    sums = torch.zeros(4, dtype=torch.float64)  # of squares: seen, expected, where both began; and of products
-    for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
-        seen, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
-        start = origin[0] if origin else torch.zeros_like(one[:0])
-        sums += torch.stack(
-            [(seen * seen).sum(), (wanted * wanted).sum(), (start * start).sum(), (seen * wanted).sum()]
-        ).cpu()
-    product = sums[3].item()
-    seen_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
-    began, factor, cosine = None if base is None else start_norm, None, None
-    if seen_norm and wanted_norm:  # not their product: beside a NaN it does not show that the other is zero
-        factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / seen_norm
-    return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
-
-
-def _brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tuple[Size, Size]:
-    """As ``_sizes``, of sketches."""
-    if observed.shape != expected.shape:
-        return Size(observed.shape), Size(expected.shape)
-    cosine = observed.cosine(expected)
-    factor = None if cosine is None else cosine * observed.norm / expected.norm
-    return Size(observed.shape, observed.norm, began, factor, cosine), Size(expected.shape, expected.norm, began)
 
 
 _NOISE = "rounding alone, and zero without it: no fault shows there"

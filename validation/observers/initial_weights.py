@@ -75,7 +75,7 @@ class FirstUse:
         self._forget()
 
     def adds_to(self, sums: Mapping[int, object]) -> None:
-        """What comes next adds to these, by the ids of parameters, in place of ``.grad``, if nobody said to what else."""
+        """What comes adds to these, by the ids of parameters, in place of ``.grad``, if nobody said to what else."""
         self._handed = sums if self._sum_of is _grad else None
 
     def _forget(self) -> None:
