@@ -40,8 +40,8 @@ from pipeproof.observers.recording import LATE
 from pipeproof.observers.sketch import UNSOUGHT
 
 _HELD = (
-    "no fault is proven: weights of an earlier step are looked for, and do not give what was seen; other kernels may, as "
-    "for other shapes; fp32 tells rounding from a fault"
+    "no fault is proven: the weights of before were tried, and do not give what was seen; other kernels, as for other "
+    "shapes, may; fp32 tells rounding from a fault"
 )
 
 
