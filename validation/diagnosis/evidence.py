@@ -18,6 +18,7 @@ from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.stale_call import StaleCall, WithWeights
 from pipeproof.diagnosis.sums import broken_additions
+from pipeproof.diagnosis.unscaled import scale_in, unscaled
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.tolerance import PRECISIONS
@@ -226,7 +227,18 @@ class Evidence:
     @cached_property
     def recording(self) -> Recording | None:
         """The failing operation's; None where the run was not recorded."""
-        return None if self.seen is None else self.seen.recording(self.number)
+        return self.recorded(self.number) if self.playable is not None and self.seen is not None else None
+
+    def recorded(self, number: int) -> Recording | None:
+        """That of an operation concerned, without the loss scale that all stages divide by in the end."""
+        return self._recordings.get(number)
+
+    @cached_property
+    def _recordings(self) -> Mapping[int, Recording]:
+        found = {k: one for k in self.concerned if (one := self.observed.recording(k)) is not None}
+        due = self.played[self.number].tensors() if self.number in found else {}
+        scale = scale_in(found[self.number], due, self.gradients) if due else 1.0
+        return found if scale == 1.0 else {k: unscaled(one, scale) for k, one in found.items()}
 
     @property
     def limit(self) -> float:
@@ -255,7 +267,7 @@ class Evidence:
         found: list[Broken] = []
         start: dict[int, Gradients] = {}
         for number in self.concerned:
-            recording = self.observed.recording(number)
+            recording = self.recorded(number)
             if recording is None or self.setup.plan[number] == "eval":
                 continue
             for stage in reversed(range(self.setup.stages)):
@@ -346,7 +358,7 @@ class Evidence:
         return Ground(self.played[number].tensors(), earlier, self.limit)
 
     def _divergences(self, number: int) -> list[Divergence]:
-        recording = self.observed.recording(number)
+        recording = self.recorded(number)
         if recording is None:
             return []
         ground = self.ground(number)
