@@ -18,13 +18,13 @@ from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.stale_call import StaleCall, WithWeights
 from pipeproof.diagnosis.sums import broken_additions
-from pipeproof.diagnosis.unscaled import scale_in, unscaled
+from pipeproof.diagnosis.unscaled import unscaled
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
-from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site
+from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site, of_stage
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution, Expected, Gradient
@@ -230,15 +230,13 @@ class Evidence:
         return self.recorded(self.number) if self.playable is not None and self.seen is not None else None
 
     def recorded(self, number: int) -> Recording | None:
-        """That of an operation concerned, without the loss scale that all stages divide by in the end."""
+        """That of an operation concerned, without its loss scale."""
         return self._recordings.get(number)
 
     @cached_property
     def _recordings(self) -> Mapping[int, Recording]:
         found = {k: one for k in self.concerned if (one := self.observed.recording(k)) is not None}
-        due = self.played[self.number].tensors() if self.number in found else {}
-        scale = scale_in(found[self.number], due, self.gradients) if due else 1.0
-        return found if scale == 1.0 else {k: unscaled(one, scale) for k, one in found.items()}
+        return unscaled(found, self.played[self.number].tensors(), self.gradients) if self.number in found else found
 
     @property
     def limit(self) -> float:
@@ -400,8 +398,3 @@ def of_run(setup: Setup, observed: Observed, verdict: Verdict) -> Evidence:
 def failing(verdict: Verdict) -> int:
     """The operation that disagrees."""
     return min(mismatch.operation for mismatch in verdict.mismatches) - 1
-
-
-def of_stage(gradients: Mapping[Site, Tensor | None], stage: int) -> dict[str, Tensor | None]:
-    """One stage's part of ``gradients``, by name."""
-    return {name: gradient for (owner, name), gradient in gradients.items() if owner == stage}

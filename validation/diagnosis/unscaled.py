@@ -30,7 +30,15 @@ def scale_in(recording: Recording, due: Mapping[Point, Sequence[Tensor | None]],
     return known[0] if _told(known[0]) in divided or not any(map(_telling, gradients.values())) else 1.0
 
 
-def unscaled(recording: Recording, scale: float) -> Recording:
+def unscaled(
+    recordings: Mapping[int, Recording], due: Mapping[Point, Sequence[Tensor | None]], gradients: _Sums
+) -> Mapping[int, Recording]:
+    """``recordings`` of an update's operations, without the loss scale of the last, which ``gradients`` come of."""
+    scale = scale_in(recordings[max(recordings)], due, gradients)
+    return recordings if scale == 1.0 else {number: _without(one, scale) for number, one in recordings.items()}
+
+
+def _without(recording: Recording, scale: float) -> Recording:
     """``recording``, in which nothing that flowed back, and no sum while it was added up, has the ``scale``."""
     tensors = {
         point: [None if one is None else one / scale for one in there] if point.where in _FLOWS else there

@@ -12,7 +12,7 @@ from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import FAMILIES, SPECIMENS
 from pipeproof.cases.trial import located, smallest_of
 from pipeproof.cases.validator import explained, validate
-from pipeproof.diagnosis.evidence import Evidence, of_run, of_stage
+from pipeproof.diagnosis.evidence import Evidence, of_run
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import weights
 from pipeproof.diagnosis.rules.norms import norm
