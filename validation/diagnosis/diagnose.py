@@ -25,7 +25,7 @@ from pipeproof.diagnosis.rules.outputs import outputs, untold
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
 from pipeproof.diagnosis.rules.report import order_told, report, unreported
 from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
-from pipeproof.diagnosis.rules.stale import stale
+from pipeproof.diagnosis.rules.stale import decided, old_weights, stale
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.together import together
 from pipeproof.diagnosis.rules.update import clip, update
@@ -40,6 +40,11 @@ from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import LATE
 from pipeproof.observers.sketch import UNSOUGHT
 
+_HELD = (
+    "no fault is proven: the weights of before were tried, and do not give what was seen; other kernels, as for other "
+    "shapes, may; fp32 tells rounding from a fault"
+)
+
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
     """``verdict`` on a run of our own with its causes, the likeliest first."""
@@ -53,6 +58,9 @@ def explained(evidence: Evidence) -> Verdict:
     if any(gradient is not None and gradient.is_complex() for gradient in evidence.gradients.values()):
         return replace(evidence.verdict, undecided=(UNSOUGHT,))
     with one_thread():
+        evidence = replace(evidence, verdict=decided(evidence))
+        if evidence.verdict.verdict == "unknown" and all(one.held for one in evidence.verdict.mismatches):
+            return replace(evidence.verdict, undecided=(_HELD,))
         found = followed(evidence, RULES)
         or_message = any(cause.kind == "wrong-message" for one in found.alternatives for cause in one)
         located = [on_rank(cause, evidence) for cause in of_replicas(found.cause, evidence)]
@@ -209,6 +217,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(calls, _ran, _watched, otherwise=otherwise, besides=besides_backwards),
     Rule(boundaries, _crossed, _recorded, besides=besides),
     Rule(stale),
+    Rule(old_weights),
     Rule(by_scale(passages), sound, _passed, otherwise=otherwise, besides=besides),
     Rule(sums, _added, _recorded),
     Rule(

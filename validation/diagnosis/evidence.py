@@ -16,14 +16,15 @@ from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Members
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
-from pipeproof.diagnosis.stale_call import StaleCall
+from pipeproof.diagnosis.stale_call import StaleCall, WithWeights
 from pipeproof.diagnosis.sums import broken_additions
+from pipeproof.diagnosis.unscaled import unscaled
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
-from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site
+from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site, of_stage
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution, Expected, Gradient
@@ -99,10 +100,10 @@ class Evidence:
     The parts: ``playable`` is what it takes to play the run again on one device, and ``due`` what is known of the right
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
     the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
-    ``earlier_weights``: those that operations before it began with,
-    ``stale`` the calls that were given what these had.
-    ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
-    ``clipped_to`` is what a foreign step says of its clipping. ``scale``: how losses are scaled, where they are.
+    ``earlier_weights``: those that operations before it began with, the latest first, ``with_weights`` what it gives
+    with others than its own, and ``stale`` the calls that were given what those before had. ``members`` are ranks with
+    stages in common. ``sums`` is there where all comes from a record. ``clipped_to`` is what a foreign step says of its
+    clipping. ``scale``: how losses are scaled, where they are.
 
     ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
     ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
@@ -125,6 +126,7 @@ class Evidence:
     passed: Mapping[int, Passed] = field(default_factory=dict)
     others: tuple[Line, ...] = ()
     earlier_weights: Sequence[Mapping[str, Tensor]] = ()
+    with_weights: WithWeights | None = None
     stale: tuple[StaleCall, ...] = ()
     members: Members | None = None
     sums: RecordSums | None = None
@@ -225,18 +227,22 @@ class Evidence:
     @cached_property
     def recording(self) -> Recording | None:
         """The failing operation's; None where the run was not recorded."""
-        return None if self.seen is None else self.seen.recording(self.number)
+        return self.recorded(self.number) if self.playable is not None and self.seen is not None else None
+
+    def recorded(self, number: int) -> Recording | None:
+        """That of an operation concerned, without its loss scale."""
+        return self._recordings.get(number)
+
+    @cached_property
+    def _recordings(self) -> Mapping[int, Recording]:
+        found = {k: one for k in self.concerned if (one := self.observed.recording(k)) is not None}
+        return unscaled(found, self.played[self.number].tensors(), self.gradients) if self.number in found else found
 
     @property
     def limit(self) -> float:
         """The largest relative error that rounding explains, as the laws measured it."""
         least = PRECISIONS[self.setup.dtype].least
-        return max(
-            [
-                least,
-                *(m.limit for m in self.verdict.mismatches if m.limit is not None),
-            ]
-        )
+        return max([least, *(m.limit for m in self.verdict.mismatches if m.limit is not None)])
 
     @cached_property
     def divergences(self) -> list[Divergence]:
@@ -259,7 +265,7 @@ class Evidence:
         found: list[Broken] = []
         start: dict[int, Gradients] = {}
         for number in self.concerned:
-            recording = self.observed.recording(number)
+            recording = self.recorded(number)
             if recording is None or self.setup.plan[number] == "eval":
                 continue
             for stage in reversed(range(self.setup.stages)):
@@ -350,7 +356,7 @@ class Evidence:
         return Ground(self.played[number].tensors(), earlier, self.limit)
 
     def _divergences(self, number: int) -> list[Divergence]:
-        recording = self.observed.recording(number)
+        recording = self.recorded(number)
         if recording is None:
             return []
         ground = self.ground(number)
@@ -392,8 +398,3 @@ def of_run(setup: Setup, observed: Observed, verdict: Verdict) -> Evidence:
 def failing(verdict: Verdict) -> int:
     """The operation that disagrees."""
     return min(mismatch.operation for mismatch in verdict.mismatches) - 1
-
-
-def of_stage(gradients: Mapping[Site, Tensor | None], stage: int) -> dict[str, Tensor | None]:
-    """One stage's part of ``gradients``, by name."""
-    return {name: gradient for (owner, name), gradient in gradients.items() if owner == stage}

@@ -50,7 +50,7 @@ def measured(evidence: Evidence, found: Verdict) -> Measured:
 
 
 def _sights(evidence: Evidence, number: int) -> Mapping[Action, Sequence[Sight]]:
-    recording = evidence.observed.recording(number)
+    recording = evidence.recorded(number)
     if recording is None:
         return {}
     ground, first = evidence.ground(number), {one.point: one for one in evidence.divergences}

@@ -1,6 +1,6 @@
 """What a diagnosis of a foreign step rests on: what its ranks handed back, and the reference beside it."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.evidence import Evidence, Line
 from pipeproof.diagnosis.members import Members
-from pipeproof.diagnosis.stale_call import StaleCall
+from pipeproof.diagnosis.stale_call import Given, StaleCall
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.survey import Computed
@@ -78,6 +78,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         others=tuple(lines[1:]),
         stale=tuple(_stale(found, beside)),
         earlier_weights=[one.run.weights for one in beside.before],
+        with_weights=due.with_weights,
         clipped_to=found.max_norm,
         scale=found.loss_scale,
         members=Members(found.stages, found.replicas, beside.made, norms),
@@ -116,13 +117,23 @@ class _Due:
     @cached_property
     def expected(self) -> Expected:
         """All, but for any update."""
-        batches, made = self.beside.batches, self.beside.made
+        return self._whole(self.beside.reference, self.beside.made, lambda one: one.run.made(one.found.owner), {})
+
+    def _whole(
+        self,
+        reference: Reference,
+        made: Sequence[Contribution],
+        earlier: Callable[[OperationRun], Sequence[Contribution]],
+        ran: Mapping[int, Sequence[int]],
+    ) -> Expected:
+        """What the microbatches ``made``, and those of ``earlier`` operations; where stages ran all, in that order."""
+        batches, every = self.beside.batches, range(len(self.beside.batches))
         stages = {stage for stage, _ in (*made[0].gradients, *self.found.copies)}
-        orders = dict.fromkeys(stages, range(len(batches)))
+        orders = {stage: ran[stage] if sorted(ran.get(stage, ())) == [*every] else every for stage in stages}
         sums: Mapping[Site, Gradient] = {}
         for one in reversed(self.beside.pending):
-            sums = self.beside.reference.accumulate(one.run.made(one.found.owner), orders=orders, onto=sums)
-        return self.beside.reference.before_update(batches, made, orders=orders, onto=sums)
+            sums = reference.accumulate(earlier(one), orders=orders, onto=sums)
+        return reference.before_update(batches, made, orders=orders, onto=sums)
 
     @cached_property
     def update(self) -> Update:
@@ -134,7 +145,7 @@ class _Due:
             self._held,
             self._traced,
             tuple(map(self._traced_of, earlier)),
-            old={} if earlier else self.found.begun,
+            old=(self.beside.pending[-1].found if earlier else self.found).begun,
             tied=[copies for copies in apart if len(copies) > 1],
             placement=self.observed.schedule.placement,
             ranks=len(self.found.made) // self.found.replicas.count,
@@ -167,6 +178,20 @@ class _Due:
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None  # modules that do not take such tensors never ran so
         return replace(made, gradients=self._again.total(made.gradients))
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> Given | None:
+        """What the step gives with these weights in place of its own; None where that does not run."""
+        model, now = copied(self.beside.model), self.beside.now
+        with torch.no_grad():
+            for name, weight in weights.items():
+                model.get_parameter(name).copy_(weight)
+        reference = (self.beside.reference if now is None else now.reference).of(model)
+        try:
+            made = [*reference.contributing(self.beside.batches)]
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+        whole = self._whole(reference, made, lambda one: one.made, self.observed.backwards(0))
+        return Given(whole.losses, whole.loss, {name: one for (_, name), one in whole.gradients.items()})
 
     def loss_with(self, microbatch: int, target_of: int) -> float | None:
         """The loss of a microbatch with the target of another; None where there are no targets, or it does not run."""

@@ -66,8 +66,8 @@ class StepOracle:
         expected = reference.before_update(batches, one.made, orders=orders, onto=self._sums)
         expected = replace(expected, operation=name, buffers=one.like.buffers)
         if name == "eval":
-            expected = replace(expected, gradients={}, norm=None)
-            return Answer(expected, Floors(reference, [Pending(expected, batches, orders)]), math.inf)
+            floors = Floors(reference, [Pending(expected, batches, orders)])  # as of a train: by gradients, too
+            return Answer(replace(expected, gradients={}, norm=None), floors, math.inf)
         self._pending.append(Pending(expected, batches, orders))
         if name == "accumulate":
             self._sums = reference.accumulate(one.made, orders=orders, onto=self._sums)

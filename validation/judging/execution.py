@@ -3,7 +3,8 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from pipeproof.judging.ledger import NOWHERE, Heading, Headings, Ledger
+from pipeproof.judging.headings import Headings
+from pipeproof.judging.ledger import NOWHERE, Heading, Ledger
 from pipeproof.judging.verdict import What, names_of
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED

@@ -39,7 +39,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "swapped-data": "Do the first stage and the last, and ranks that share a stage, take the same microbatch, "
         "from one loader in one order?",
         "stale-gradient": "Clear gradients before the step: is zero_grad called, on all parameters, and once?",
-        "stale-tensor": "Find the buffer or the queue that outlives a step: empty it between two.",
+        "stale-tensor": "Find the buffer, the queue or the cache that outlives a step: empty it between two.",
         "zero": "Is the parameter used in the forward that is differentiated? Look for detach, no_grad, and for "
         "anything that clears gradients after the backward.",
         "missing": "Is the parameter in the graph of the loss? Look for detach, no_grad and requires_grad.",

@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeproof.judging.comparison import Comparison, Due, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.floors import Floors
-from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
+from pipeproof.judging.headings import Headings
+from pipeproof.judging.ledger import NOWHERE, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measured_floors import MeasuredFloors
 from pipeproof.judging.measuring import ran_of
@@ -118,6 +119,7 @@ class Judge:
                 for law in self._later_laws(number):
                     self.ledger.doubt(law, f"not judged: operation {number} {how}")
                 break
+            self.ledger.held = self.ledger.exact if number else frozenset()
             self._operation(number, laws)
         self.ledger.join(self._evidence)
         tell_of_unmoved(self.ledger, self._trained)

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from pipeproof.judging.leads import Leads
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.sizes import brief_sizes, sizes_of
-from pipeproof.judging.tolerance import FP64, Floor, Precision, same_bits
+from pipeproof.judging.sizes import brief_sizes, sizes
+from pipeproof.judging.tolerance import FP32, FP64, Floor, Precision, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.elements import any_nonzero, is_rounded
 from pipeproof.observers.sketch import Sketch
-from pipeproof.reference.step import Site
 
+HELD = "what came before was bit for bit, so that rounding in {} does not excuse this"
 ENDLESS = "not finite on either side: no fault shows there"
 _GRADIENT = "gradient"
-_KEPT = ("loss", _GRADIENT, "grad-norm")  # laws whose comparisons are kept one by one
+COMPUTED = ("loss", _GRADIENT)  # laws of what every microbatch gives
+_KEPT = (*COMPUTED, "grad-norm")  # laws whose comparisons are kept one by one
 
 
 @dataclass
@@ -83,19 +84,26 @@ class Ledger:
         self._entries = {law: _Entry() for law in laws}
         self._skipped: dict[str, tuple[Outcome, str]] = {}
         self._coarsest: Precision | None = None  # of what agreed, but not bit for bit
+        self.held: frozenset[str] = frozenset()  # laws whose rounding no narrow type excuses
         self.mismatches: list[Mismatch] = []
         self.compared: dict[tuple[object, ...], Compared] = {}  # by its place: of several operations the last
 
     def empty_copy(self) -> "Ledger":
         """A ledger of the same laws, without anything compared: of these the same do not apply, or were not seen."""
         copy = Ledger([*self._entries])
-        copy._skipped = dict(self._skipped)
+        copy._skipped, copy.held = dict(self._skipped), self.held
         return copy
 
     @property
     def failed(self) -> bool:
         """Whether anything so far did not agree."""
         return any(one.outcomes & {"fail", "unknown"} for law, one in self._entries.items() if law not in self._skipped)
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """The laws of what is computed under which all was bit for bit so far, if all else was, too."""
+        own = (law for law in COMPUTED if law in self._entries and self._entries[law].checked)
+        return frozenset(own) if self.all_exact else frozenset()
 
     def undecided(self, law: str) -> bool:
         """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
@@ -178,7 +186,7 @@ class Ledger:
         allowed = allowed.reached(size, outcome)
         if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
-        self._sized(place, size, outcome, allowed, lambda: sizes_of(observed, expected, base))
+        self._sized(place, size, outcome, allowed, lambda: sizes(observed, expected, base))
 
     def sketches(
         self,
@@ -223,11 +231,13 @@ class Ledger:
     ) -> None:
         """Enter two tensors that are ``size`` apart; ``sizes`` says them in numbers, where they do not agree."""
         size = self._blind(place, allowed, size, outcome)
+        held = outcome == "pass" and self._is_held(place, size, allowed)
+        outcome = "unknown" if held else outcome
         self._enter(place, outcome, size=size, floor=allowed)
         limit = allowed.limit or None
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
         if outcome != "pass":
-            self._differ(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
+            self._differ(place.mismatch(*sizes(), "tensor", error=size, limit=limit, held=held))
         if outcome != "fail":
             self._lead(place, lambda: sizes()[0].factor, allowed)
 
@@ -258,11 +268,14 @@ class Ledger:
         outcome = allowed.number(size)
         allowed = allowed.reached(size, outcome)
         size = self._blind(place, allowed, size, outcome)
+        held = outcome == "pass" and place.where.microbatch is not None and self._is_held(place, size, allowed)
+        outcome = "unknown" if held else outcome
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
             numbers: tuple[Value, Value] = float(observed), float(expected)
-            self._differ(place.mismatch(*numbers, "number", error=size, limit=allowed.limit or None))
+            limit = allowed.limit or None
+            self._differ(place.mismatch(*numbers, "number", error=size, limit=limit, held=held))
 
     def forget(self, laws: Sequence[str]) -> None:
         """Take out those of ``laws`` of which nothing at all was said."""
@@ -281,6 +294,14 @@ class Ledger:
             return size
         self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
         return 0.0
+
+    def _is_held(self, place: Heading, size: float, allowed: Floor) -> bool:
+        """Whether only a type narrower than fp32 lets it pass, where all that came before was bit for bit."""
+        narrow = allowed.precision.unit > FP32.unit and size > FP32.least
+        held = place.law in self.held and narrow and not allowed.noise
+        if held:
+            self.remark(place.law, HELD.format(allowed.precision.name))
+        return held
 
     def set_aside(self, found: Sequence[Mismatch], scenarios: Sequence[frozenset[str]], why: str) -> None:
         """Let mismatches decide nothing: they stay counted, and are told as a remark.
@@ -312,10 +333,14 @@ class Ledger:
         """Every law's outcome, in the order given at the start."""
         return tuple(self._law(name, entry) for name, entry in self._entries.items())
 
+    @property
+    def all_exact(self) -> bool:
+        """Whether every comparison held bit for bit, of those that decide."""
+        return all(entry.exact + entry.aside == entry.checked for entry in self._entries.values())
+
     def tier(self, otherwise: Precision) -> Tier:
         """To what everything that agreed did; ``otherwise``, where nothing tells how what is not exact is rounded."""
-        exact = all(entry.exact + entry.aside == entry.checked for entry in self._entries.values())
-        return "bitwise" if exact else (self._coarsest or otherwise).name
+        return "bitwise" if self.all_exact else (self._coarsest or otherwise).name
 
     def _law(self, name: str, entry: _Entry) -> LawResult:
         if name in self._skipped:
@@ -367,20 +392,3 @@ _NOISE = "rounding alone, and zero without it: no fault shows there"
 _DRIVEN = "driven by rounding as far as faults would: none shows there"
 _STRIDE = "made from rounding alone, so that only the length was compared"
 NOWHERE = -1  # the stage of a parameter that no stage holds
-
-
-class Headings:
-    """Makes headings for a ledger; ``placement`` has the rank of every stage."""
-
-    def __init__(self, placement: Sequence[int]) -> None:
-        self._placement = tuple(placement)
-
-    def stage(self, law: str, number: int, scenarios: frozenset[str], stage: int, **where: object) -> Heading:
-        """At ``stage``, which may be nowhere, on its rank."""
-        if stage == NOWHERE:
-            return Heading.at(law, number, scenarios, **where)
-        return Heading.at(law, number, scenarios, **{"rank": self._placement[stage], **where}, stage=stage)
-
-    def site(self, law: str, number: int, scenarios: frozenset[str], site: Site) -> Heading:
-        """At a parameter."""
-        return self.stage(law, number, scenarios, site[0], parameter=site[1])

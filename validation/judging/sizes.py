@@ -1,14 +1,14 @@
-"""What two tensors that differ are in numbers."""
+"""Two tensors in numbers, as a mismatch tells them."""
 
 import torch
 from torch import Tensor
 
+from pipeproof.judging.mismatch import Size
 from pipeproof.judging.tolerance import pieces
-from pipeproof.judging.verdict import Size
 from pipeproof.observers.sketch import Sketch
 
 
-def sizes_of(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:
+def sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:
     """Two tensors in numbers: norms, and how much of the observed one is the expected one."""
     shapes = tuple(observed.shape), tuple(expected.shape)
     if observed.shape != expected.shape:
@@ -29,7 +29,7 @@ def sizes_of(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[S
 
 
 def brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tuple[Size, Size]:
-    """As ``sizes_of``, of sketches."""
+    """As ``sizes``, of sketches."""
     if observed.shape != expected.shape:
         return Size(observed.shape), Size(expected.shape)
     cosine = observed.cosine(expected)

@@ -1,6 +1,6 @@
 """What a step starts from: weights and gradients, as the first call of a module that holds them sees them."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -47,6 +47,7 @@ class FirstUse:
         self._at: dict[tuple[int, str], tuple[nn.Module, Seen]] = {}  # by the module that it was seen in, and its name
         self._parts: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of DTensors, what this rank had
         self._sum_of: SumOf = _grad
+        self._handed: Mapping[int, object] | None = None  # gradients that are not in ``.grad``
         self._begun: dict[int, Tensor] = {}  # gradients that were not zero, by the id of their parameter
 
     def __enter__(self) -> Self:
@@ -79,6 +80,10 @@ class FirstUse:
         """Another operation begins, with what those before it left: none of that is known."""
         self._known = frozenset()
         self._forget()
+
+    def adds_to(self, sums: Mapping[int, object]) -> None:
+        """What comes adds to these, by the ids of parameters, in place of ``.grad``, if nobody said to what else."""
+        self._handed = sums if self._sum_of is _grad else None
 
     def _forget(self) -> None:
         for seen in (self._seen, self._at, self._parts, self._begun):
@@ -139,7 +144,8 @@ class FirstUse:
             self._at.setdefault(place, (module, self._seen[id(parameter)][1]))
 
     def _look_at_sum(self, parameter: nn.Parameter) -> None:
-        self._begun |= {id(parameter): one for one in _left(self._sum_of(parameter))}
+        there = self._sum_of(parameter) if self._handed is None else self._handed.get(id(parameter))
+        self._begun |= {id(parameter): one for one in _left(there)}
 
     def _step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         self._stepped[id(optimizer)] = optimizer

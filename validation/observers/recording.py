@@ -68,3 +68,8 @@ def merged(recordings: Sequence[Recording]) -> Recording:
     """All ranks' recordings of one operation as one."""
     parts = {name: [vars(one)[name] for one in recordings] for name in vars(Recording())}
     return Recording(**{name: {k: seen for part in each for k, seen in part.items()} for name, each in parts.items()})
+
+
+def of_stage(gradients: Mapping[Site, Tensor | None], stage: int) -> dict[str, Tensor | None]:
+    """One stage's part of ``gradients``, by name."""
+    return {name: gradient for (owner, name), gradient in gradients.items() if owner == stage}

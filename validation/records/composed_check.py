@@ -272,11 +272,7 @@ class ComposedCheck(CheckedStep):
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
                 raise RecordError(unseen)
-        rank, outside = self._exchange.rank, self._watched.outside
-        seen = {
-            stage: StageSeen(rank, tuple(replace(call, again=None) for call in own), outside=outside.get(stage))
-            for stage, own in calls.items()
-        }
+        seen = self._watched.seen(self._exchange.rank, calls)
         every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")

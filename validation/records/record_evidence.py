@@ -13,6 +13,7 @@ from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.record_sums import RecordSums
+from pipeproof.diagnosis.stale_call import WithWeights
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage as HeldStage
@@ -42,7 +43,8 @@ class Step:
     ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
     ``shards``: where each rank's part of a gradient lay; ``replicas``: who worked on what, where that is known.
     ``had``: by name the ranks and stages that began the step with something in ``.grad``; None where that is not known
-    of all. ``near``: those of ``seen`` that pass, and are not what is due.
+    of all. ``near``: those of ``seen`` that pass, and are not what is due. ``earlier``: weights that a step before
+    began with, ``with_weights``: what the reference gives with such.
     """
 
     due: RecordedOperation
@@ -59,6 +61,8 @@ class Step:
     replicas: Replicas | None = None
     had: Mapping[str, Collection[RankStage]] | None = None
     near: Collection[str] = frozenset()
+    earlier: Sequence[Mapping[str, Tensor]] = ()
+    with_weights: WithWeights | None = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
@@ -80,6 +84,8 @@ class Step:
             number=self.number,
             operation=self.due.operation,
             due=self,
+            earlier_weights=self.earlier,
+            with_weights=self.with_weights,
             members=self._members if self.shards and self.model is not None else None,
             sums=RecordSums(copies, self.left_out, self.max_norm, alike, self.replicas, whole, self.had),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.stale_call import Given
 from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.reference_run import computed_in
@@ -173,6 +174,21 @@ class ReferenceBeside:
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in model.named_parameters(remove_duplicate=False)}
         return replace(step.of_record, now=now, tied=copies_apart(model, owner), computed_in=lambda: self._computed_in)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those that the step began with, on the host of rank 0; empty on all others."""
+        named = {} if self.model is None else dict(self.model.named_parameters(remove_duplicate=False))
+        return {name: one.detach().to(CPU) for name, one in named.items()}
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> Given:
+        """What the step gives with these weights in place of its own, on rank 0."""
+        model = copied(self._there)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                model.get_parameter(name).copy_(weight)
+        with drawing_apart(), unchanged(*self._roots):
+            (due,) = recorded(model, self.microbatches, self._recipe, floors=False, stages=self._stages).operations
+        return Given(due.losses, due.loss or 0.0, due.gradients)
 
     def moved(self, number: int) -> Nudged | None:
         """How far weights that are one rounding off move the step, which is one; on rank 0."""

@@ -35,6 +35,7 @@ from pipeproof.records.checked_step import CheckError as CheckError
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.held_in_common import HeldInCommon
+from pipeproof.records.last_check import LastCheck, last_check, remember
 from pipeproof.records.rank_part import (
     MOST,
     AdapterNames,
@@ -90,13 +91,17 @@ class StepCheck(CheckedStep):
         self._norm: float | None = None
         self._record: Record | None = None
         self._beside: ReferenceBeside | None = None
+        self._last = LastCheck()
+        self._sums: Mapping[str, object] = {}  # gradients that were handed over
 
     def __enter__(self) -> Self:
         super().__enter__()
         self._kept = Kept(self._exchange.rank, MOST // self._exchange.ranks)
         if self._at is not None:
             with self.noting():
-                self._kept.begin(self._own.gradients)
+                self._last = last_check(self._own.modules)
+                self._ledger.held = self._last.held(self._given)
+                self._kept.begin(self._own.gradients | self._last.added_to)
         return self
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
@@ -108,6 +113,7 @@ class StepCheck(CheckedStep):
         if self._at is not None and self._held is not None and self._expected is not None:
             with self.noting():
                 found = self._own.gradients if named is None else gradients_of(named, self._expected.gradients)
+                self._sums = {} if named is None else found
                 given = {name: found[name] for name in self._expected.gradients if name in found}
                 for name in upstream(given, self._own.places):
                     one, shard = given[name], self._own.shards.get(name)
@@ -178,6 +184,9 @@ class StepCheck(CheckedStep):
         return self._explained(self._joined(parts), parts)
 
     def _clear(self) -> None:
+        if self._at is not None:
+            weights = dict[str, Tensor] if self._beside is None else self._beside.weights
+            remember(self._own.modules, self.verdict, self._given, sums=self._sums, weights=weights)
         if self._held is not None:
             self._held.clear()
         if self._beside is not None:
@@ -310,6 +319,8 @@ class StepCheck(CheckedStep):
             fetch=lambda name: self._exchange.take(name, bound_s=self._bound_s),
             model=None if self._beside is None else self._beside.update,
         )
+        if self._beside is not None and self._last.weights:
+            found = replace(found, earlier=(self._last.weights,), with_weights=self._beside.with_weights)
         return found if self._held is None else replace(found, shards=self._held.shards, replicas=self._run.members)
 
 

@@ -1,9 +1,12 @@
 """A rank's stages as they are watched in a step: their calls, and what else may have come to their gradients."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from torch import nn
 
 from pipeproof.foreign.composed import AgainstItself
-from pipeproof.foreign.own_calls import counting, with_own_loss
+from pipeproof.foreign.own_calls import StageSeen, counting, with_own_loss
 from pipeproof.observers.calls import Call
 from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.observers.watching import Watcher
@@ -46,6 +49,14 @@ class WatchedStages:
         """What is no tensor of what was given to calls that are kept."""
         every = (call for k, one in self._modules.items() for call in self._watchers[k].calls(one) or ())
         return [call.again.others for call in every if call.again is not None]
+
+    def seen(self, rank: int, calls: Mapping[int, Sequence[Call]]) -> dict[int, StageSeen]:
+        """What other ranks are told of the ``calls`` of stages on this ``rank``: all but what runs them again."""
+        outside = self.outside
+        return {
+            stage: StageSeen(rank, tuple(replace(call, again=None) for call in own), outside=outside.get(stage))
+            for stage, own in calls.items()
+        }
 
     @property
     def own_losses(self) -> dict[int, OwnLoss]:

@@ -208,3 +208,24 @@ def test_ddp_around_a_stage_does_not_average_where_the_backward_is_split(whitebo
     """A finding in torch: no error, and every gradient is one replica's own."""
     verdict = judged(whitebox, functools.partial(replicated, name="ScheduleZBVZeroBubble"), ranks=4)
     assert verdict.law("gradient").outcome == "fail"
+
+
+def behind_a_frozen_stage() -> nn.Sequential:
+    model = build_model()
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("ScheduleInterleaved1F1B", False),
+        ("ScheduleInterleavedZeroBubble", True),
+        pytest.param("ScheduleZBVZeroBubble", True, marks=v_shaped),
+    ],
+)
+def test_a_split_backward_behind_a_frozen_stage_gives_nothing(whitebox: WhiteBox, name: str, lost: bool) -> None:
+    """If it passes, torch has mended what FINDINGS.md calls behind-frozen-lost."""
+    verdict = judged(whitebox, functools.partial(step, name=name), reference=behind_a_frozen_stage)
+    wrong = {one.stage for one in verdict.mismatches if one.law == "presence"}
+    assert (verdict.verdict, wrong) == (("fail", {1}) if lost else ("pass", set())), verdict

@@ -292,7 +292,7 @@ def _compounded(came: Mapping[int, float], stages: int) -> str:
 
 
 def _came(evidence: Evidence, microbatch: int) -> Mapping[int, float]:
-    recording, expected = evidence.observed.recording(evidence.diverged), evidence.played[evidence.diverged].tensors()
+    recording, expected = evidence.recorded(evidence.diverged), evidence.played[evidence.diverged].tensors()
     assert recording is not None, "a divergence comes from a recording"
     found: dict[int, float] = {}
     for stage in range(evidence.stages - 1):
@@ -310,5 +310,5 @@ def _seen(evidence: Evidence, point: Point) -> Tensor | None:
 
 
 def _all(evidence: Evidence, point: Point) -> Sequence[Tensor | None]:
-    recording = evidence.observed.recording(evidence.diverged)
+    recording = evidence.recorded(evidence.diverged)
     return recording.tensors.get(point, ()) if recording is not None else ()

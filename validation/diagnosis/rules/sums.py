@@ -7,12 +7,12 @@ from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.combination import told_within
-from pipeproof.diagnosis.evidence import Evidence, of_stage
+from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.interference import Broken, Sources, changed
 from pipeproof.diagnosis.tied import cause_of, shares_of
 from pipeproof.diagnosis.what_ifs import draws
 from pipeproof.judging.cause import Cause
-from pipeproof.observers.recording import Site
+from pipeproof.observers.recording import Site, of_stage
 
 
 def sums(evidence: Evidence) -> list[Cause]:

@@ -1,0 +1,78 @@
+"""What a rank remembers of checks of the same stages: the last step that was bit for bit, and where sums lie."""
+
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pipeproof.judging.ledger import COMPUTED
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.step_record import Pairs
+from pipeproof.worlds.belongings import belongs_to_rank
+
+Forms = tuple[tuple[int, ...], ...]  # the shapes of the tensors of all microbatches
+
+
+@dataclass(frozen=True)
+class LastCheck:
+    """``exact``: the laws under which the last step that was bit for bit was compared; ``forms``: of its microbatches.
+
+    ``weights``: those that it began with, where this rank made the reference. ``sums``: the tensors that gradients of
+    the last step were handed over in, by name, as long as the job keeps them.
+    """
+
+    exact: frozenset[str] = frozenset()
+    forms: Forms | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Mapping[str, ReferenceType[Tensor]] = field(default_factory=dict)
+
+    def held(self, given: Pairs | None) -> frozenset[str]:
+        """The laws by which a step of microbatches of the same shapes, and so of the same kernels, is bit for bit."""
+        return self.exact if self.forms == forms_of(given) else frozenset()
+
+    @property
+    def added_to(self) -> dict[str, Tensor]:
+        """What is now in the tensors that gradients were handed over in."""
+        return {name: one for name, there in self.sums.items() if (one := there()) is not None}
+
+
+_checks: MutableMapping[nn.Parameter, LastCheck] = WeakIdKeyDictionary()  # by the first parameter of a rank's stages
+belongs_to_rank(__name__, "_checks", fresh=lambda _: WeakIdKeyDictionary())
+
+
+def forms_of(given: Pairs | None) -> Forms | None:
+    """The shapes of all that microbatches have; None where this rank has none."""
+    every = None if given is None else (one for one in tree_leaves(list(given)) if isinstance(one, Tensor))
+    return None if every is None else tuple(tuple(one.shape) for one in every)
+
+
+def last_check(modules: Mapping[int, nn.Module]) -> LastCheck:
+    """What is remembered of a rank's stages."""
+    return _checks.get(key, LastCheck()) if (key := _key(modules)) is not None else LastCheck()
+
+
+def remember(
+    modules: Mapping[int, nn.Module],
+    verdict: Verdict,
+    given: Pairs | None,
+    *,
+    sums: Mapping[str, object],
+    weights: Callable[[], Mapping[str, Tensor]],
+) -> None:
+    """Remember a check of these stages: ``sums`` in any case, its ``weights`` if it was bit for bit."""
+    if (key := _key(modules)) is None:
+        return
+    last = last_check(modules)
+    there = {name: ref(one) for name, one in sums.items() if isinstance(one, Tensor)}
+    if verdict.verdict != "pass" or verdict.tier != "bitwise":
+        _checks[key] = LastCheck(last.exact, last.forms, last.weights, there)
+        return
+    exact = frozenset(one.name for one in verdict.laws if one.name in COMPUTED and one.checked)
+    _checks[key] = LastCheck(exact, forms_of(given), weights(), there)
+
+
+def _key(modules: Mapping[int, nn.Module]) -> nn.Parameter | None:
+    return next((one for module in modules.values() for one in module.parameters()), None)
