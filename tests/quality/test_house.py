@@ -124,7 +124,7 @@ def fenced(source: Source) -> Iterator[str]:
         name = getattr(function, "attr", getattr(function, "id", ""))
         if isinstance(node, ast.Call) and HOOKS.match(name):
             hook = ast.unparse(node.args[name == "hook_first"])
-            if "around(" not in hook and hook not in names:
+            if "around(" not in hook and names.isdisjoint(re.findall(r"\w+", hook)):
                 yield f"line {node.lineno} hooks {hook} in without a fence"
 
 

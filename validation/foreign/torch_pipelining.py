@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import HandedBack
+from pipeproof.observers.hook import Hook
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.worlds.fence import Fence
@@ -57,7 +58,8 @@ class Recorder:
             stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
             stage.backward_one_chunk = self._around_backward(stage, stage.backward_one_chunk)
             stage.backward_weight_one_chunk = self._around_weight(stage, stage.backward_weight_one_chunk)
-            self._hooks.append(stage.submod.register_forward_pre_hook(self.fence.around(self._note)))
+            note = Hook(stage.submod, self.fence.around(self._note))
+            self._hooks.append(stage.submod.register_forward_pre_hook(note))
 
     def stop(self) -> None:
         """Note nothing more, and leave the stages as they were."""

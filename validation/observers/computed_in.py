@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.observers.hook import Hook
 from pipeproof.reference.graph import types_between
 from pipeproof.reference.products import MATRICES, TYPES, products_in
 from pipeproof.worlds.fence import Fence
@@ -32,7 +33,7 @@ class ComputedIn:
 
     def __enter__(self) -> Self:
         note = self.fence.around(self._note)
-        self._hooks = [one.register_forward_hook(note, with_kwargs=True) for one in self._modules]
+        self._hooks = [one.register_forward_hook(Hook(one, note), with_kwargs=True) for one in self._modules]
         return self
 
     def __exit__(

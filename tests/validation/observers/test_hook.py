@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
@@ -49,3 +50,13 @@ def test_a_step_may_be_checked_twice_at_once() -> None:
         inner = checked(Job(stages))
         outer.gradients()
     assert [inner.verdict, outer.verdict.verdict] == ["pass", "pass"], f"{inner}\n{outer.verdict}"
+
+
+def test_a_module_whose_types_are_noted_may_be_saved() -> None:
+    module = Layer()
+    with ComputedIn([module]) as computed:
+        for made in (copy.deepcopy, saved):
+            made(module)(torch.ones(2, 8))
+        assert computed.narrowest == ""
+        module(torch.ones(2, 8))
+    assert computed.narrowest == "float32"

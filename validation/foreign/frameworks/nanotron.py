@@ -32,6 +32,7 @@ from pipeproof.foreign.frameworks.nanotron_whole import (
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.hook import Hook
 from pipeproof.worlds.fence import Fence
 
 _NEEDED = ("model", "parallel_context", "optimizer", "grad_accumulator")
@@ -93,7 +94,7 @@ class Stage(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(around(place, "recv_from_pipeline_state_buffer", received))
             stack.enter_context(around(place, "send_to_pipeline_state_buffer", sent))
-            before, after = self.fence.around(begins), self.fence.around(ended)
+            before, after = (Hook(self.model, self.fence.around(one)) for one in (begins, ended))
             stack.callback(self.model.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(after, with_kwargs=True).remove)
             yield
