@@ -189,6 +189,8 @@ STORIES = [
 
 @pytest.mark.parametrize(("name", "story"), STORIES, ids=[name for name, _ in STORIES])
 def test_a_failure_of_one_rank_is_told_by_rank_0(session: Session, name: str, story: str) -> None:
+    if name == "test_subtests" and not hasattr(pytest, "Subtests"):
+        pytest.skip("pytest has had subtests since 9")
     assert "failed" in session.outcomes()[name]
     assert story in session.output, session.output
     assert story in session.junit()[name]

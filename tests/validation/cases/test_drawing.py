@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.internal.conjecture import providers
 
 from pipeproof.cases.drawing import by_seed_alone
+
+providers = pytest.importorskip("hypothesis.internal.conjecture.providers", reason="it reads no code")
 
 
 def draws() -> list[list[int]]:
