@@ -22,7 +22,12 @@ _OF_SUMS = ("gradient", "presence", "replicas", "tied-copies")
 
 
 def with_uncovered(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """``verdict`` with a line on what none of its explanations can have led to; where it has none, on all."""
+    """``verdict`` with a line on what none of its explanations can have led to; where it has none, on all.
+
+    Not where gradients are with their ranks alone: these find further causes.
+    """
+    if not evidence.gradients and evidence.playable is None:
+        return verdict
     first = min((one.operation for one in verdict.mismatches), default=1)
     wrong = [one for one in verdict.mismatches if one.operation == first and not one.within]
     if not verdict.cause:

@@ -304,8 +304,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
         return Likeness("shape", forms=(f"shape {list(seen.shape)}", f"{list(expected.shape)}"))
     if made is not None:
         return made
-    point, words = context.sent.get(seen.digest, (None, ""))
-    if column.where not in (GIVEN, RECEIVED) or point is None or point[:2] == (context.stage, microbatch):
+    point, words = _sent(column, seen, context)
+    if point is None or point[:2] == (context.stage, microbatch):
         point = None
     elif point.microbatch != microbatch:  # that it was sent says more than where else in the model it may be
         return Likeness("other", label=Label(point), words=words)
@@ -327,6 +327,15 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     if nearest_sketch(seen, column.known) == microbatch:
         return Likeness("noisy", words=f"its own with something added: {distance}")
     return Likeness("different", words=f"no microbatch's{told}: {distance}", error=None if told else error)
+
+
+def _sent(column: Column, seen: Sketch, context: Context) -> tuple[Point | None, str]:
+    """What another stage put out that came in there; of the stage that it should come from, an unknown one is due."""
+    point, words = context.sent.get(seen.digest, (None, ""))
+    if point is None or column.where not in _FROM:
+        return None, ""
+    due = _FROM[column.where] == (point.stage - context.stage, point.where)
+    return (None, "") if due and point.microbatch == UNKNOWN_MICROBATCH else (point, words)
 
 
 def _anywhere(column: Column, seen: Sketch) -> Iterator[tuple[str, int, str, Sketch]]:
@@ -355,13 +364,12 @@ def _times(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | Non
 
 
 def _nobodys(column: Column, seen: Sketch, context: Context) -> Likeness:
-    """What a tensor is of which nothing tells the microbatch. What the stage next to it put out may be its own."""
-    point, words = context.sent.get(seen.digest, (None, ""))
+    """What a tensor is of which nothing tells the microbatch."""
+    point, words = _sent(column, seen, context)
     if (made := _empty(seen)) is not None:
         return made
     if point is not None:
-        due = _FROM.get(column.where) == (point.stage - context.stage, point.where)
-        return Likeness("different", words=words) if due else Likeness("other", label=Label(point), words=words)
+        return Likeness("other", label=Label(point), words=words)
     found = (f"microbatch {owner}'s {of}{place}" for place, owner, of, _ in _anywhere(column, seen))
     told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
     return Likeness("different", words=next(found, told))

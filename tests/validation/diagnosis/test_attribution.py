@@ -398,20 +398,3 @@ def test_what_one_parameter_counts_names_nothing_where_another_is_wrong_like_not
     found = attributed(loses(BIAS, 1), after=altered(UP, noisy))
     assert not found.causes
     assert any(UP[1] in told for told in found.unknown)
-
-
-def test_a_stage_whose_gradients_were_added_to_those_of_another() -> None:
-    """As by hooks that were bound to the last chunk: no microbatches of its own make what the stage has."""
-
-    def after(gradients: dict[Site, Gradient]) -> None:
-        for (stage, name), own in list(gradients.items()):
-            other = gradients.get((0, name.replace("2.", "1.", 1)))
-            if stage == 1 and own is not None and other is not None:
-                gradients[0, name.replace("2.", "1.", 1)], gradients[stage, name] = other + own, None
-
-    found = attributed(after=after)
-    added, gone = sorted(found.causes, key=lambda one: one.stage or 0)
-    assert (gone.kind, gone.stage) == ("missing", 1)
-    assert (added.kind, added.stage, added.parameter) == ("extra-term", 0, None)
-    assert "1.up.weight: 1 of its own gradient and 1 of the gradient of 2.up.weight, stage 1" in added.detail
-    assert not found.unknown

@@ -16,10 +16,13 @@ FIRST = Mismatch("gradient", 1, stage=0, parameter="v", error=1.0, limit=1e-6)
 CALLS = Mismatch("microbatches", 1, stage=0, what="forward", found=(0, 0), due=(0, 1))
 
 
-def left(causes: tuple[Cause, ...], *wrong: Mismatch, unknown: tuple[str, ...] = ()) -> tuple[str, ...]:
+def left(
+    causes: tuple[Cause, ...], *wrong: Mismatch, unknown: tuple[str, ...] = (), gradients: Any = (1,)
+) -> tuple[str, ...]:
     verdict = Verdict("case", "fail", "none", (), wrong, causes, undecided=unknown)
     due = SimpleNamespace(update=SimpleNamespace(shared=frozenset({(0, "embed"), (1, "embed")})))
-    evidence: Any = SimpleNamespace(due=due, stages=2, attribution=SimpleNamespace(unknown=unknown))
+    found = SimpleNamespace(unknown=unknown)
+    evidence: Any = SimpleNamespace(due=due, stages=2, attribution=found, gradients=gradients, playable=None)
     return with_uncovered(verdict, evidence).undecided
 
 
@@ -61,3 +64,4 @@ def test_any_cause_may_have_led_to_it_and_what_is_open_is_not_told_twice() -> No
 def test_without_a_cause_all_is_open() -> None:
     assert left((), CALLS, LOSS) == ("nothing explains this: microbatches in stage 0; loss of microbatch 2",)
     assert left((), CALLS, unknown=("why",)) == ("why",)
+    assert left((), CALLS, gradients=()) == (), "ranks of a chain find causes of their own"

