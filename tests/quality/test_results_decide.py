@@ -48,7 +48,7 @@ def run(
         came = torch.empty(len(x) + rows, x.shape[1])
         dist.recv(came, 0)
         loss = (stage(came.requires_grad_())[: len(x)] - target).square().mean()
-        (weight * loss / COUNT).backward()
+        (weight * loss / len(microbatches)).backward()
         dist.send(came.grad, 0)
         losses += [loss.item()] * bool(weight)
     return stage, losses or None
@@ -121,3 +121,17 @@ def test_padding_adds_nothing_to_a_step_that_is_held_against_itself(name: str, w
     against = partial(whitebox.validate, reference=Composed(loss_fn), microbatches=data(), ranks=2)
     assert passes(against(row)).law("microbatches").note.startswith("calls that add nothing")
     assert against(partial(row, lost=3)).verdict == "fail"
+
+
+def test_a_law_that_does_not_apply_is_said_not_to(whitebox: WhiteBox) -> None:
+    """What results say of a law outlasts what was known of it before anything was compared."""
+
+    def twice(model: nn.Sequential, operations: Any) -> Any:
+        for _, microbatches in operations:
+            yield run(model, microbatches, order=(0, 1))
+            model.zero_grad()
+
+    steps = ["train", "train"]
+    verdict = whitebox.validate(twice, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn, steps=steps)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("buffers").outcome == "not applicable"

@@ -172,7 +172,6 @@ class Judge:
         if decide:
             execution.uncompared(number, doubtful=any(m.law in ("gradient", "presence") for m in results.mismatches))
         self.ledger.join(evidence)
-        self._evidence = self.ledger.empty_copy()
         others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
         if any(m.law == "initial-weights" for m in evidence.mismatches):
             for law in others:
@@ -182,6 +181,7 @@ class Judge:
                 self.ledger.doubt(law, f"not judged: operation {first} already disagrees")
         else:
             self.ledger.join(results)
+        self._evidence = self.ledger.empty_copy()
 
     def _calls_of_right_stages(self, number: int, results: Ledger) -> list[Mismatch]:
         """What calls show of stages whose gradients are right: no cause of what is wrong elsewhere."""
