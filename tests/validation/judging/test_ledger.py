@@ -238,3 +238,34 @@ def test_gradients_of_all_ranks_that_lead_one_way_are_unknown_although_each_pass
     assert books[0].laws()[0].note.startswith(told)
     books[0].join(books[4])
     assert outcomes(books[0])[0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("law", "floor", "apart", "outcome"),
+    [
+        ("gradient", Floor(0.0, 1e-3, 0.5, BF16), 1e-3, "unknown"),
+        ("gradient", Floor(0.0, 1e-3, 0.5, BF16), 1e-7, "pass"),  # as another sum in fp32
+        ("gradient", Floor(0.0, 1e-3, 0.5, BF16), 0.3, "fail"),
+        ("gradient", Floor(0.0, 1e-5, 0.5, FP32), 1e-5, "pass"),  # what fp32 measures hides little
+        ("gradient", Floor(0.0, 0.0, 0.0, BF16, size=1.0), 1e-3, "pass"),  # rounding alone
+        ("second-step", Floor(0.0, 1e-3, 0.5, BF16), 1e-3, "pass"),  # no law that is held
+    ],
+)
+def test_after_what_was_bit_for_bit_no_narrow_type_excuses(law: str, floor: Floor, apart: float, outcome: str) -> None:
+    book, due = ledger(), torch.ones(4)
+    book.tensors(place(law), due, due, lambda: floor)
+    book.held = book.exact
+    assert book.held == ({"gradient"} if law == "gradient" else set())
+    book.tensors(place(law), due * (1 + apart), due, lambda: floor)
+    assert dict(zip(("gradient", "second-step"), outcomes(book), strict=True))[law] == outcome
+    assert [one.held for one in book.mismatches] == {"unknown": [True], "fail": [False], "pass": []}[outcome]
+    assert book.exact == frozenset()
+
+
+def test_a_step_s_loss_is_not_held_to_bits_for_its_sum_may_come_right_by_chance() -> None:
+    book, floor = Ledger(("loss",)), Floor(0.0, 1e-3, 0.5, BF16)
+    book.held = frozenset({"loss"})
+    book.numbers(Heading("loss", frozenset(), Mismatch("loss", 1)), 1.0001, 1.0, lambda: floor)
+    assert outcomes(book) == ["pass"]
+    book.numbers(Heading("loss", frozenset(), Mismatch("loss", 1, microbatch=0)), 1.0001, 1.0, lambda: floor)
+    assert outcomes(book) == ["unknown"]
