@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, word
+from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, offers, word
 
 _ENDS = 2  # the layers before and after those that are counted
 
@@ -40,25 +39,14 @@ class DeepSpeedLayout(FrameworkLayout):
 
     framework: ClassVar[str] = "deepspeed"
     package: ClassVar[str] = "deepspeed"
-    offered: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {
-            "tied": (False, True),
-            "zero": (0, 1),
-            "bf16": (False, True),
-            "accumulate": ("none", "fp32", "bf16"),
-            "recompute": (0, 1, 2, 3),
-            "reentrant": (False, True),
-            "blocks_alone": (False, True),
-            "partition": ("uniform", "parameters", "type:block"),
-            "dynamic": (False, True),
-            "clipped": (False, True),
-            "bucket": (0, 50, 1000),
-            "whole": (False, True),
-            "overlap": (False, True),
-            "scattered": (False, True),
-            "prescaled": (False, True),
-            "second": (False, True),
-        }
+    offered: ClassVar[Mapping[str, tuple[Any, ...]]] = offers(
+        "tied zero bf16 accumulate recompute reentrant blocks_alone partition dynamic clipped bucket whole "
+        "overlap scattered prescaled second",
+        zero=(0, 1),
+        accumulate=("none", "fp32", "bf16"),
+        recompute=(0, 1, 2, 3),
+        partition=("uniform", "parameters", "type:block"),
+        bucket=(0, 50, 1000),
     )
 
     @property

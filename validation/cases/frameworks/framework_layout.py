@@ -52,6 +52,11 @@ class FrameworkLayout:
         return next((reason for holds, reason in self.refusals(microbatches) if holds), "")
 
 
+def offers(order: str, **values: tuple[Any, ...]) -> Mapping[str, tuple[Any, ...]]:
+    """The ``values`` that are drawn for each option, in this order; of one that has none, whether it is so."""
+    return MappingProxyType({name: values.get(name, (False, True)) for name in order.split()})
+
+
 def word(name: str) -> str:
     """A field's name, as a line has it."""
     return name.replace("_", "-")

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout
+from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, offers
 
 _CHUNKED = "is for virtual stages: give v2 or more"
 _REPLICATED = "is for replicas: give dp2 or more"
@@ -53,32 +52,16 @@ class MegatronLayout(FrameworkLayout):
     framework: ClassVar[str] = "megatron"
     package: ClassVar[str] = "megatron-core"
     most_virtual: ClassVar[int] = 3
-    offered: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {
-            "group": (0, 2, 3, 4, 5),  # first, as it decides how many microbatches there may be
-            "tied": (False, True),
-            "three": (False, True),
-            "per_token": (False, True),
-            "with_embedding": (False, True),
-            "with_loss": (False, True),
-            "first": (0, 1, 2, 3),
-            "last": (0, 1, 2, 3),
-            "recompute": ("none", "full", "selective"),
-            "deallocate": (False, True),
-            "p2p_overlap": (False, True),
-            "flush": (False, True),
-            "unbatched": (False, True),
-            "distributed": (False, True),
-            "overlap": (False, True),
-            "aligned": (False, True),
-            "buckets": (0, 500, 2000),
-            "averaged": (False, True),
-            "optimizer": (False, True),
-            "unclipped": (False, True),
-            "bf16": (False, True),
-            "scaled": (False, True),
-            "second": (False, True),
-        }
+    offered: ClassVar[Mapping[str, tuple[Any, ...]]] = offers(
+        # The first decides how many microbatches there may be.
+        "group tied three per_token with_embedding with_loss first last recompute deallocate p2p_overlap "
+        "flush unbatched distributed overlap aligned buckets averaged optimizer unclipped bf16 scaled "
+        "second",
+        group=(0, 2, 3, 4, 5),
+        first=(0, 1, 2, 3),
+        last=(0, 1, 2, 3),
+        recompute=("none", "full", "selective"),
+        buckets=(0, 500, 2000),
     )
 
     @property

@@ -6,7 +6,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout
+from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, offers
 from pipeproof.cases.runtimes import TORCH, TORCH_CLASSES, why_not
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, can_have, virtuals
@@ -40,20 +40,15 @@ class TorchtitanLayout(FrameworkLayout):
     package: ClassVar[str] = "torchtitan"
     least_ranks: ClassVar[int] = 2
     most_virtual: ClassVar[int] = 3
-    offered: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {
-            # First, as it decides how many stages and microbatches there may be.
-            "schedule": ("1F1B", *(name for name in _NAMES if name != "1F1B")),
-            "replicate": (1, 2),
-            "clipped": (False, True),
-            "less_first": (1, 0, 2),
-            "less_last": (1, 0, 2),
-            "ac": ("none", "full", "selective"),
-            "reshard": ("default", "always", "never"),
-            "bf16": (False, True),
-            "whole_batch": (False, True),
-            "second": (False, True),
-        }
+    offered: ClassVar[Mapping[str, tuple[Any, ...]]] = offers(
+        # The first decides how many stages and microbatches there may be.
+        "schedule replicate clipped less_first less_last ac reshard bf16 whole_batch second",
+        schedule=("1F1B", *(name for name in _NAMES if name != "1F1B")),
+        replicate=(1, 2),
+        less_first=(1, 0, 2),
+        less_last=(1, 0, 2),
+        ac=("none", "full", "selective"),
+        reshard=("default", "always", "never"),
     )
 
     @property
