@@ -224,7 +224,8 @@ class StepCheck(CheckedStep):
         self._record, self._expected = record, record.operations[self._number]
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
-        self._held = HeldInCommon(self._exchange, self._places, self._own.shapes, bound_s=self._bound_s)
+        compared = {name: places for name, places in self._places.items() if name in self._expected.gradients}
+        self._held = HeldInCommon(self._exchange, compared, self._own.shapes, bound_s=self._bound_s)
         if self._exchange.rank == 0:
             with self.noting():
                 self._count(self._at, self._expected)
