@@ -102,7 +102,8 @@ class StepCheck(CheckedStep):
         """Compare this rank's gradients now: they must be complete, and not clipped yet.
 
         ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``. Of those of
-        which it has a part, in a DTensor or a ``FlatShard``, ranks put parts together at the end of the block.
+        which it has a part, in a DTensor or a ``FlatShard``, ranks put parts together at the end of the block. Where
+        ranks of a stage have a ``FlatShard``, one that leaves a gradient out has no part of it.
         """
         if self._at is not None and self._held is not None and self._expected is not None:
             with self.noting():
