@@ -124,7 +124,7 @@ class HeldInCommon:
                 hold_claim(ledger, claim, number)
             if one.complete:
                 judge(one.name, one.whole)
-        for name, said in self._said.items():
+        for name, said in self.everybodys[self._exchange.rank].items():
             if said.shard is None and said.content is None:
                 judge(name, None)
         for told, names in mixed.items():
