@@ -288,12 +288,11 @@ class ComposedCheck(CheckedStep):
             again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(again.modules))
             again.way.in_parts = again.in_parts
             again.run(partial(self._begun.note_unreached, self._own))
-        given = self._own.gradients if named is None else gradients_of(named, self._own.places)
-        mine = again.told, self._shards.flat(given)
-        both = self._gather(mine, "which stages give the same again, and how losses are divided")
-        every = [one for one, _ in both]
+        given = self._own.gradients if named is None else named
+        mine, what = (again.told, self._shards.flat(given)), "what stages give again, and how losses are divided"
+        every, flat = map(list, zip(*self._gather(mine, what), strict=True))
         again.agree(every, lines.of_line(every))
-        here = self._shards.lying(given, [both[rank][1] for rank in self._peers.ranks])
+        here = self._shards.lying(given, [flat[rank] for rank in self._peers.ranks])
         if again.times is not None or not again.fits:
             addends = addends_of(again.stages, here, self._own.rename, self._shards)
             everyones = [one for those in self._gather(addends, "how large gradients are") for one in those]
