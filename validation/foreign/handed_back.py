@@ -47,16 +47,16 @@ class HandedBack:
     None if another rank knows. grad_norm: before clipping, if the step computes it. trace: the order in which this rank
     worked, if the runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if
     they are not in ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no
-    gradient. On a rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index
-    in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of fused queries, keys and values,
-    the index is a list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them behind each other. A parameter
-    may itself be the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``. names: what
-    parameters are called in the reference, where the runtime knows; as ``names=``, which comes first. max_norm: to what
-    norm gradients were clipped before the update, for ``optimizer=``. masters: the update is of copies in a wider type,
-    so that weights after it are not compared. accumulation: how the runtime adds gradients up, but for the shares of
-    replicas, if it says so. outputs: by the names that ``outputs=`` gives, what this rank put out for each of its
-    microbatches, in their order. loss_scale: what losses are multiplied by before their backwards, as this rank has it,
-    and its gradients divided by before they are handed back.
+    gradient; where ranks of its stage hand back a ``FlatShard``, this one has no part of it. A gradient may be a
+    DTensor, a part and its index in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of
+    fused queries, keys and values, the index is a list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them
+    behind each other. A parameter may itself be the part that has this index; where it has no gradient, hand back
+    ``(None, slice(0, 4))``. names: what parameters are called in the reference, where the runtime knows; as ``names=``,
+    which comes first. max_norm: to what norm gradients were clipped before the update, for ``optimizer=``. masters: the
+    update is of copies in a wider type, so that weights after it are not compared. accumulation: how the runtime adds
+    gradients up, but for the shares of replicas, if it says so. outputs: by the names that ``outputs=`` gives, what
+    this rank put out for each of its microbatches, in their order. loss_scale: what losses are multiplied by before
+    their backwards, as this rank has it, and its gradients divided by before they are handed back.
     """
 
     modules: Any = ()

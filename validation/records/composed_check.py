@@ -281,18 +281,17 @@ class ComposedCheck(CheckedStep):
     def _once_more(self, again: StagesAgain, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
         """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
         lines, known = self._lines, (self._by.loss_divisor, self.microbatches)
-        left = self._own.gradients if named is None else gradients_of(named, self._own.places)
+        left = self._own.gradients if named is None else named
         with self.noting():
             scales = dict.fromkeys((self._scale, self._by.scale))
             divisors = lines.divisor(*known), lines.own_divisor(*known)
             again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(again.modules))
             again.way.in_parts = again.in_parts
             again.run(self._snapshot, partial(self._begun.note_elsewhere, self._own, left))
-        mine = again.told, self._shards.flat(left)
-        both = self._gather(mine, "which stages give the same again, and how losses are divided")
-        every = [one for one, _ in both]
+        mine, what = (again.told, self._shards.flat(left)), "what stages give again, and how losses are divided"
+        every, flat = map(list, zip(*self._gather(mine, what), strict=True))
         again.agree(every, lines.of_line(every))
-        here = self._shards.lying(left, [both[rank][1] for rank in self._peers.ranks])
+        here = self._shards.lying(left, [flat[rank] for rank in self._peers.ranks])
         if again.times is not None or not again.fits:
             addends = addends_of(again.stages, here, self._own.rename, self._shards)
             everyones = [one for those in self._gather(addends, "how large gradients are") for one in those]

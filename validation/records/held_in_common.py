@@ -6,6 +6,7 @@ exchange of the check: no rank needs more than its own parts and one whole gradi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from pipeproof.judging.tolerance import stands_for_none
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site
-from pipeproof.observers.shards import InShards, Shard, sized, untiled
+from pipeproof.observers.shards import InShards, Shard, flat_shard, in_flat_parts, sized, untiled
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.worlds.side_store import Exchange
 
@@ -75,14 +76,17 @@ class HeldInCommon:
         self._given: list[str] = []
 
     def take(self, name: str, given: Gradient | tuple[None, Shard]) -> tuple[bool, Tensor | None]:
-        """Whether this rank has all of a gradient, and then the gradient. Of a part it keeps a copy on the CPU."""
+        """Whether this rank has all of a gradient, and then the gradient. Of a part it keeps a copy on the CPU.
+
+        Where it has nothing, other ranks may have flat parts.
+        """
         part, shard = part_of(name, given, self._shapes[name])
         alone = len(self._places.get(name, ())) < 2
         if shard is not None and shard.is_all and (alone or not shard.flat):  # of flat ones others may have some, too
             part, shard = None if part is None else part.view(self._shapes[name]), None
         if shard is not None or not alone:
             self._said[name] = Said(shard, None if part is None else digest(part), stands_for_none(part))
-        if shard is None:
+        if shard is None and (part is not None or alone):
             return True, part
         self._parts[name] = part
         return False, None
@@ -99,6 +103,7 @@ class HeldInCommon:
             self.everybodys = [
                 self._said if rank == self._exchange.rank else {} for rank in range(self._exchange.ranks)
             ]
+        self._leave_out_beside_flat_parts()
         groups = list(self._groups())
         for site, ranks, _ in groups:
             self._give(site, ranks)
@@ -119,6 +124,9 @@ class HeldInCommon:
                 hold_claim(ledger, claim, number)
             if one.complete:
                 judge(one.name, one.whole)
+        for name, said in self.everybodys[self._exchange.rank].items():
+            if said.shard is None and said.content is None:
+                judge(name, None)
         for told, names in mixed.items():
             ledger.leave_out("shards", names, told)
 
@@ -136,6 +144,15 @@ class HeldInCommon:
                     found.setdefault(name, {})[rank] = one.shard
         return found
 
+    def _leave_out_beside_flat_parts(self) -> None:
+        """Know that a rank has no part of a gradient of which it said nothing, at stages that lie in flat parts."""
+        every = [(name, rank, stage, self.everybodys[rank]) for name, at in self._places.items() for rank, stage in at]
+        shards = {(stage, said[name].shard) for name, _, stage, said in every if name in said}
+        flat = {stage for stage, shard in shards if shard is not None and in_flat_parts([shard])}
+        for name, _, stage, said in every:
+            if stage in flat and (name not in said or (said[name].shard is None and said[name].content is None)):
+                said[name] = Said(flat_shard(0, None), None, nothing=True)
+
     def _groups(self) -> Iterator[tuple[Site, list[int], list[int]]]:
         """Every parameter at its stage, with its ranks that said something of its gradient, and those that did not."""
         for name, found in self._places.items():
@@ -147,6 +164,10 @@ class HeldInCommon:
 
     def _at(self, name: str, rank: int) -> Said:
         return self.everybodys[rank][name]
+
+    def _count(self, name: str, rank: int) -> int:
+        shard = self._at(name, rank).shard
+        return 0 if shard is None else shard.count
 
     def _sender(self, name: str, rank: int, ranks: Sequence[int]) -> int:
         """The first of ``ranks`` that has what ``rank`` has."""
@@ -172,6 +193,8 @@ class HeldInCommon:
     def _joined(self, site: Site, ranks: Sequence[int], silent: Sequence[int], replicas: Replicas) -> Joined:
         _, name = site
         cut = [rank for rank in ranks if self._at(name, rank).shard is not None]
+        if len(cut) < len(ranks) and not any(self._count(name, rank) for rank in cut):
+            ranks, cut = [rank for rank in ranks if rank not in cut], []
         if not cut and not silent:
             return Joined(name, tuple(self._copies(site, ranks)))
         if cut != ranks or silent:
@@ -181,10 +204,10 @@ class HeldInCommon:
             told = ", ".join(f"rank {rank} has {what}" for rank, what in sorted(said.items()))
             return Joined(name, mixed=told)
         members = [(rank, self._member(site, rank, ranks)) for rank in ranks]
-        shards = [part.shards[0] for _, part in members]
-        whole = None if untiled(shards) else whole_gradient(0, [part for _, part in members])
+        tiled = not any(map(partial(self._count, name), ranks)) or not untiled([one.shards[0] for _, one in members])
+        whole = whole_gradient(0, [part for _, part in members]) if tiled else None
         whole = None if whole is None else whole.view(self._shapes[name])
-        return Joined(name, tuple(claims(site, 0, members, replicas)), not untiled(shards), whole)
+        return Joined(name, tuple(claims(site, 0, members, replicas)), tiled, whole)
 
     def _member(self, site: Site, rank: int, ranks: Sequence[int]) -> Part:
         shard = self._at(site[1], rank).shard

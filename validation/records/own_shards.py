@@ -114,8 +114,8 @@ class OwnShards:
         self.gradients.update(self.flat(gradients))
         found = {name: one.part if isinstance(one, FlatShard) else one for name, one in gradients.items()}
         if in_flat_parts(shard for one in flat for shard in one.values()):
-            nothing = [name for name in self.own.places if found.get(name) is None]
-            self.gradients.update(dict.fromkeys(nothing, flat_shard(0, None)))
+            found |= dict.fromkeys(name for name in self.own.places if name not in found)
+            self.gradients.update({name: flat_shard(0, None) for name, one in found.items() if one is None})
         return {
             name: None if one is None else dense(held_here(added_up(one, self.parameters.get(name))))
             for name, one in found.items()

@@ -108,7 +108,8 @@ class StepCheck(CheckedStep):
         """Compare this rank's gradients now: they must be complete, and not clipped yet.
 
         ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``. Of those of
-        which it has a part, in a DTensor or a ``FlatShard``, ranks put parts together at the end of the block.
+        which it has a part, in a DTensor or a ``FlatShard``, ranks put parts together at the end of the block. Where
+        ranks of a stage have a ``FlatShard``, one that leaves a gradient out has no part of it.
         """
         if self._at is not None and self._held is not None and self._expected is not None:
             with self.noting():
@@ -235,7 +236,8 @@ class StepCheck(CheckedStep):
         self._record, self._expected = record, record.operations[self._number]
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
-        self._held = HeldInCommon(self._exchange, self._places, self._own.shapes, bound_s=self._bound_s)
+        compared = {name: places for name, places in self._places.items() if name in self._expected.gradients}
+        self._held = HeldInCommon(self._exchange, compared, self._own.shapes, bound_s=self._bound_s)
         if self._exchange.rank == 0:
             with self.noting():
                 self._count(self._at, self._expected)

@@ -16,7 +16,7 @@ from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims, joined_parts
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.calls import Call
-from pipeproof.observers.shards import Shard
+from pipeproof.observers.shards import Shard, flat_shard
 from pipeproof.pipeline.action import Action
 from tests.support.steps import blocks, pairs
 
@@ -98,6 +98,59 @@ def test_shards_are_gathered(replicas: Replicas) -> None:
 )
 def test_shards_that_are_no_whole(parts: tuple[Part, ...], complaint: str) -> None:
     assert broken(list(map(made, parts)), ALONE) == [("shards", 0, complaint)]
+
+
+FLAT = Part((Local("w"),), (torch.ones(4),), shards={0: flat_shard(0, torch.ones(4))})
+FOUR = Replicas((0, 1, 0, 1), 4)
+
+
+def weights(*contents: str, first: int = 0) -> RankMade:
+    """A rank with weights of those contents, whose names count from ``first`` on."""
+    locals_ = tuple(Local(str(k), content=one.encode()) for k, one in enumerate(contents, start=first))
+    return made(Part(locals_, (None,) * len(contents)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "stages"),
+    [
+        ([weights("a"), weights("x"), weights("b", first=1), weights("y", first=1)], FOUR, {0: "01", 2: "23"}),
+        ([weights("a"), weights("x"), weights("b"), weights("y")], FOUR, {0: "01", 2: "23"}),
+        ([weights("a"), weights("x"), weights("b"), weights("b")], FOUR, {0: "01", 2: "23"}),
+        ([weights("a"), weights("b"), weights("b"), weights("a")], FOUR, {0: "03", 1: "12"}),
+        ([weights("a"), weights("b"), weights("b"), weights("x")], FOUR, {0: "0", 1: "12", 3: "3"}),
+        ([weights("a"), weights("x"), weights("b")], Replicas((0, 1, 0), 4), {0: "0", 1: "1", 2: "2"}),
+        ([weights("a"), weights("x")], ALONE, {0: "0", 1: "1"}),
+        ([made(FLAT), made(replace(FLAT, locals=(Local("v"),)))], TWICE, {0: "01"}),
+        ([made(FLAT), made()], TWICE, {0: "01"}),
+    ],
+    ids=[
+        "all drawn",
+        "counted from 0",
+        "one drawn",
+        "reversed",
+        "reversed, drawn",
+        "unequal",
+        "one replica",
+        "flat",
+        "",
+    ],
+)
+def test_a_list_says_who_holds_a_stage_where_weights_do_not(
+    ranks: list[RankMade], replicas: Replicas, stages: dict[int, str]
+) -> None:
+    joined = joined_parts(ranks, replicas, {"0": b"a", "1": b"b"})
+    found = {k: "".join(str(at) for at, _ in part.members) for k, one in enumerate(joined) for part in one.parts}
+    assert found == stages
+    if replicas is FOUR and len(stages) == 2 and stages[0] == "01":
+        assert [[one.said for one in joined[rank].parts[0].members[1][1].locals] for rank in (0, 2)] == [["0"], ["1"]]
+
+
+@pytest.mark.parametrize("other", [FLAT, None])
+def test_a_part_that_is_left_out_is_no_parameter_that_a_rank_lacks(other: Part | None) -> None:
+    ranks = [made(FLAT), made() if other is None else made(replace(other, locals=(Local("v"),)))]
+    (merged,) = [part for one in joined_parts(ranks, TWICE) for part in one.parts]
+    for k in range(len(merged.locals)):
+        assert [one.seen for one in claims((0, "w"), k, merged.members, TWICE) if not one.holds] == []
 
 
 def test_shards_of_other_peers_are_other_stages() -> None:

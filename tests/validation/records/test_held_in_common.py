@@ -1,11 +1,13 @@
 """Gradients that ranks of a job hold in common: two replicas, of which each has a part of every gradient, or a copy."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import SingleDevice, World, check_step
+from pipeproof import Composed, SingleDevice, World, check_step
 from pipeproof.foreign import FlatShard
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -21,7 +23,7 @@ def build() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
 
-def part_of(gradient: Tensor, rank: int, fault: str) -> FlatShard | Tensor | None:
+def part_of(gradient: Tensor, rank: int, fault: str) -> Any:
     """What a rank has of a gradient."""
     flat = gradient.flatten()
     first, last = (CUT, 16) if rank else (0, CUT)
@@ -35,6 +37,8 @@ def part_of(gradient: Tensor, rank: int, fault: str) -> FlatShard | Tensor | Non
         return FlatShard(flat[first:] / 2, first)
     if fault == "unequal":
         return gradient * (1 + 1e-7 * rank)
+    if fault == "by index":
+        return gradient[:2], slice(0, 2)
     if fault == "copies" or (fault == "mixed" and rank):
         return gradient
     return FlatShard(flat[first:last], first)
@@ -50,7 +54,7 @@ def step(context: RankContext, fault: str) -> Verdict:
         gradient = model.get_parameter("weight").grad
         assert gradient is not None
         dist.all_reduce(gradient)
-        check.gradients({} if fault == "silent" and rank else {"weight": part_of(gradient, rank, fault)})
+        check.gradients({} if fault in ("silent", "by index") and rank else {"weight": part_of(gradient, rank, fault)})
         check.report(losses=[float(loss_fn(model(inputs), target)) for inputs, target in data])
     return check.verdict
 
@@ -70,6 +74,7 @@ def test_parts_are_put_together_and_copies_are_the_same(fault: str, world: World
     ("fault", "seen"),
     [
         ("missing", "parts [0:6], [0:0] of [16]: not all of it"),
+        ("silent", "parts [0:6], [0:0] of [16]: not all of it"),
         ("overlapping", "parts [0:6] and [5:16] overlap"),
         ("outside", "part [7:17] of [16]: it ends outside"),
     ],
@@ -102,10 +107,71 @@ def test_replicas_whose_gradients_differ_by_less_than_rounding_are_told(world: W
     ("fault", "note"),
     [
         ("mixed", "rank 0 has a part, rank 1 has all: weight"),
-        ("silent", "rank 0 has a part, rank 1 has nobody knows what: weight"),
+        ("by index", "rank 0 has a part, rank 1 has nobody knows what: weight"),
     ],
 )
 def test_where_nobody_knows_what_goes_together_nothing_is_said(fault: str, note: str, world: World) -> None:
     for verdict in world.run(step, fault, ranks=2):
         assert verdict.verdict == "unknown", str(verdict)
         assert note in verdict.law("shards").note
+
+
+def deep() -> nn.Module:
+    """Parameters of 16, 16 and 4 elements, and one that is not trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def bucketed(context: RankContext, composed: bool, cut: int, fault: str) -> Verdict:
+    """Two replicas, of whose flat gradients each has what lies on its side of ``cut``, and says nothing of the rest."""
+    rank, model = context.rank, deep()
+    data = pairs(4, width=WIDTH)[2 * rank : 2 * rank + 2]
+    source = Composed(loss_fn, loss_divisor=4) if composed else SingleDevice(deep, loss_fn, 4)
+    with check_step({0: model}, data, against=source, timeout_s=20.0) as check:
+        losses = [loss_fn(model(inputs), target) for inputs, target in data]
+        torch.stack(losses).sum().div(4).backward()
+        parts, at = dict[str, Any](), 0
+        low, high = (cut + (fault == "gap"), 36) if rank else (0, cut)
+        for name, one in model.named_parameters():
+            if one.grad is not None:
+                dist.all_reduce(one.grad)
+                first, last = max(at, low), min(at + one.numel(), high)
+                if first < last and not (name == "1.bias" and fault == "left out"):
+                    whole = name == "1.bias" and fault == "whole"
+                    part = one.grad.flatten()[first - at : last - at] * (1 + rank * (fault == "doubled"))
+                    parts[name] = one.grad if whole else FlatShard(part, first - at)
+                elif fault == "none":
+                    parts[name] = None
+                at += one.numel()
+        check.gradients(parts)
+        check.report(losses=[float(one) for one in losses])
+    return check.verdict
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("composed", [False, True], ids=["single device", "composed"])
+@pytest.mark.parametrize(
+    ("cut", "fault", "laws"),
+    [
+        (20, "", ""),  # inside 1.weight
+        (16, "", ""),  # between two parameters
+        (0, "", ""),  # rank 0 has nothing
+        (0, "none", ""),
+        (20, "none", ""),
+        (20, "whole", ""),  # one that no other has a part of
+        (20, "gap", "shards"),
+        (20, "doubled", "gradient"),
+        (20, "left out", "presence"),
+    ],
+)
+def test_what_is_left_out_beside_flat_parts_is_no_part(
+    composed: bool, cut: int, fault: str, laws: str, world: World
+) -> None:
+    verdict = world.run(bucketed, composed, cut, fault, ranks=2)[0]
+    found = " ".join(law.name for law in verdict.laws if law.outcome == "fail")
+    if composed and fault == "gap":  # it does not judge what ranks have in common
+        assert (verdict.law("gradient").outcome, verdict.law("gradient").left_out) == ("unknown", ("1.weight",))
+    else:
+        assert (verdict.verdict, found) == ("fail" if laws else "pass", laws), str(verdict)
