@@ -138,7 +138,7 @@ def of_reductions() -> Iterator[Trial]:
     unequal = {"divisor": 7.0, "replicas": 2, "data": data_of(count=7), "more": {"loss_divisor": 7.0}}
     yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal)
     yield trial("right, one replica filled up, hooks", fill=4, ranks=TWICE, reduce="hooks", **unequal)
-    yield trial("right, one replica filled up, against itself", fill=4, ranks=TWICE, against="itself", **unequal)
+    yield trial("right, one replica filled up", fill=4, ranks=TWICE, against="itself", **unequal)
     yield trial("right, loss scaled and back", scale=1024.0)
 
 

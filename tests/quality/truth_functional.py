@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from runtime_functional import Way
 from runtime_functional_training import course, step
+from runtime_partial import step as in_parts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
@@ -141,6 +142,17 @@ def of_models() -> Iterator[Trial]:
     yield trial("right, replicas, flat", replicas=2, ranks=TWICE, model="four", handed="flat", against="itself")
 
 
+def of_parts() -> Iterator[Trial]:
+    """Halves of layers, on two ranks each; what a stage sends back is whole, or a part."""
+    cut = {"ranks": {"pp": 2, "tp": 2}, "model": "wide"}
+    apart = backward(
+        ("not-reduced", "computation"), 0, 1, wrong="reduction replicas computation", ranks=(), affected=(0,)
+    )
+    for summed, truth, name in ((True, RIGHT, "right, halves of layers"), (False, apart, "a part is sent back")):
+        for by in ("grad", "again"):
+            yield Trial("functional", f"{name}, {by}", partial(in_parts, way=Way(by=by), summed=summed), truth, **cut)
+
+
 def of_steps() -> Iterator[Trial]:
     """Several operations, and what is done around them."""
     for name, optimizer in {"sgd": sgd(), "momentum": sgd(momentum=0.9), "adam": adam}.items():
@@ -164,7 +176,7 @@ def of_steps() -> Iterator[Trial]:
 
 def rights() -> tuple[Trial, ...]:
     """Every row without a fault."""
-    return every(of_ways(), of_padding(), of_models(), of_steps())
+    return every(of_ways(), of_padding(), of_models(), of_steps(), (one for one in of_parts() if not one.truth.kinds))
 
 
 def fault(name: str, truth: Truth, **how: Any) -> Trial:
@@ -326,4 +338,6 @@ def of_training() -> Iterator[Trial]:
 
 def faults() -> tuple[Trial, ...]:
     """Every row with a fault."""
-    return every(of_messages(), of_backwards(), of_replicas(), of_training())
+    return every(
+        of_messages(), of_backwards(), of_replicas(), of_training(), (one for one in of_parts() if one.truth.kinds)
+    )

@@ -139,3 +139,9 @@ def faults() -> Iterator[Job]:
     casts = late(before=old_casts)
     yield Job("old casts of weights", casts, "single", old, model="autocast", steps=2)
     yield Job("old casts of weights, small steps", casts, "single", old, model="autocast", steps=2, rate=0.005)
+
+
+def jobs() -> Iterator[Job]:
+    """Every job."""
+    yield from rights()
+    yield from faults()

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from runtime_partial import Wide
 from torch import Tensor, nn
 from truth_check import Counts, Truth
 from truth_layers import blocks, chain, data_of, seeded
@@ -119,6 +120,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "eval in bf16": of(Split),
     "autocast": of(Cast),
     "in place": of(Overwriting),
+    "wide": seeded(lambda: chain(*(Wide() for _ in range(4)))),
     "bf16": seeded(lambda: chain(*blocks(count=LAYERS)).to(torch.bfloat16)),
     "weight norm": of(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())),
 }
