@@ -78,8 +78,11 @@ class Half(nn.Module):
         return y
 
 
-def step(model: Any, pairs: Pairs, *, way: Way, summed: bool, watched: bool) -> HandedBack:
-    """One step of two stages, each on two ranks; ``summed``: what the last stage sends back is whole."""
+def step(model: Any, pairs: Pairs, *, way: Way, summed: bool, watched: bool, alone: bool = False) -> HandedBack:
+    """One step of two stages, each on two ranks; ``summed``: what the last stage sends back is whole.
+
+    ``alone``: the last stage hands back gradients without its module.
+    """
     rank = dist.get_rank()
     group = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     own = slice(WIDTH * (rank % 2), WIDTH * (rank % 2 + 1))
@@ -92,4 +95,4 @@ def step(model: Any, pairs: Pairs, *, way: Way, summed: bool, watched: bool) -> 
     (sums,), losses = line.run(({},))
     index = {"up.weight": own, "up.bias": own, "down.weight": (slice(None), own)}
     parts = {n: (g, index[n.partition(".")[2]]) if n.partition(".")[2] in index else g for n, g in sums.items()}
-    return HandedBack(parts, losses or None)
+    return HandedBack([] if alone and rank >= 2 else [stage], losses or None, gradients=parts)

@@ -149,8 +149,9 @@ def of_parts() -> Iterator[Trial]:
         ("not-reduced", "computation"), 0, 1, wrong="reduction replicas computation", ranks=(), affected=(0,)
     )
     for summed, truth, name in ((True, RIGHT, "right, halves of layers"), (False, apart, "a part is sent back")):
-        for by in ("grad", "again"):
-            yield Trial("functional", f"{name}, {by}", partial(in_parts, way=Way(by=by), summed=summed), truth, **cut)
+        for by, alone in (("grad", False), ("again", False), ("grad", True)):
+            step_ = partial(in_parts, way=Way(by=by), summed=summed, alone=alone)
+            yield Trial("functional", f"{name}, {'its module unseen' if alone else by}", step_, truth, **cut)
 
 
 def of_steps() -> Iterator[Trial]:
