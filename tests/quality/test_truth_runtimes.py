@@ -33,13 +33,12 @@ NAMED = {
     "job, async: main gradients not cleared, composed": "stale-gradient",
     "functional: weights of the step before": "stale-tensor",
     "job, async: old casts of weights, small steps, single": "stale-tensor",
-    "functional: newest pullback, vjp": "mispaired",
 }
 CAUGHT = (
     *("async: old casts of weights, small steps", "functional: a part is sent back, grad"),
     *("async: replicas drawn apart, a list, of its own build", "functional: replicas drawn apart, a list"),
     *("async: padding weighs half", "async: gathered before the update", "async: first half sent back, against itself"),
-    *("async: read before it came", "async: sent out of one buffer"),
+    *("async: read before it came", "async: sent out of one buffer", "functional: newest pullback, vjp"),
 )
 SWEPT = (
     *("functional: right, value, last in first out", "functional: right, replicas, handed back flat alone"),

@@ -171,9 +171,25 @@ def of_training() -> Iterator[Trial]:
     yield trial("right, a metric after each forward", between=a_metric)
 
 
+def of_itself() -> Iterator[Trial]:
+    """What is held against itself: stages run again, with what they had."""
+    for name, how in {
+        "weights gathered late": {"gathered": True, **REPLICAS},
+        "dropout by a key, recomputed": {"model": "dropout", "data": keyed(), "call": recomputed},
+        "batch norms": {"model": "norms"},
+        "autocast": {"model": "autocast"},
+        "saved tensors offloaded": {"around": offloaded},
+        "loss scaled and back": {"scale": 1024.0},
+        "a metric after each forward": {"between": a_metric},
+        "worker": {"worker": True},
+        **{one.__name__: {"before": one} for one in (shapes_of_zeros, activations_logged, average_of_weights)},
+    }.items():
+        yield trial(f"right, {name}", **how, against="itself")
+
+
 def rights() -> tuple[Trial, ...]:
     """Every row without a fault."""
-    return every(of_messages(), of_reductions(), of_training())
+    return every(of_messages(), of_reductions(), of_training(), of_itself())
 
 
 def fault(name: str, truth: Truth, **how: Any) -> Trial:

@@ -139,6 +139,8 @@ def of_models() -> Iterator[Trial]:
     for handed in ("flat", "flat alone"):
         yield trial(f"right, replicas, handed back {handed}", replicas=2, ranks=TWICE, model="four", handed=handed)
     yield trial("right, replicas", replicas=2, ranks=TWICE, model="four", against="itself")
+    yield trial("right, tied", model="tied", against="itself")
+    yield trial("right, two chunks", ranks=3, chunks=2, against="itself")
     yield trial("right, replicas, flat", replicas=2, ranks=TWICE, model="four", handed="flat", against="itself")
 
 
