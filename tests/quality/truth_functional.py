@@ -247,7 +247,7 @@ def of_backwards() -> Iterator[Trial]:
         ("uninitialised", "altered", "zero", "dropped"),
         0,
         1,
-        wrong="dropped messages",
+        wrong="dropped",
         microbatches=(2,),
         affected=(0,),
     )
@@ -299,7 +299,7 @@ def of_replicas() -> Iterator[Trial]:
     yield fault(
         "tied sum doubled", sums("tied-doubled", 2, wrong="tied reduction", parameter="table"), model="tied", at=(2,)
     )
-    apart = other(("replicas-apart", "randomness"), "weights loss gradients boundary replicas computation", 3)
+    apart = other(("replicas-apart", "randomness"), "weights loss gradients boundary computation", 3)
     for name, ranks in {"a list": TWICE, "a mesh": MESH}.items():
         title = f"replicas drawn apart, {name}"
         yield fault("drawn apart", apart, **{**stage, "at": (3,), "ranks": ranks}, title=title)
@@ -315,7 +315,8 @@ def of_training() -> Iterator[Trial]:
     yield fault("weights of the step before", old, model="autocast", title="old weights under autocast", **twice)
     small = {"optimizer": "sgd", "rate": 0.005, "more": steps("train", "train", optimizer=sgd(0.005))}
     title = "old weights under autocast, small steps"
-    yield fault("weights of the step before", old, model="autocast", title=title, **small)
+    little = sums(("stale-tensor", "weights-changed"), 1, wrong="stale computation", affected=None)
+    yield fault("weights of the step before", little, model="autocast", title=title, **small)
     yield fault("sums of the step before", sums("stale-gradient", 1, wrong="stale"), **twice)
     yield fault("update skipped", other(("update", "step-skipped", "clip"), "update", 1), **twice)
     yield fault("not scaled back", sums(("not-unscaled", "scale"), 1, wrong="scale", factors=(1024.0,)), scale=1024.0)

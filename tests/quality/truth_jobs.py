@@ -138,7 +138,8 @@ def faults() -> Iterator[Job]:
     yield Job("weights of the first step", pure(), "composed", others, steps=2)
     casts = late(before=old_casts)
     yield Job("old casts of weights", casts, "single", old, model="autocast", steps=2)
-    yield Job("old casts of weights, small steps", casts, "single", old, model="autocast", steps=2, rate=0.005)
+    little = sums(("stale-tensor", "weights-changed"), 0, 1, 2, wrong="stale computation")
+    yield Job("old casts of weights, small steps", casts, "single", little, model="autocast", steps=2, rate=0.005)
 
 
 def jobs() -> Iterator[Job]:
