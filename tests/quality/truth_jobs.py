@@ -87,10 +87,12 @@ def run_job(context: RankContext, job: Job) -> list[Verdict]:
             check.gradients(handed.gradients)
             check.report(losses=handed.losses, norm=handed.grad_norm)
         found.append(check.verdict)
+        trained = [
+            (n, p) for n, p in cut[0].named_parameters() if p.requires_grad and job.rate and number + 1 < job.steps
+        ]
         with torch.no_grad():
-            for name, parameter in cut[0].named_parameters():
-                if parameter.requires_grad and job.rate:
-                    parameter -= job.rate * handed.gradients[name]
+            for name, parameter in trained:
+                parameter -= job.rate * handed.gradients[name]
     return found
 
 
