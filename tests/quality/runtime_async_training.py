@@ -1,6 +1,5 @@
 """Steps of the asynchronous pipeline: reductions behind backwards, gathers before forwards, weights that come late."""
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -8,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_async import PAUSE_S, Node, Way
+from runtime_async import Node, Way, take_turns
 from runtime_functional_training import Ranks, chunks_of, drawn_apart, with_pads
 from torch import Tensor, nn
 from truth_models import Pairs, seen, through
@@ -68,8 +67,10 @@ class Reducer:
 
     def finish(self) -> dict[str, Tensor]:
         """All reductions are there: the gradients by name."""
-        if self.way.fault == "reduction not waited for" and dist.get_rank() not in self.way.at:
-            time.sleep(PAUSE_S)
+        hasty = next((r for r in self.ranks.replicas if r in self.way.at), None)
+        hasty = hasty if self.way.fault == "reduction not waited for" else None
+        if hasty is not None and hasty != dist.get_rank():
+            take_turns(hasty, first=False)
         if self.way.replicas > 1 and not self.way.bad("never reduced"):
             ended = [n for n in self.trained if self.way.reduce == "end"]
             self.works += [self.reduce(self.gradient(n)) for n in ended]
@@ -77,7 +78,10 @@ class Reducer:
                 for work in self.works:
                     work.wait()
                 self.works += [self.reduce(self.gradient(n)) for n in self.trained]
-        early = {n: self.gradient(n).clone() for n in self.trained} if self.way.bad("reduction not waited for") else {}
+        early = {n: self.gradient(n).clone() for n in self.trained} if hasty == dist.get_rank() else {}
+        for peer in self.ranks.replicas if early else ():
+            if peer != dist.get_rank():
+                take_turns(peer, first=True)
         for work in filter(None, self.works):
             work.wait()
         factor = self.way.scale * (1 if self.way.divisor else self.way.replicas)
@@ -162,9 +166,9 @@ def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, wat
         drawn_apart(stage)
     optimizer = None if way.optimizer is None else way.optimizer(stage)
     reducer = Reducer(stage, way, ranks)
-    late = Late(stage, way, ranks) if way.late or way.gathered else None
-    if late is not None and way.gathered:
-        late.release([])
+    weights = Late(stage, way, ranks) if way.late or way.gathered else None
+    if weights is not None and way.gathered:
+        weights.release([])
     for operation, microbatches in operations:
         stage.train(operation != "eval" or way.bad("evaluated in training mode"))
         if way.before is not None:
@@ -184,15 +188,15 @@ def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, wat
         bounded, norm = clipped(found, way, ranks)
         narrow = through(torch.float16) if way.bad("gradients through fp16") else torch.clone
         kept = {n: narrow(g) for n, g in found.items()}
-        before = [vector(layer) for layer in late.layers] if late else []
+        before = [vector(layer) for layer in weights.layers] if weights else []
         if optimizer is not None and not way.bad("update skipped"):
             for name, parameter in reducer.trained.items():
                 parameter.grad = bounded[name].to(parameter.dtype)
             optimizer.step()
         made = HandedBack([stage], losses or None, norm, gradients=kept, max_norm=way.max_norm or None)
         yield replace(made, loss_scale=way.scale) if way.scale != 1.0 else made
-        if late is not None:
-            late.release(before)
+        if weights is not None:
+            weights.release(before)
         reducer.clear()
 
 
