@@ -1,7 +1,8 @@
 """The truth test: every sentence of every verdict is held against what is true of the run.
 
 ``python tests/quality/truth.py``, or ``ci/truth``, runs faults in five foreign runtimes, faults in surroundings such as
-two streams or bf16 (mixtures), faults of parallelism around and inside a stage beside what is right there (axes),
+two streams or bf16 (mixtures), faults of parallelism around and inside a stage beside what is right there (axes), two
+more runtimes, of pure functions (functional) and with works in flight (async), and running jobs of both (jobs). It runs
 foreign runs and cases of our own that are right, and each specimen of the catalogue in its smallest case: watched or
 recorded, from final gradients alone, and held against itself, link by link, where that can show it; so are faults of
 stages that are cut inside among ranks (cut). That takes some minutes on two cores.
@@ -14,15 +15,21 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 from composed_reach import AS_TOLD, HANGS, OUT_OF_REACH, SEEN_AS
-from truth_axes import Along, axes
+from truth_async import faults as async_faults
+from truth_async import rights as async_rights
+from truth_axes import axes
 from truth_check import Checked, Counts, False_, Truth, check
 from truth_cut import cuts
-from truth_faults import COUNTS, FAULTS, Planted
+from truth_faults import COUNTS, FAULTS
+from truth_functional import faults as functional_faults
+from truth_functional import rights as functional_rights
+from truth_jobs import jobs
 from truth_mixtures import mixtures
 from truth_rights import rights
 from truth_specimens import counts_of, tried, truth_of, wanted
@@ -38,7 +45,9 @@ from pipeproof.records.composed_case import validate_composed
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
 
-PARTS = ("faults", "mixtures", "axes", "rights", "specimens", "composed", "cut", "cases")
+PARTS = (
+    *("faults", "mixtures", "axes", "rights", "functional", "async", "jobs", "specimens", "composed", "cut", "cases"),
+)
 _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")
 
 
@@ -88,13 +97,16 @@ def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], wo
         return not only or any(one in title for one in only)
 
     whitebox = WhiteBox(world)
-    parts_of = {"faults": FAULTS, "mixtures": mixtures(), "axes": axes(), "rights": rights()}
+    parts_of: Mapping[str, Iterable[Any]] = {
+        **{"faults": FAULTS, "mixtures": mixtures(), "axes": axes(), "rights": rights(), "jobs": jobs()},
+        "functional": (*functional_rights(), *functional_faults()),
+        "async": (*async_rights(), *async_faults()),
+    }
     for part, foreign in parts_of.items():
         for one in foreign if part in parts else ():
-            for watched in (True, False) if chosen(one.title) else ():
-                counts = one.counts if isinstance(one, Planted | Along) else COUNTS
+            for watched in getattr(one, "ways", (True, False)) if chosen(one.title) else ():
                 verdict = partial(one.verdict, whitebox, watched=watched)
-                yield row(part, one.title, watched, one.truth, verdict, counts)
+                yield row(part, one.title, watched, one.truth, verdict, getattr(one, "counts", COUNTS))
     for case in _cases() if "cases" in parts else ():
         if chosen(str(case)):
             yield row("cases", str(case), True, Truth(), lambda: judge(case, observe(case, world)))  # noqa: B023

@@ -80,6 +80,8 @@ EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
 # Sentences on what stays open that claim nothing but how far the search came.
 _SAYS_NOTHING = (
     r"unjudged: ",
+    r"first not bit for bit: ",
+    r"gradients of replicas are no multiple of their sum, nor ",
     r"first compared wrong: ",
     r"stage \d+: nothing that was tried, of microbatches, pairings and two parameters, makes its gradients",
     r"stage \d+: the coefficients of .* are not decided",

@@ -1,0 +1,347 @@
+"""The functional pipeline: what is right in it, and its faults."""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from runtime_functional import Way
+from runtime_functional_training import course, step
+from runtime_partial import step as in_parts
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, jvp, vmap
+from truth_check import Truth
+from truth_faults import PAIRED, backward, forward, other, sums
+from truth_layers import data_of
+from truth_models import Pairs, loss_fn
+from truth_trial import COUNT, RIGHT, TWICE, Split, Trial, adam, every, keyed, sgd, some
+
+MESH = {"pp": 2, "dp": 2}
+LAST = COUNT - 1
+
+
+def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
+    """A row: what ``Trial`` has by name, and all else is of the way."""
+    given = {key: how.pop(key) for key in ("ranks", "model", "data", "more", "against") if key in how}
+    more = {} if given.get("model") != "tied" else {"tied": ("0.table", "5.table")}
+    if (plan := given.get("more", {}).get("steps")) is not None:
+        given.setdefault("data", data_of(count=COUNT * len(plan)))
+        return Trial("functional", name, partial(course, way=Way(**how), **more), truth, **given)
+    return Trial("functional", name, partial(step, way=Way(**how), **more), truth, **given)
+
+
+def steps(*plan: str, optimizer: Any = None) -> Mapping[str, Any]:
+    """What ``validate`` is told of several operations."""
+    return {"steps": list(plan), "optimizer": optimizer}
+
+
+# What else a step does, and changes nothing by.
+
+
+def shapes_of_zeros(stage: nn.Module, pairs: Pairs) -> None:
+    with torch.no_grad():
+        stage(torch.zeros_like(pairs[0][0]))
+
+
+def shapes_on_meta(stage: nn.Module, pairs: Pairs) -> None:
+    weights = {n: p.detach().to("meta") for n, p in stage.named_parameters()}
+    functional_call(stage, weights, (torch.empty_like(pairs[0][0], device="meta"),))
+
+
+def shapes_of_fakes(stage: nn.Module, pairs: Pairs) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        weights = {n: mode.from_tensor(p.detach()) for n, p in stage.named_parameters()}
+        functional_call(stage, weights, (mode.from_tensor(pairs[0][0]),))
+
+
+def derivative_along_the_input(stage: nn.Module, pairs: Pairs) -> None:
+    x = pairs[0][0]
+    jvp(lambda one: functional_call(stage, dict(stage.named_parameters()), (one,)), (x,), (torch.ones_like(x),))
+
+
+def gradients_of_rows(stage: nn.Module, pairs: Pairs) -> None:
+    x, target = pairs[0]
+    weights = {n: p.detach() for n, p in stage.named_parameters()}
+    vmap(grad(lambda w, a, b: loss_fn(functional_call(stage, w, (a,)), b)), (None, 0, 0))(weights, x, target)
+
+
+def average_of_weights(stage: nn.Module, pairs: Pairs) -> None:
+    with torch.no_grad():
+        deepcopy(stage).eval()(pairs[0][0])
+
+
+def products_in_two_parts(stage: nn.Module, pairs: Pairs) -> None:
+    for layer in stage.children():
+        if isinstance(layer, Split):
+            layer.cut = True
+
+
+def other_key_again(stage: nn.Module, pairs: Pairs) -> None:
+    if dist.get_rank() == 1:
+        for layer in stage.children():
+            layer.shift = 1  # type: ignore[assignment]
+
+
+def of_ways() -> Iterator[Trial]:
+    """Ways to differentiate, and orders."""
+    for by in ("grad", "vjp", "value", "again"):
+        yield trial(f"right, {by}", by=by)
+        yield trial(f"right, {by}, last in first out", by=by, order="lifo")
+    yield trial("right, all forwards first", order="afab")
+    yield trial("right, grad", against="own")
+    yield trial("right, vjp", by="vjp", against="own")
+    yield trial("right, one rank", ranks=1, by="vjp")
+    yield trial("right, six ranks", ranks=6)
+    yield trial("right, two chunks", ranks=3, chunks=2)
+    yield trial("right, two chunks, vjp, last in first out", ranks=3, chunks=2, by="vjp", order="lifo")
+    yield trial("right, loss scaled and back", scale=1024.0)
+    yield trial("right, clipped", max_norm=0.1, optimizer="sgd", more={"optimizer": sgd()})
+    yield trial("right, written to .grad", handed="written")
+    for name, against in (("grad", "itself"), ("vjp", "itself"), ("again", "itself")):
+        yield trial(f"right, {name}", by=name, against=against)
+    yield trial("right, loss scaled and back", scale=1024.0, against="itself")
+    yield trial("right, loss scaled and back, vjp", scale=1024.0, by="vjp")
+
+
+def of_padding() -> Iterator[Trial]:
+    """Microbatches of weight zero, rows that are cut off, replicas with unequal numbers."""
+    for name, place in {"first": 0, "in the middle": 3, "last": COUNT}.items():
+        yield trial(f"right, padding {name}", pads=(place,))
+    yield trial("right, padding at both ends, vjp", pads=(0, COUNT + 1), by="vjp")
+    yield trial("right, padding last", pads=(COUNT,), against="itself")
+    yield trial("right, padding on all replicas", pads=(2,), replicas=2, ranks=TWICE, model="four")
+    unequal = {"divisor": 7.0, "replicas": 2, "data": data_of(count=7), "more": {"loss_divisor": 7.0}}
+    yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal)
+    yield trial("right, one replica filled up, a mesh", fill=4, ranks=MESH, **unequal)
+    yield trial("right, one replica has more", ranks=TWICE, **unequal)
+    ragged = some(4, 6, 3, 5, 6, 2)
+    yield trial("right, rows filled up", rows=6, data=ragged)
+    yield trial("right, rows filled up, vjp, last in first out", rows=6, data=ragged, by="vjp", order="lifo")
+    yield trial("right, rows filled up", rows=6, data=ragged, against="itself")
+
+
+def of_models() -> Iterator[Trial]:
+    """Weights that are frozen, shared or in copies; modes and types."""
+    yield trial("right, frozen first stage", model="frozen first")
+    yield trial("right, frozen layer, vjp", model="frozen middle", by="vjp")
+    yield trial("right, tied", model="tied")
+    yield trial("right, tied, sgd twice", model="tied", optimizer="sgd", more=steps("train", "train", optimizer=sgd()))
+    yield trial("right, dropout by a key", model="dropout", data=keyed())
+    yield trial("right, dropout by a key, again", model="dropout", data=keyed(), by="again")
+    yield trial("right, autocast", model="autocast")
+    for ranks in (TWICE, MESH):
+        for by in ("grad", "vjp"):
+            kind = "a mesh" if ranks is MESH else "replicas"
+            yield trial(f"right, {kind}, {by}", replicas=2, ranks=ranks, model="four", by=by)
+    for handed in ("flat", "flat alone"):
+        yield trial(f"right, replicas, handed back {handed}", replicas=2, ranks=TWICE, model="four", handed=handed)
+    yield trial("right, replicas", replicas=2, ranks=TWICE, model="four", against="itself")
+    yield trial("right, tied", model="tied", against="itself")
+    yield trial("right, two chunks", ranks=3, chunks=2, against="itself")
+    yield trial("right, replicas, flat", replicas=2, ranks=TWICE, model="four", handed="flat", against="itself")
+
+
+def of_parts() -> Iterator[Trial]:
+    """Halves of layers, on two ranks each; what a stage sends back is whole, or a part."""
+    cut = {"ranks": {"pp": 2, "tp": 2}, "model": "wide"}
+    apart = backward(
+        ("not-reduced", "computation"), 0, 1, wrong="reduction replicas computation", ranks=(), affected=(0,)
+    )
+    for summed, truth, name in ((True, RIGHT, "right, halves of layers"), (False, apart, "a part is sent back")):
+        for by, alone in (("grad", False), ("again", False), ("grad", True)):
+            step_ = partial(in_parts, way=Way(by=by), summed=summed, alone=alone)
+            yield Trial("functional", f"{name}, {'its module unseen' if alone else by}", step_, truth, **cut)
+
+
+def of_steps() -> Iterator[Trial]:
+    """Several operations, and what is done around them."""
+    for name, optimizer in {"sgd": sgd(), "momentum": sgd(momentum=0.9), "adam": adam}.items():
+        plan = steps("train", "train", "train", optimizer=optimizer)
+        yield trial(f"right, {name} three times", optimizer=name, more=plan, by="vjp" if name == "sgd" else "grad")
+    between = steps("train", "eval", "train", optimizer=sgd())
+    yield trial("right, evaluation between", optimizer="sgd", more=between, by="vjp")
+    yield trial("right, accumulated", optimizer="sgd", more=steps("accumulate", "train", optimizer=sgd()))
+    yield trial("right, clipped adam", optimizer="adam", max_norm=0.1, more=steps("train", "train", optimizer=adam))
+    yield trial("right, batch norms", model="norms", optimizer="sgd", more=between)
+    yield trial("right, evaluation in bf16", model="eval in bf16", optimizer="sgd", more=between)
+    parts = {"model": "eval in bf16", "optimizer": "sgd", "around": products_in_two_parts}
+    yield trial("right, evaluation in bf16 in two parts", **parts, more=between)
+    yield trial("right, dropout between", model="dropout", optimizer="sgd", more=between, data=keyed(3 * COUNT))
+    for around in (
+        *(shapes_of_zeros, shapes_on_meta, shapes_of_fakes, derivative_along_the_input, gradients_of_rows),
+        average_of_weights,
+    ):
+        yield trial(f"right, {around.__name__}", around=around)
+
+
+def rights() -> tuple[Trial, ...]:
+    """Every row without a fault."""
+    return every(of_ways(), of_padding(), of_models(), of_steps(), (one for one in of_parts() if not one.truth.kinds))
+
+
+def fault(name: str, truth: Truth, **how: Any) -> Trial:
+    """The row of a fault: it is at rank 1 unless ``at`` says where."""
+    title = how.pop("title", name)
+    return trial(title, truth, fault=name, **how)
+
+
+def of_messages() -> Iterator[Trial]:
+    """What goes wrong between stages and in forwards."""
+    crossed = forward(
+        "wrong-message",
+        1,
+        2,
+        wrong="swapped messages",
+        microbatches=(1, 2),
+        alike=("swapped-data", "swapped-activations", "mispaired"),
+    )
+    yield fault("two messages crossed", crossed)
+    yield fault("two messages crossed", crossed, by="vjp", title="two messages crossed, vjp")
+    yield fault("two messages crossed", crossed, against="itself")
+    yield fault("third message altered", forward("altered", 1, 2, microbatches=(2,), alike=("computation",)))
+    yield fault("messages in bf16", forward(("rounded", "cast-on-wire"), 1, 2, alike=("computation",)))
+    yield fault("messages in bf16", forward(("rounded", "cast-on-wire"), 1, 2), against="itself")
+    yield fault("target of the next", forward("swapped-data", 0, 2, wrong="swapped", somewhere=True), at=(2,))
+    yield fault("not divided", backward("scale", 2, wrong="scale", somewhere=True, factors=(6.0,)), at=(2,))
+    yield fault("not divided", sums("scale", wrong="scale", factors=(6.0,)), at=(2,), against="itself")
+    yield fault("losses reversed", other("report", "report", 2), at=(2,))
+    again = backward(("randomness", "computation", "altered", "extra-term"), 1)
+    yield trial("recomputed with another key", again, model="dropout", data=keyed(), by="again", around=other_key_again)
+    rows = {"rows": 6, "data": some(4, 6, 3, 5, 6, 2)}
+    yield fault(
+        "third message altered",
+        forward("altered", 1, 2, microbatches=(2,), alike=("computation",)),
+        title="altered, rows filled up",
+        **rows,
+    )
+    weighs = sums(("doubled", "unequal-weights", "scale"), wrong="doubled order scale boundary", microbatches=(0,))
+    yield fault("padding weighs half", weighs, pads=(COUNT,), at=())
+
+
+def of_backwards() -> Iterator[Trial]:
+    """What goes wrong in backwards."""
+    yield fault("newest pullback", backward(PAIRED, 1, wrong="swapped"))
+    yield fault("newest pullback", backward(PAIRED, 1, wrong="swapped"), by="vjp", title="newest pullback, vjp")
+    yield fault("newest pullback", backward(PAIRED, 0, 1, wrong="swapped"), against="itself")
+    yield fault(
+        "last closure for all",
+        backward((*PAIRED, "dropped"), 1, wrong="swapped dropped sums order"),
+        by="again",
+        order="afab",
+    )
+    yield fault(
+        "last closure for all",
+        backward((*PAIRED, "dropped"), 1, wrong="swapped dropped sums order"),
+        by="vjp",
+        order="afab",
+        title="last closure for all, vjp",
+    )
+    yield fault(
+        "cotangent of ones",
+        backward(("altered", "computation", "wrong-message", "extra-term", "mispaired"), 1, 2, wrong="messages"),
+    )
+    stopped = backward(
+        ("uninitialised", "altered", "zero", "dropped"),
+        0,
+        1,
+        wrong="dropped",
+        microbatches=(2,),
+        affected=(0,),
+    )
+    yield fault("input gradient stopped", stopped)
+    yield fault("input gradient stopped", stopped, against="itself")
+    yield fault("input gradients quartered", backward("scale", 0, 1, wrong="scale", factors=(0.25,), affected=(0,)))
+    crossed = backward(("wrong-message", *PAIRED), 0, 1, wrong="swapped messages", microbatches=(1, 2), affected=(0,))
+    yield fault("two gradients crossed", crossed)
+    yield fault("two gradients crossed", crossed, by="vjp", title="two gradients crossed, vjp")
+    yield fault("last not added", sums("dropped", 1, microbatches=(LAST,)))
+    yield fault("last not added", sums("dropped", 1, microbatches=(LAST,)), by="vjp", title="last not added, vjp")
+    yield fault("last not added", sums("dropped", 1, microbatches=(LAST,)), against="itself")
+    yield fault("second added twice", sums("doubled", 1, microbatches=(1,)))
+    yield fault("sums of the first leaf alone", sums("dropped", 1))
+    yield fault("sums in bf16", sums(("rounded", "narrow-accumulation"), 1, wrong="sums reduction"))
+    yield fault("gradients negated", sums("sign", 1, wrong="reduction", factors=(-1.0,)))
+    yield fault(
+        "square gradients transposed",
+        sums(("altered", "misplaced"), 1, wrong="reduction", parameter=r"linear\.weight$"),
+    )
+    yield fault("biases zeroed", sums("zero", 1, wrong="reduction", parameter="bias$"))
+    yield fault("gradients through fp16", sums("rounded", 1, wrong="reduction"))
+    yield fault("vector cut in another order", sums(("altered", "misplaced"), 1, wrong="reduction"))
+    yield fault("norm of its own", other("norm", "norm", 1))
+
+
+def of_replicas() -> Iterator[Trial]:
+    """Reductions that are missing, early, narrow or elsewhere."""
+    stage = {"replicas": 2, "ranks": TWICE, "model": "four", "at": (2, 3)}
+    apart = sums("not-reduced", 1, ranks=(2, 3), wrong="reduction replicas")
+    yield fault("never reduced", apart, **stage)
+    yield fault("never reduced", apart, **stage, against="itself")
+    yield fault(
+        "reduced before the last",
+        sums(("not-reduced", "dropped", "scale"), 1, ranks=(2, 3), wrong="reduction replicas dropped"),
+        **stage,
+    )
+    yield fault("reduced twice", sums("scale", 1, ranks=(2, 3), wrong="scale reduction", factors=(2.0,)), **stage)
+    yield fault("not averaged", sums("scale", 1, ranks=(2, 3), wrong="scale reduction", factors=(2.0,)), **stage)
+    yield fault("reduced in bf16", sums("rounded", 1, ranks=(2, 3), wrong="reduction"), **stage)
+    yield fault(
+        "reduced over the pipeline",
+        sums(("misplaced", "extra-term", "not-reduced"), wrong="reduction replicas"),
+        **{**stage, "at": (0, 1, 2, 3)},
+    )
+    yield fault(
+        "tied not summed", sums("tied-not-summed", 0, 2, wrong="tied reduction", parameter="table"), model="tied", at=()
+    )
+    yield fault(
+        "tied sum doubled", sums("tied-doubled", 2, wrong="tied reduction", parameter="table"), model="tied", at=(2,)
+    )
+    apart = other(("replicas-apart", "randomness"), "weights loss gradients boundary computation", 3)
+    for name, ranks in {"a list": TWICE, "a mesh": MESH}.items():
+        title = f"replicas drawn apart, {name}"
+        yield fault("drawn apart", apart, **{**stage, "at": (3,), "ranks": ranks}, title=title)
+    yield fault("drawn apart", apart, **{**stage, "at": (3,)}, against="own", title="replicas drawn apart, a list")
+
+
+def of_training() -> Iterator[Trial]:
+    """What goes wrong from one operation to the next."""
+    twice = {"optimizer": "sgd", "more": steps("train", "train", optimizer=sgd())}
+    old = forward(("stale-tensor", "weights-changed"), 1, wrong="stale computation")
+    yield fault("weights of the step before", old, **twice)
+    yield fault("weights of the step before", old, by="vjp", title="weights of the step before, vjp", **twice)
+    yield fault("weights of the step before", old, model="autocast", title="old weights under autocast", **twice)
+    small = {"optimizer": "sgd", "rate": 0.005, "more": steps("train", "train", optimizer=sgd(0.005))}
+    title = "old weights under autocast, small steps"
+    little = sums(("stale-tensor", "weights-changed"), 1, wrong="stale computation", affected=None)
+    yield fault("weights of the step before", little, model="autocast", title=title, **small)
+    yield fault("sums of the step before", sums("stale-gradient", 1, wrong="stale"), **twice)
+    yield fault("update skipped", other(("update", "step-skipped", "clip"), "update", 1), **twice)
+    yield fault("not scaled back", sums(("not-unscaled", "scale"), 1, wrong="scale", factors=(1024.0,)), scale=1024.0)
+    clip = {"max_norm": 0.1, "optimizer": "sgd", "more": {"optimizer": sgd()}}
+    yield fault("clipped by its own norm", other("clip", "clip update", 1), **clip)
+    adams = {"optimizer": "adam", "more": steps("train", "train", optimizer=adam)}
+    yield fault("state forgotten", other(("update", "clip"), "update clip", 1), **adams)
+    momentum = {"optimizer": "momentum", "more": steps("train", "train", optimizer=sgd(momentum=0.9))}
+    yield fault("state forgotten", other(("update", "clip"), "update clip", 1), title="momentum forgotten", **momentum)
+    between = {"optimizer": "sgd", "more": steps("train", "eval", "train", optimizer=sgd())}
+    mode = other("mode", "mode loss", 1)
+    trains = other(("mode", "buffers"), "mode loss", 1)
+    yield fault("evaluated in training mode", mode, model="dropout", data=keyed(3 * COUNT), **between)
+    yield fault(
+        "evaluated in training mode",
+        trains,
+        title="evaluation trains norms",
+        model="norms",
+        **between,
+    )
+    yield fault("statistics lost", other("buffers", "buffers", 1), model="norms", **between)
+
+
+def faults() -> tuple[Trial, ...]:
+    """Every row with a fault."""
+    return every(
+        of_messages(), of_backwards(), of_replicas(), of_training(), (one for one in of_parts() if one.truth.kinds)
+    )
