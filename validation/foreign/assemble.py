@@ -202,10 +202,7 @@ class Assembled:
         if fed:
             who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
             told.append(f"{who}: what came in, and the gradient of that, was not compared there")
-        idle = {stage.index: sum(call.is_idle for call in stage.part.calls or ()) for stage in watched}
-        some = ", ".join(f"{count} of stage {stage}" for stage, count in idle.items() if count)
-        notes = {"boundaries": "; ".join(told), "microbatches": f"calls that add nothing: {some}" * bool(some)}
-        return {law: note for law, note in notes.items() if note}
+        return {"boundaries": "; ".join(told)} if told else {}
 
     @property
     def max_norm(self) -> float | None:
@@ -310,7 +307,8 @@ class Assembled:
         own = [stage for stage in self.stages if stage.rank == rank]
         held = self._holders(made.line)
         ran = [stage for stage in self.stages if (held.get(stage.index) if made.line else stage.rank) == rank]
-        seen = [flow for stage in ran if (flow := known[made.line].get(stage.index)) is not None]
+        flows = {stage.index: known[made.line][stage.index] for stage in ran if stage.index in known[made.line]}
+        seen = list(flows.values())
         actions = _as_done(seen) if made.actions is None else made.actions
         return RankOperation(
             self.name,
@@ -324,6 +322,7 @@ class Assembled:
             before={site: value for stage in own for site, value in self._before(stage)},
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in seen),
+            extra={stage: flow.extra for stage, flow in flows.items() if flow.extra},
             share=made.share,
             buffers=self._buffers([s for s in own if s.index in in_turn(self._known(actions))]),
             claims=tuple(claim for stage in own for claim in self._claims(stage)),

@@ -55,6 +55,7 @@ class _Watched:
 
     stages: Stages
     orders: Mapping[int, Order]
+    extra: Mapping[int, int]
     scaled: float = 1.0
 
     @classmethod
@@ -67,14 +68,13 @@ class _Watched:
         note: Callable[[Cuts], None],
         scaled: float,
     ) -> Self:
-        own = {
-            stage: without_extra(at_once(calls, microbatches, places), microbatches, places)
-            for stage, calls in sorted(watched.items())
-        }
+        every = {stage: at_once(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+        own = {stage: without_extra(calls, microbatches, places) for stage, calls in every.items()}
+        extra = {stage: len(calls) - len(own[stage]) for stage, calls in every.items()}
         seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
         columns_of = structured(seen, places, note)
         stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
-        return cls(stages, orders(stages, microbatches), scaled)
+        return cls(stages, orders(stages, microbatches), extra, scaled)
 
     @cached_property
     def late(self) -> float | None:
@@ -87,6 +87,7 @@ class _Watched:
             stage: replace(
                 passed_of(stage, *there, Context(stage, self.orders[stage], sent, late)),
                 detached=detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
+                extra=self.extra[stage],
             )
             for stage, there in self.stages.items()
         }

@@ -60,6 +60,10 @@ class Execution:
         for line in range(1 + len(self._observed.copies)):
             self._ran(number, laws, line, backward=backward)
             self._calls(number, laws, line, training=backward)
+        for rank in self._observed.ranks:
+            for stage, count in rank[number].extra.items():
+                calls = f"{count} call{'s' * (count > 1)} of stage {stage} beside those of microbatches"
+                self._ledger.remark("microbatches", calls)
         ran = {stage: _last_of_each(order) for stage, order in self._observed.backwards(number).items()}
         ordered = {stage: order for stage, order in ran.items() if sorted(order) == every}
         return {stage: every for stage, _ in self._required.due} | ordered
