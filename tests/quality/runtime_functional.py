@@ -113,8 +113,8 @@ class Line:
         every, chunks = range(len(self.given)), range(len(self.modules))
         if len(chunks) > 1 or self.way.order != "1f1b":
             yield from (("F", c, m) for c in chunks for m in every)
-            back = reversed(every) if self.way.order == "lifo" else every
-            yield from (("B", c, m) for c in reversed(chunks) for m in list(back))
+            back = [*reversed(every)] if self.way.order == "lifo" else every
+            yield from (("B", c, m) for c in reversed(chunks) for m in back)
             return
         ahead = min(len(self.ranks) - 1 - self.place, len(every))
         yield from (("F", 0, m) for m in every[:ahead])
