@@ -135,3 +135,13 @@ def test_a_law_that_does_not_apply_is_said_not_to(whitebox: WhiteBox) -> None:
     verdict = whitebox.validate(twice, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn, steps=steps)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.law("buffers").outcome == "not applicable"
+
+
+def test_what_is_filled_up_between_stages_is_not_known_to_be_meant_against_itself(whitebox: WhiteBox) -> None:
+    def row(_: object, microbatches: list[Any]) -> Any:
+        return run(build(), microbatches, rows=3)
+
+    verdict = whitebox.validate(row, reference=Composed(loss_fn), microbatches=data(), ranks=2)
+    assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"], str(verdict)
+    assert "of another shape than was sent" in verdict.law("boundaries").note
+    assert (verdict.verdict, verdict.law("gradient").outcome) == ("unknown", "pass")

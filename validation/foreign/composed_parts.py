@@ -192,6 +192,7 @@ class Whole:
             self._enter_parameters(ledger, self.first)
         at.orders(0, frozenset(), backward=True)
         at.crossings(0, frozenset())
+        at.left_out(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
         enter_unsure(self.chain.stages, self._links, self._passed, ledger)
         for stage, links in self._links.items():

@@ -19,9 +19,8 @@ def together(chain: Chain, stages: Mapping[int, StageSeen], own: Mapping[int, li
     """
     found, calls = dict(stages), dict(own)
     several = {stage for (stage, _), inputs in chain.consumers.items() if stage is not None and len(inputs) > 1}
-    several |= {stage for stage, seen in chain.stages.items() if any(call.apart for call in seen.calls)}
+    several |= {stage for stage, seen in chain.stages.items() if any(one.apart or one.varied for one in seen.calls)}
     several |= {stage for stage, seen in chain.stages.items() if seen.outside is not None and stage != chain.last}
-    several |= {chain.last} if any(call.varied for call in chain.stages[chain.last].calls) else set()
     for stage in sorted(several, reverse=True):
         sent = [_sent_back(chain, found, stage, m) for m in chain.orders[stage].numbers]
         both = [call.together(one) for call, one in zip(own.get(stage, found[stage].calls), sent, strict=True)]
