@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout
+from tests.frameworks.engines.framework_layout import FrameworkLayout
 
 _CHUNKED = "is for virtual stages: give v2 or more"
 _REPLICATED = "is for replicas: give dp2 or more"
@@ -51,7 +51,6 @@ class MegatronLayout(FrameworkLayout):
     second: bool = False
 
     framework: ClassVar[str] = "megatron"
-    package: ClassVar[str] = "megatron-core"
     most_virtual: ClassVar[int] = 3
     offered: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         {

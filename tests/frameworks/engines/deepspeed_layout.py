@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, word
+from tests.frameworks.engines.framework_layout import FrameworkLayout, word
 
 _ENDS = 2  # the layers before and after those that are counted
 
@@ -39,7 +39,6 @@ class DeepSpeedLayout(FrameworkLayout):
     second: bool = False
 
     framework: ClassVar[str] = "deepspeed"
-    package: ClassVar[str] = "deepspeed"
     offered: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         {
             "tied": (False, True),
