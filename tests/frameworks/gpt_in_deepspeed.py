@@ -9,13 +9,13 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.cases.frameworks import tiny_gpt
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
 from pipeproof.foreign.frameworks.megatron import load
 from pipeproof.foreign.frameworks.megatron_whole import alone
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import gpt_job
+from tests.frameworks.engines import tiny_gpt
+from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
 
 MICROBATCHES = 4
 

@@ -12,10 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
 import pipeproof
-from pipeproof.cases.frameworks import tiny_gpt
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
+from tests.frameworks.engines import tiny_gpt
+from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
 from tests.frameworks.left import differences, left, seed
 from tests.frameworks.megatron_faults import PLANTS
 

@@ -19,10 +19,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from pipeproof.cases.frameworks import tiny_gpt
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from pipeproof.foreign import HandedBack
 from pipeproof.foreign.frameworks.megatron_whole import bare
+from tests.frameworks.engines import tiny_gpt
+from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
 from tests.frameworks.fault import Fault, patched
 
 Train = Callable[..., None]

@@ -9,12 +9,12 @@ import deepspeed
 
 import pipeproof
 from pipeproof import Composed
-from pipeproof.cases.frameworks import tiny_pipe
-from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
 from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.engines import tiny_pipe
+from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks.left import differences, left, seed
 
 MICROBATCHES = 4

@@ -13,14 +13,14 @@ from unittest import mock
 
 import pipeproof
 from pipeproof import World
-from pipeproof.cases.frameworks import tiny_pipe
-from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
-from pipeproof.cases.frameworks.tiny_pipe import judged, loss_fn
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import deepspeed_faults, pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.engines import tiny_pipe
+from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
+from tests.frameworks.engines.tiny_pipe import judged, loss_fn
 from tests.frameworks.fault import named, passed
 
 BITWISE = {
@@ -116,7 +116,7 @@ def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]
     import deepspeed
 
     import pipeproof
-    from pipeproof.cases.frameworks.tiny_pipe import made
+    from tests.frameworks.engines.tiny_pipe import made
 
     deepspeed.init_distributed()
     with pipeproof.deepspeed.observed(made(layout, len(microbatches) - 1), microbatches, model):

@@ -1,8 +1,10 @@
-"""Frameworks fuzzed by themselves: what is drawn is covered, and a planted fault is caught and shrunk to its smallest.
+"""Engines of frameworks fuzzed: what is drawn is covered, and a planted fault is caught and shrunk to its smallest.
 
-``ci/frameworks`` runs this where frameworks are installed; elsewhere it is skipped.
+``ci/frameworks`` runs this where frameworks are installed; elsewhere it is skipped. CASES and SEED make a campaign
+longer, or another one; LINE is a case to run again.
 """
 
+import os
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,15 +12,12 @@ from importlib.util import find_spec
 import pytest
 
 from pipeproof import World
-from pipeproof.cases.any_case import case_of_line
-from pipeproof.cases.findings import Finding, known
-from pipeproof.cases.frameworks.engines import judged
-from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
-from pipeproof.cases.frameworks.framework_draws import framework_cases
-from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
 from pipeproof.cases.fuzz import Tally, fuzz
-from pipeproof.commands.cli import main
 from pipeproof.judging.verdict import Verdict
+from tests.frameworks.engines.framework_case import FRAMEWORKS, FrameworkCase
+from tests.frameworks.engines.framework_draws import framework_cases
+from tests.frameworks.engines.framework_findings import FRAMEWORK_FINDINGS, FrameworkFinding, known
+from tests.frameworks.engines.judge import judged
 
 pytestmark = pytest.mark.pipeproof_ranks
 # A fault that every microbatch's gradient shows, and the least that is right without it: one microbatch is not divided.
@@ -27,6 +26,8 @@ SMALLEST = {
     "deepspeed": ("not-divided", "deepspeed r1 v1 m2 dp1 layers=1 seed=0"),
     "torchtitan": ("not-divided", "torchtitan r2 v1 m1 dp1 layers=1 schedule=GPipe seed=0"),
 }
+CASES, SEED = int(os.environ.get("CASES", "8")), int(os.environ.get("SEED", "5"))
+LINES = [os.environ["LINE"]] if "LINE" in os.environ else [line for _, line in SMALLEST.values()]
 FINDINGS = [(framework, one) for framework in FRAMEWORKS for one in FRAMEWORK_FINDINGS[framework]]
 
 
@@ -39,11 +40,11 @@ def needs(framework: str) -> None:
 def test_a_short_campaign_passes(framework: str, world: World) -> None:
     needs(framework)
     drawn = framework_cases(framework).filter(lambda case: not known(case, FRAMEWORK_FINDINGS[framework]))
-    tally = Tally[FrameworkCase](8)
-    found = fuzz(world, tally, seed_=5, strategy=drawn)
+    tally = Tally(CASES)
+    found = fuzz(world, tally, seed_=SEED, strategy=drawn, run=judged)
     assert found is None, str(found.verdict)
     assert not tally.undecided, [str(one.case) for one in tally.undecided]
-    assert tally.verdicts["pass"] == 8
+    assert tally.verdicts["pass"] == CASES
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -56,30 +57,29 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(framework: str
     def run(case: FrameworkCase, world: World) -> Verdict:
         return judged(case, world, own_step=partial(faults.step, fault))
 
-    found = fuzz(world, Tally[FrameworkCase](20), strategy=drawn, run=run)
+    found = fuzz(world, Tally(20), strategy=drawn, run=run)
     assert found is not None
     assert str(found.case) == smallest
     assert found.verdict is not None
     assert found.verdict.verdict == "fail"
-    assert found.verdict.replay == f'pipeproof replay "{smallest}"'
+    assert found.verdict.replay == f"LINE='{smallest}' ci/frameworks -k a_line_passes"
 
 
 @pytest.mark.parametrize(("framework", "finding"), FINDINGS, ids=[one.name for _, one in FINDINGS])
-def test_a_finding_is_there(framework: str, finding: Finding[FrameworkCase], world: World) -> None:
+def test_a_finding_is_there(framework: str, finding: FrameworkFinding, world: World) -> None:
     """If one passes here, say so in FINDINGS.md: this version has mended it."""
     needs(framework)
-    case = case_of_line(finding.line)
-    assert isinstance(case, FrameworkCase)
-    if finding.tries == 1:
-        assert finding.verdict(world) != "pass"
+    case = FrameworkCase.parse(finding.line)
+    if not finding.by_luck:
+        assert judged(case, world).verdict != "pass"
         return
     with World(kind="simulated", silent=True) as simulated:  # real ranks show it by luck: who gets what was freed?
         assert [one.kind for one in judged(case, simulated).cause] == ["freed-in-flight"]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_line_is_replayed(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
-    needs(framework)
-    line = SMALLEST[framework][1]
-    assert main(["replay", *line.split()]) == 0
-    assert "1 pass" in capsys.readouterr().out
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_passes(line: str, world: World) -> None:
+    case = FrameworkCase.parse(line)
+    needs(case.framework)
+    verdict = judged(case, world)
+    assert verdict.verdict == "pass", str(verdict)

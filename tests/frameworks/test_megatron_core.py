@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
-from pipeproof.cases.frameworks.tiny_gpt import judged
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import megatron_faults
+from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
+from tests.frameworks.engines.tiny_gpt import judged
 from tests.frameworks.fault import named, passed
 from tests.frameworks.megatron_faults import FAULTS
 

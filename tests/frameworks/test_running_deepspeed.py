@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: ci/frameworks installs it")
 
 from pipeproof import World
-from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks import pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks.fault import named, passed
 
 RIGHT = {

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: ci/frameworks installs it")
 
 from pipeproof import World
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from tests.frameworks import gpt_job
+from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
 from tests.frameworks.fault import named, passed
 from tests.frameworks.megatron_faults import BF16, FAULTS
 

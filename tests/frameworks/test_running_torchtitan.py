@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/frameworks installs it")
 
 from pipeproof import World
-from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.records.compare import compare
 from pipeproof.records.record_file import read
 from tests.frameworks import titan_job
+from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout
 from tests.frameworks.fault import named, passed
 from tests.frameworks.torchtitan_faults import EVERY, FAULTS
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from pipeproof import World
-from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout
-from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
+from tests.frameworks.engines.megatron_layout import MegatronLayout
+from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 
 TITAN = TorchtitanLayout(schedule="Interleaved1F1B", vp=2)
 
@@ -40,7 +40,7 @@ def of(framework: str, tiny: str, layout: Any, **options: Any) -> Callable[[Whit
     return judged
 
 
-CASES = "pipeproof.cases.frameworks"
+CASES = "tests.frameworks.engines"
 RIGHT = {
     "megatron": of("megatron.core", f"{CASES}.tiny_gpt", MegatronLayout(dp=2)),
     "deepspeed": of("deepspeed", f"{CASES}.tiny_pipe", DeepSpeedLayout(dp=2)),

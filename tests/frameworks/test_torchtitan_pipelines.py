@@ -9,10 +9,10 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/framew
 
 from functools import partial
 
-from pipeproof.cases.frameworks.tiny_titan import judged
-from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import torchtitan_faults
+from tests.frameworks.engines.tiny_titan import judged
+from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout
 from tests.frameworks.fault import named, passed
 from tests.frameworks.torchtitan_faults import FAULTS
 

@@ -13,12 +13,12 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 import pipeproof
 from pipeproof import Composed
-from pipeproof.cases.frameworks import tiny_titan
-from pipeproof.cases.frameworks.tiny_titan import Data
-from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.record import Record
 from pipeproof.worlds.worker import RankContext
+from tests.frameworks.engines import tiny_titan
+from tests.frameworks.engines.tiny_titan import Data
+from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout
 from tests.frameworks.left import differences, left, seed
 from tests.frameworks.torchtitan_faults import PLANTS
 

@@ -13,10 +13,10 @@ from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import pipeline_parallel
 from torchtitan.distributed import utils as dist_utils
 
-from pipeproof.cases.frameworks import tiny_titan
-from pipeproof.cases.frameworks.tiny_titan import Data
-from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.foreign import HandedBack
+from tests.frameworks.engines import tiny_titan
+from tests.frameworks.engines.tiny_titan import Data
+from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout
 from tests.frameworks.fault import Fault, patched
 
 

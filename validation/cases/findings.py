@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Generic
 
-from pipeproof.cases.any_case import SomeCase, case_of_line
 from pipeproof.cases.case import Case
 from pipeproof.cases.fuzz import judged
 from pipeproof.cases.runtimes import OWN, UNUSED
@@ -21,7 +19,7 @@ from pipeproof.worlds.world import World
 
 
 @dataclass(frozen=True)
-class Finding(Generic[SomeCase]):
+class Finding:
     """``line`` replays the smallest case; ``shows`` says of a case on that runtime whether it should show there too.
 
     ``csv`` is the schedule, where no family has it: ``own.csv`` in the line. ``tries``: how often the line is run until
@@ -30,7 +28,7 @@ class Finding(Generic[SomeCase]):
 
     name: str
     line: str
-    shows: Callable[[SomeCase], bool]
+    shows: Callable[[Case], bool]
     csv: str = ""
     tries: int = 1
 
@@ -44,7 +42,7 @@ class Finding(Generic[SomeCase]):
             file = Path(folder, "own.csv")
             file.write_text(self.csv)
             try:
-                return judged(case_of_line(self.line.replace("own.csv", str(file))), world).verdict
+                return judged(Case.parse(self.line.replace("own.csv", str(file))), world).verdict
             except RankFailed:
                 return "raised"
 
@@ -90,7 +88,7 @@ def _steps(case: Case) -> int:
     return sum(operation != "eval" for operation in case.plan)
 
 
-FINDINGS: tuple[Finding[Case], ...] = (
+FINDINGS: tuple[Finding, ...] = (
     Finding(
         "scaled-again",
         "gpipe r1 s1 m2 split=1 model=mlp plan=accumulate+train runtime=torch",
@@ -176,7 +174,6 @@ FINDINGS: tuple[Finding[Case], ...] = (
 )
 
 
-def known(case: SomeCase, findings: Sequence[Finding[SomeCase]]) -> bool:
+def known(case: Case, findings: Sequence[Finding]) -> bool:
     """Whether one of ``findings`` should show in ``case``."""
-    foreign = not isinstance(case, Case) or case.runtime != OWN
-    return foreign and any(finding.shows(case) for finding in findings)
+    return case.runtime != OWN and any(finding.shows(case) for finding in findings)

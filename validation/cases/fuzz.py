@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
-from typing import Any, Generic, TypeAlias
+from typing import Any, TypeAlias
 
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from pipeproof.cases.any_case import AnyCase, SomeCase
 from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from pipeproof.cases.drawing import by_seed_alone
 from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
@@ -26,7 +25,7 @@ from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
 
-Deciding: TypeAlias = Callable[[SomeCase], st.SearchStrategy[Simulation]]  # of a case
+Deciding: TypeAlias = Callable[[Case], st.SearchStrategy[Simulation]]
 
 # From the plainest to the fullest, so that shrinking moves to the plainest that still fails.
 PLANS = (("train",), ("train", "train"), ("accumulate", "train"), ("eval", "train"), ("train", "eval", "train"))
@@ -101,7 +100,7 @@ def _fewest(schedule: str, ranks: int, virtual: int) -> int:
 
 
 @dataclass
-class Tally(Generic[SomeCase]):
+class Tally:
     """How a campaign stands."""
 
     budget: int
@@ -113,11 +112,11 @@ class Tally(Generic[SomeCase]):
     dtypes: Counter[str] = field(default_factory=Counter)
     transports: Counter[str] = field(default_factory=Counter)  # of simulated ranks
     deciders: Counter[str] = field(default_factory=Counter)  # who decides what happens next among these
-    failures: list["Found[SomeCase]"] = field(default_factory=list)
-    undecided: list["Found[SomeCase]"] = field(default_factory=list)  # rounding is too coarse in them
+    failures: list["Found"] = field(default_factory=list)
+    undecided: list["Found"] = field(default_factory=list)  # rounding is too coarse in them
 
     @property
-    def smallest(self) -> "Found[SomeCase] | None":
+    def smallest(self) -> "Found | None":
         """Of failures so far: the smallest that did repeat, or else the smallest; None where nothing failed."""
         if not self.failures:
             return None
@@ -155,7 +154,7 @@ class Tally(Generic[SomeCase]):
         told = [(what, ", ".join(f"{name} {count}" for name, count in sorted(by.items()))) for what, by in kinds if by]
         return "; ".join(f"{what}: {counts}" for what, counts in told)
 
-    def add(self, part: "Tally[SomeCase]") -> None:
+    def add(self, part: "Tally") -> None:
         """Count what a part of the campaign counted."""
         for name, counter in self.counts.items():
             counter.update(part.counts[name])
@@ -178,14 +177,14 @@ class Tally(Generic[SomeCase]):
 
 
 @dataclass(frozen=True)
-class Found(Generic[SomeCase]):
+class Found:
     """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure.
 
     ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
     ``simulation``: what decided the run; None on real ranks.
     """
 
-    case: SomeCase
+    case: Case
     verdict: Verdict | None
     failure: RankFailed | None
     repeated: bool = True
@@ -200,20 +199,13 @@ class Found(Generic[SomeCase]):
 _unexplained = partial(validate, explain=False)
 
 
-def judged(case: AnyCase, world: World, *, validated: Callable[[Case, World], Verdict] = _unexplained) -> Verdict:
-    """The verdict on ``case``, without its cause where that would take a second run.
-
-    ``validated`` gives that of a case which is no framework's.
-    """
-    if isinstance(case, Case):
-        for _ in world.interleavings():
-            verdict = validated(case, world)
-            if verdict.verdict != "pass":
-                break  # with its seed left in the world, so that who explains it has the same
-        return verdict
-    from pipeproof.cases.frameworks.engines import judged as of_framework
-
-    return of_framework(case, world)
+def judged(case: Case, world: World, *, validated: Callable[[Case, World], Verdict] = _unexplained) -> Verdict:
+    """The verdict on ``case``, without its cause where that would take a second run; ``validated`` gives it."""
+    for _ in world.interleavings():
+        verdict = validated(case, world)
+        if verdict.verdict != "pass":
+            break  # with its seed left in the world, so that who explains it has the same
+    return verdict
 
 
 def _is_undecided(verdict: Verdict) -> bool:
@@ -221,7 +213,7 @@ def _is_undecided(verdict: Verdict) -> bool:
     return verdict.verdict == "unknown" and bool(verdict.mismatches) and not verdict.ended and not verdict.stopped
 
 
-def _decided(deciding: Deciding[SomeCase], case: SomeCase) -> st.SearchStrategy[tuple[SomeCase, Simulation]]:
+def _decided(deciding: Deciding, case: Case) -> st.SearchStrategy[tuple[Case, Simulation]]:
     return deciding(case).map(lambda simulation: (case, simulation))
 
 
@@ -231,14 +223,14 @@ class _NotAPass(Exception):
 
 def fuzz(
     world: World,
-    tally: Tally[SomeCase],
+    tally: Tally,
     *,
     seed_: int = 0,
-    strategy: st.SearchStrategy[SomeCase] | None = None,
+    strategy: st.SearchStrategy[Case] | None = None,
     progress: Callable[[], None] = lambda: None,
-    run: Callable[[SomeCase, World], Verdict] = judged,
-    deciding: Deciding[SomeCase] | None = None,
-) -> Found[SomeCase] | None:
+    run: Callable[[Case, World], Verdict] = judged,
+    deciding: Deciding | None = None,
+) -> Found | None:
     """Run as many cases as ``tally`` has a budget for, drawn from ``seed_``, and count them there.
 
     The same seed and budget give the same cases. Stops at the first that is not a pass and shrinks it; not at one that
@@ -259,7 +251,7 @@ def fuzz(
         print_blob=False,
     )
     @given(st.tuples(every, st.none()) if deciding is None else every.flatmap(partial(_decided, deciding)))
-    def campaign(drawn: tuple[SomeCase, Simulation | None]) -> None:
+    def campaign(drawn: tuple[Case, Simulation | None]) -> None:
         case, simulation = drawn
         if simulation is not None:
             world.decide(simulation)

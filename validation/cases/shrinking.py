@@ -52,7 +52,7 @@ def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 
     simplest: set[str] = set()
     drawn = st.tuples(cases_that_show(specimen, max_ranks=max_ranks), st.integers(0, 2**16))
     strategy = drawn.map(lambda pair: _noted(*pair, simplest))
-    tally = Tally[Case](_BUDGET)
+    tally = Tally(_BUDGET)
     found = fuzz(world, tally, seed_=seed, strategy=strategy, run=run)
     ended = "" if found is None else _plain(found.case)
     start = _plain(began[0]) if began else ended

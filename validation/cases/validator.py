@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from pipeproof.cases.any_case import AnyCase
 from pipeproof.cases.case import Case
 from pipeproof.cases.judgement import diagnose, judge
 from pipeproof.cases.observe import observe
@@ -63,7 +62,7 @@ def _explained(case: Case, world: World, observed: Observed, verdict: Verdict) -
     return diagnose(case, recorded, verdict)
 
 
-def crashed(case: AnyCase, failure: RankFailed | None) -> Verdict:
+def crashed(case: Case, failure: RankFailed | None) -> Verdict:
     """The verdict where ranks raised, died or hung: unknown, for a wrong answer was not seen."""
     blank = Verdict(str(case), "unknown", "none", (), bindings=case.bindings)
     if failure is None:
@@ -72,7 +71,7 @@ def crashed(case: AnyCase, failure: RankFailed | None) -> Verdict:
         return blank.of_failure(failure)
     culprit = failure.reports[failure.culprit]
     stuck = culprit.ending in (Ending.STUCK, Ending.ABSENT) and culprit.waiting is not None
-    if not isinstance(case, Case) or not (stuck or "Timeout" in culprit.message.partition(":")[0]):
+    if not (stuck or "Timeout" in culprit.message.partition(":")[0]):
         crash = Cause("crash", rank=culprit.rank, detail=_first_line(culprit))
         return replace(blank.of_failure(failure), cause=() if failure.hang else (crash,))  # one may compute for ever
     run = case.run

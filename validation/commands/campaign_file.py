@@ -62,13 +62,13 @@ class CampaignFile:
         while self.cases < budget:
             yield Part(self.asked["seed"] + (self.parts << 32), min(PART, budget - self.cases))
 
-    def resumed(self, tally: Tally[Any]) -> None:
+    def resumed(self, tally: Tally) -> None:
         """Let ``tally`` begin with what is known."""
         for name, counter in tally.counts.items():
             counter.update(self.counts.get(name, {}))
         tally.began -= self.seconds
 
-    def keep(self, tally: Tally[Any], undecided: list[str], *, seconds: float) -> None:
+    def keep(self, tally: Tally, undecided: list[str], *, seconds: float) -> None:
         """Write that one more part has run, after which the campaign stands as ``tally``."""
         self.parts += 1
         self.counts = {name: dict(counter) for name, counter in tally.counts.items()}

@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipeproof.cases.any_case import case_of_line
 from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
-from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.cases.work import case_of, work_of
@@ -32,7 +30,6 @@ from pipeproof.commands.selection import (
     tell_notes,
 )
 from pipeproof.commands.simulation_options import (
-    SIMULATED_OPTIONS,
     add_search,
     add_simulation,
     decisions_of,
@@ -97,8 +94,8 @@ def _add_fuzz(commands: Commands) -> None:
     add_names(parser, "--schedule", f"all, or some of {', '.join(SCHEDULES)}", known=("all", *SCHEDULES), default="all")
     add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default=",".join(FUZZED_DTYPES))
     add_count(parser, "--max-ranks", "P", "the most ranks that a drawn case may have", default=4)
-    runtimes = "which one runs them: torch is torch.distributed.pipelining; a framework's engine, where it is installed"
-    parser.add_argument("--runtime", choices=(OWN, TORCH, *FRAMEWORKS), default=OWN, help=runtimes)
+    runtimes = "which one runs them: torch is torch.distributed.pipelining"
+    parser.add_argument("--runtime", choices=(OWN, TORCH), default=OWN, help=runtimes)
     goes_on = "where a long campaign says how far it has come; the same call goes on from there"
     parser.add_argument("--resume", metavar="FILE", help=goes_on)
     _add_check(parser)
@@ -191,15 +188,9 @@ def _gate(options: argparse.Namespace) -> int:
 
 
 def _fuzz(options: argparse.Namespace) -> int:
-    if options.runtime in FRAMEWORKS:
-        said = f"with --runtime {options.runtime}, which has its own"
-        without_effect(options, ["--schedule", "--dtype", *SIMULATED_OPTIONS], said)
-        if options.device not in (AUTO, CPU):
-            raise CaseError(f"--device {options.device}: engines of frameworks are run on CPUs here; give --device cpu")
-    elif options.runtime != OWN:
+    if options.runtime != OWN:
         without_effect(options, ["--dtype"], "with --runtime torch, which is run in fp32")
-    composed = options.check == _COMPOSED
-    without_effect(options, ["--check"] if options.runtime != OWN else (), f"with --runtime {options.runtime}")
+        without_effect(options, ["--check"], f"with --runtime {options.runtime}")
     counted("--cases", options.cases, most=MOST_ACTIONS)
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
@@ -208,17 +199,14 @@ def _fuzz(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.fuzzing import Wish, fuzz_all
 
-    device = CPU if options.runtime in FRAMEWORKS else options.device
     drawn = (options.cases, options.seed, schedules, dtypes, options.max_ranks, options.runtime)
-    setting = Setting(device, options.timeout, Outputs.of(options), simulation=simulation_of(options))
-    setting = replace(setting, composed=composed)
+    setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation_of(options))
+    setting = replace(setting, composed=options.check == _COMPOSED)
     return fuzz_all(setting, Wish(*drawn, decisions_of(options)), resume=options.resume)
 
 
 def _replay(options: argparse.Namespace) -> int:
-    case = case_of_line(" ".join(options.case))
-    if isinstance(case, FrameworkCase):
-        return _replay_framework(case, options)
+    case = Case.parse(" ".join(options.case))
     composed = _is_composed(options)
     without_effect(options, ["--plugin"] if not case.specimen else (), "on a line without specimen=")
     start_fork_server()
@@ -229,15 +217,6 @@ def _replay(options: argparse.Namespace) -> int:
         PLUGINS.load(options.plugin)
     setting = Setting(case.device, options.timeout, Outputs.of(options), explain=True, plugin=options.plugin)
     return validate_all([case], replace(setting, simulation=simulation_of(options), composed=composed))
-
-
-def _replay_framework(case: FrameworkCase, options: argparse.Namespace) -> int:
-    without_effect(options, ["--plugin", "--record", "--check", *SIMULATED_OPTIONS], f"on a line of {case.framework}")
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting
-    from pipeproof.commands.framework_runs import replay_framework
-
-    return replay_framework(case, Setting(CPU, options.timeout, Outputs.of(options), explain=True))
 
 
 def _add_records(commands: Commands) -> None:

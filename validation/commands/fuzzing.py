@@ -4,19 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from pipeproof.cases.any_case import AnyCase, SomeCase
 from pipeproof.cases.case import Case
 from pipeproof.cases.decisions import Decisions
 from pipeproof.cases.findings import FINDINGS, Finding, known
-from pipeproof.cases.frameworks.engines import installed
-from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
-from pipeproof.cases.frameworks.framework_draws import framework_cases
-from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
 from pipeproof.cases.fuzz import Deciding, Found, Tally, cases, fuzz, judged
 from pipeproof.cases.interleavings import narrow
 from pipeproof.cases.runtimes import OWN
@@ -65,13 +60,8 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     the file that says how far it has come.
     """
     runtime, on = wish.runtime, f"torch {torch.__version__}"
-    on = f"{installed(runtime)}, {on}" if runtime in FRAMEWORKS else on
     file = None if resume is None else CampaignFile.opened(resume, wish.told(setting, on))
     parts = Parts(wish.seed, file, setting.composed)
-    if runtime in FRAMEWORKS:
-        strategy = framework_cases(runtime, max_ranks=wish.max_ranks)
-        drawn = Drawn(strategy, FRAMEWORK_FINDINGS[runtime], on, None)
-        return _campaign(setting, drawn, Tally[FrameworkCase](wish.cases), parts)
     of_ours = cases(
         schedules=wish.schedules,
         dtypes=wish.dtypes,
@@ -80,22 +70,22 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
         runtime=runtime,
     )
     findings = FINDINGS if runtime != OWN else ()
-    return _campaign(setting, Drawn[Case](of_ours, findings, on, wish.decisions), Tally[Case](wish.cases), parts)
+    return _campaign(setting, Drawn(of_ours, findings, on, wish.decisions), Tally(wish.cases), parts)
 
 
 @dataclass(frozen=True)
-class Drawn(Generic[SomeCase]):
+class Drawn:
     """What a campaign draws, and what it leaves out where it is there. ``on``: whose versions these are found on.
 
     ``deciding``: what decides each case on simulated ranks, where that is drawn too.
     """
 
-    strategy: st.SearchStrategy[SomeCase]
-    findings: Sequence[Finding[SomeCase]]
+    strategy: st.SearchStrategy[Case]
+    findings: Sequence[Finding]
     on: str
-    deciding: Deciding[SomeCase] | None
+    deciding: Deciding | None
 
-    def without(self, there: Sequence[Finding[SomeCase]]) -> st.SearchStrategy[SomeCase]:
+    def without(self, there: Sequence[Finding]) -> st.SearchStrategy[Case]:
         """The cases that none of these findings is in."""
         return self.strategy.filter(lambda case: not known(case, there))
 
@@ -111,7 +101,7 @@ class Parts:
     file: CampaignFile | None
     composed: bool = False
 
-    def judged(self, case: AnyCase, world: World) -> Verdict:
+    def judged(self, case: Case, world: World) -> Verdict:
         """The verdict on one case."""
         return judged(case, world, validated=composed_verdict) if self.composed else judged(case, world)
 
@@ -120,11 +110,11 @@ class Parts:
         return iter([Part(self.seed, budget)]) if self.file is None else self.file.left(budget)
 
 
-def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], parts: Parts) -> int:
+def _campaign(setting: Setting, drawn: Drawn, tally: Tally, parts: Parts) -> int:
     terminal, file = Terminal(), parts.file
     with setting.outputs.opened("fuzz") as files, setting.world() as world:
-        there: list[Finding[SomeCase]] = []
-        found: Found[SomeCase] | None = None
+        there: list[Finding] = []
+        found: Found | None = None
         if file is not None:
             file.resumed(tally)
         with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
@@ -155,16 +145,16 @@ def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], 
 
 
 def _run(
-    drawn: Drawn[SomeCase],
-    there: Sequence[Finding[SomeCase]],
+    drawn: Drawn,
+    there: Sequence[Finding],
     world: World,
-    tally: Tally[SomeCase],
+    tally: Tally,
     parts: Parts,
     show: Callable[[str], None],
-) -> Found[SomeCase] | None:
+) -> Found | None:
     """Run all parts, up to the first with a case that is no pass: that part is not kept, so that it runs again."""
     for part in parts.left(tally.budget):
-        own = Tally[SomeCase](part.cases)
+        own = Tally(part.cases)
         try:
             found = fuzz(
                 world,
@@ -185,16 +175,16 @@ def _run(
     return None
 
 
-def _show(show: Callable[[str], None], own: Tally[SomeCase], tally: Tally[SomeCase]) -> None:
+def _show(show: Callable[[str], None], own: Tally, tally: Tally) -> None:
     show(f"{tally.cases + own.cases} of {tally.budget}: {own}")
 
 
-def _told_of(shown: Found[SomeCase]) -> Verdict:
+def _told_of(shown: Found) -> Verdict:
     """The verdict on what is shown, with the line that replays it."""
     return replacing(shown.ending, shown.simulation, seconds=shown.ending.seconds)
 
 
-def _page(tally: Tally[SomeCase], found: Found[SomeCase] | None, seed: int) -> str:
+def _page(tally: Tally, found: Found | None, seed: int) -> str:
     """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
     entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
     if found is not None:
@@ -202,12 +192,9 @@ def _page(tally: Tally[SomeCase], found: Found[SomeCase] | None, seed: int) -> s
     return campaign(entries, said=f"fuzz, seed {seed}: {tally}", left_out=NOTHING)
 
 
-def _explained(found: Found[SomeCase] | None, world: World) -> Found[SomeCase] | None:
-    """What was found, with its cause: only the smallest case is worth the second run that this takes.
-
-    A framework's case has its cause from its one run.
-    """
-    if found is None or found.verdict is None or not found.repeated or not isinstance(found.case, Case):
+def _explained(found: Found | None, world: World) -> Found | None:
+    """What was found, with its cause: only the smallest case is worth the second run that this takes."""
+    if found is None or found.verdict is None or not found.repeated:
         return found
     if found.simulation is not None:
         world.decide(found.simulation)
@@ -219,9 +206,9 @@ def _explained(found: Found[SomeCase] | None, world: World) -> Found[SomeCase] |
         return replace(found, verdict=None, failure=failure)
 
 
-def _findings(drawn: Drawn[SomeCase], world: World, terminal: Terminal) -> list[Finding[SomeCase]]:
+def _findings(drawn: Drawn, world: World, terminal: Terminal) -> list[Finding]:
     """Run the smallest case of every finding; those that are there on these versions."""
-    there: list[Finding[SomeCase]] = []
+    there: list[Finding] = []
     if drawn.findings:
         terminal.say(f"findings on {drawn.on}; what is there is left out of what is drawn:")
     for finding in drawn.findings:
@@ -233,7 +220,7 @@ def _findings(drawn: Drawn[SomeCase], world: World, terminal: Terminal) -> list[
     return there
 
 
-def _data(tally: Tally[SomeCase]) -> dict[str, object]:
+def _data(tally: Tally) -> dict[str, object]:
     return {
         "cases": tally.cases,
         "outcomes": dict(tally.verdicts),

@@ -14,7 +14,7 @@ from pipeproof.worlds.simulation import Simulation
 if TYPE_CHECKING:
     from pipeproof.cases.decisions import Decisions
 
-SIMULATED_OPTIONS = ("--world", "--transport", "--room", "--interleaving", "--interleavings", "--exhaust", "--fine")
+_SIMULATED_OPTIONS = ("--transport", "--room", "--interleaving", "--interleavings", "--exhaust", "--fine")
 ANY = "any"  # transport
 SEARCHED = 20  # seeds: each adversary three times
 _TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
@@ -72,7 +72,7 @@ def search_of(options: argparse.Namespace) -> Simulation | None:
 def simulation_of(options: argparse.Namespace) -> Simulation | None:
     """What is simulated; None on real ranks. Raises ``UsageError`` for options that then say nothing."""
     if options.world == REAL:
-        without_effect(options, SIMULATED_OPTIONS[1:], "without --world simulated")
+        without_effect(options, _SIMULATED_OPTIONS, "without --world simulated")
         return None
     if isinstance(options.interleaving, Guide):
         without_effect(options, ["--interleavings"], "with an --interleaving that is no seed")

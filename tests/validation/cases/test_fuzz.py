@@ -165,7 +165,7 @@ def test_what_decides_a_case_shrinks_with_it() -> None:
         rooms.add(world.room)
         return replace(PASS, verdict="fail") if wrong else PASS
 
-    tally = Tally[Case](200)
+    tally = Tally(200)
     with World(kind="simulated") as world:
         found = fuzz(world, tally, run=run, deciding=Decisions(Simulation(), True, EVERY))
     assert found is not None
@@ -180,7 +180,7 @@ def test_torch_s_runtime_is_drawn_no_transport_on_which_who_posts_waits() -> Non
     deciding = Decisions(Simulation(), False, EVERY)
     of_torch = Case("1f1b", 2, 1, 2, (1, 1), runtime=TORCH)
     for case, count in ((of_torch, len(Transport) - 1), (replace(of_torch, runtime=OWN), len(Transport))):
-        tally = Tally[Case](100)
+        tally = Tally(100)
         with World(kind="simulated") as world:
             assert fuzz(world, tally, strategy=st.just(case), run=lambda *_: PASS, deciding=deciding) is None
         assert len(tally.transports) == count

@@ -3,16 +3,13 @@
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.cases.frameworks.framework_case import FRAMEWORKS
 from pipeproof.commands import campaign
 from pipeproof.commands.campaign import Impossible, Setting, exit_status, validate_all
-from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.fuzzing import Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
@@ -109,17 +106,3 @@ def test_what_was_found_before_an_interruption_is_told_and_written(
     assert capsys.readouterr().out.endswith("\n2 pass; 2 of 2 bit for bit; 3 did not run\n")
     data = documented(path.read_text())
     assert (len(data["verdicts"]), data["interrupted"], data["status"]) == (2, True, 130)
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_framework_that_is_not_installed_is_one_sentence_with_the_cure(
-    framework: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if find_spec(framework) is not None:
-        pytest.skip(f"{framework} is installed")
-    size = "r2 v1 m4 dp1"
-    for arguments in (["fuzz", "--runtime", framework, "--cases", "1"], ["replay", framework, *size.split()]):
-        assert main(arguments) == 2
-        said = capsys.readouterr().err
-        assert "is not installed: pip install " in said
-        assert said.count("\n") == 1

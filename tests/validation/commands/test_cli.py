@@ -107,16 +107,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (["specimens", "--list", "--json", "x"], "--json has no effect with --list, which runs nothing: leave it out"),
         (["fuzz", "--runtime", "torch", "--dtype=fp32"], "--dtype has no effect with --runtime torch"),
-        (["fuzz", "--runtime", "megatron", "--schedule=1f1b"], "--schedule has no effect with --runtime megatron"),
-        (
-            ["fuzz", "--runtime", "deepspeed", "--device", "cuda"],
-            "--device cuda: engines of frameworks are run",
-        ),
-        (
-            ["replay", "megatron r2 v1 m4 dp1 tied=yes"],
-            "'tied=yes' is no option: did you mean 'tied'?",
-        ),
-        (["replay", "megatron r2 v1 m4 dp1", "--record", "x"], "--record has no effect on a line of megatron"),
+        (["fuzz", "--runtime", "megatron"], "unknown 'megatron': known are pipeproof, torch"),
         (["replay", "1f1b r1 s1 m1", "--plugin", "x.py"], "--plugin has no effect on a line without specimen="),
         (["gate", "--cases", "0", "--max-ranks", "2"], "--max-ranks has no effect with --cases 0: leave it out"),
         (["validate", "--schedule", "1f1b", "--virtual", "3"], "virtual is 3, but 1f1b has one stage per rank: use"),

@@ -19,13 +19,13 @@ from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools.utils import set_default_dtype
 
-from pipeproof.cases.frameworks.groups import groups_given_back
-from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.frameworks import torchtitan as adapter
 from pipeproof.foreign.frameworks.framework import replaced
 from pipeproof.foreign.torch_pipelining import by_microbatches
 from pipeproof.judging.verdict import Verdict
+from tests.frameworks.engines.groups import groups_given_back
+from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 
 ROWS, SEQUENCE, WORDS, WIDTH, HEADS = 2, 8, 64, 16, 2
 Data = Sequence[tuple[dict[str, Tensor], Tensor]]

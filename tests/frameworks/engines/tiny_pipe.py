@@ -9,12 +9,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
-from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout
-from pipeproof.cases.frameworks.groups import groups_given_back
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.frameworks import deepspeed as adapter
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED
 from pipeproof.judging.verdict import Verdict
+from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
+from tests.frameworks.engines.groups import groups_given_back
 
 ROWS, SEQUENCE, WORDS, WIDTH = 2, 4, 16, 8
 

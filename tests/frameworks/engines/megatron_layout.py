@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, offers
+from tests.frameworks.engines.framework_layout import FrameworkLayout, offers
 
 _CHUNKED = "is for virtual stages: give v2 or more"
 _REPLICATED = "is for replicas: give dp2 or more"
@@ -50,7 +50,6 @@ class MegatronLayout(FrameworkLayout):
     second: bool = False
 
     framework: ClassVar[str] = "megatron"
-    package: ClassVar[str] = "megatron-core"
     most_virtual: ClassVar[int] = 3
     offered: ClassVar[Mapping[str, tuple[Any, ...]]] = offers(
         # The first decides how many microbatches there may be.

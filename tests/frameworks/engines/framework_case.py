@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.cases.case import CaseError
-from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, word
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout
-from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, counted
+from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
+from tests.frameworks.engines.framework_layout import FrameworkLayout, word
+from tests.frameworks.engines.megatron_layout import MegatronLayout
+from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 
 LAYOUTS: Mapping[str, type[FrameworkLayout]] = MappingProxyType(
     {one.framework: one for one in (MegatronLayout, DeepSpeedLayout, TorchtitanLayout)}
@@ -24,7 +24,7 @@ _LINE = re.compile(r"(\w+)\s+r(\d+)\s+v(\d+)\s+m(\d+)\s+dp(\d+)((?:\s+\S+)*)\s*"
 
 @dataclass(frozen=True)
 class FrameworkCase:
-    """One step of an engine, from weights and data of the layout's seed.
+    """One step of an engine, from weights and data of the layout's seed; it has what ``fuzz`` asks of any case.
 
     ``str(case)`` is the replay line and ``parse`` its inverse. Raises ``CaseError``, or ``ScheduleError`` for a number
     out of bounds. microbatches: those of each replica.
@@ -132,8 +132,3 @@ def _value(text: str, known: Mapping[str, Field[Any]], line: str) -> tuple[str, 
     if not re.fullmatch(r"\d{1,18}", value, flags=re.ASCII):
         raise CaseError(f"{line!r}: {text!r}: expected a whole number behind the =")
     return field.name, int(value)
-
-
-def is_of_framework(text: str) -> bool:
-    """Whether the line begins as one of a framework's case does."""
-    return text.split(maxsplit=1)[:1] in [[name] for name in FRAMEWORKS]

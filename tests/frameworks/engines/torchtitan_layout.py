@@ -6,10 +6,10 @@ from math import ceil
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, offers
 from pipeproof.cases.runtimes import TORCH, TORCH_CLASSES, why_not
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, can_have, virtuals
+from tests.frameworks.engines.framework_layout import FrameworkLayout, offers
 
 _NAMES: Mapping[str, str] = MappingProxyType(  # torchtitan's for torch's classes, and the families that these are
     {torch.removeprefix("Schedule"): family for family, torch in TORCH_CLASSES.items()}
@@ -37,7 +37,6 @@ class TorchtitanLayout(FrameworkLayout):
     second: bool = False
 
     framework: ClassVar[str] = "torchtitan"
-    package: ClassVar[str] = "torchtitan"
     least_ranks: ClassVar[int] = 2
     most_virtual: ClassVar[int] = 3
     offered: ClassVar[Mapping[str, tuple[Any, ...]]] = offers(

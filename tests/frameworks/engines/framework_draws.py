@@ -9,8 +9,8 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from pipeproof.cases.case import CaseError
-from pipeproof.cases.frameworks.framework_case import LAYOUTS, FrameworkCase
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout
+from tests.frameworks.engines.framework_case import LAYOUTS, FrameworkCase
+from tests.frameworks.engines.framework_layout import FrameworkLayout
 
 MAX_RANKS, MAX_MICROBATCHES, MAX_LAYERS = 4, 9, 12
 # P and DP; that which has most to be wrong is drawn three times as often.
@@ -24,7 +24,7 @@ def framework_cases(framework: str, *, max_ranks: int = MAX_RANKS) -> st.SearchS
     """
     least = LAYOUTS[framework].least_ranks
     if max_ranks < least:
-        raise CaseError(f"--max-ranks is {max_ranks}: {framework} has pipelines on {least} ranks and more; allow these")
+        raise CaseError(f"max_ranks is {max_ranks}: {framework} has pipelines on {least} ranks and more; allow these")
     return _cases(LAYOUTS[framework], [(p, d) for p, d in _SHAPES if least <= p and p * d <= max_ranks])
 
 

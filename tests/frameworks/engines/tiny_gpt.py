@@ -16,12 +16,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
-from pipeproof.cases.frameworks.groups import groups_given_back
-from pipeproof.cases.frameworks.megatron_layout import MegatronLayout
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.frameworks import megatron
 from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
 from pipeproof.judging.verdict import Verdict
+from tests.frameworks.engines.groups import groups_given_back
+from tests.frameworks.engines.megatron_layout import MegatronLayout
 
 MEGATRON.on_cpu()
 SEQUENCE, ROWS, WORDS = 8, 2, 32

@@ -3,16 +3,14 @@
 import pytest
 from hypothesis import find, settings
 
-from pipeproof.cases.any_case import case_of_line
 from pipeproof.cases.case import CaseError
-from pipeproof.cases.findings import known
-from pipeproof.cases.frameworks import framework_draws
-from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, LAYOUTS, FrameworkCase
-from pipeproof.cases.frameworks.framework_draws import framework_cases
-from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
 from pipeproof.cases.fuzz import Tally, fuzz
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.worlds.world import World
+from tests.frameworks.engines import framework_draws
+from tests.frameworks.engines.framework_case import FRAMEWORKS, LAYOUTS, FrameworkCase
+from tests.frameworks.engines.framework_draws import framework_cases
+from tests.frameworks.engines.framework_findings import FRAMEWORK_FINDINGS, known
 from tests.support.sweeps import sampled, some
 
 SIMPLEST = {
@@ -85,7 +83,7 @@ def test_a_failure_shrinks_to_the_least_that_fails() -> None:
 
 
 def test_fewer_ranks_than_a_framework_has_are_refused() -> None:
-    with pytest.raises(CaseError, match="--max-ranks is 1: torchtitan has pipelines on 2 ranks and more"):
+    with pytest.raises(CaseError, match="max_ranks is 1: torchtitan has pipelines on 2 ranks and more"):
         framework_cases("torchtitan", max_ranks=1)
     assert {case.processes for case in drawn("megatron", 10, 0, max_ranks=1)} == {1}
 
@@ -93,8 +91,7 @@ def test_fewer_ranks_than_a_framework_has_are_refused() -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_smallest_case_of_a_finding_is_one_that_it_shows_in(framework: str) -> None:
     for finding in FRAMEWORK_FINDINGS[framework]:
-        case = case_of_line(finding.line)
-        assert isinstance(case, FrameworkCase)
+        case = FrameworkCase.parse(finding.line)
         assert case.framework == framework
         assert str(case) == finding.line
         assert known(case, [finding])

@@ -23,7 +23,6 @@ class FrameworkLayout:
     seed: int = 0
 
     framework: ClassVar[str]
-    package: ClassVar[str]  # of which the version is said
     offered: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
     least_ranks: ClassVar[int] = 1
     most_virtual: ClassVar[int] = 1

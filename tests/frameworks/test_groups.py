@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeproof.cases.frameworks import groups
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.frameworks.engines import groups
 
 
 def norms(context: RankContext, forget: bool) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, offers, word
+from tests.frameworks.engines.framework_layout import FrameworkLayout, offers, word
 
 _ENDS = 2  # the layers before and after those that are counted
 
@@ -38,7 +38,6 @@ class DeepSpeedLayout(FrameworkLayout):
     second: bool = False
 
     framework: ClassVar[str] = "deepspeed"
-    package: ClassVar[str] = "deepspeed"
     offered: ClassVar[Mapping[str, tuple[Any, ...]]] = offers(
         "tied zero bf16 accumulate recompute reentrant blocks_alone partition dynamic clipped bucket whole "
         "overlap scattered prescaled second",
