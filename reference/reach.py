@@ -159,7 +159,8 @@ def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Part]:
 def _members(one: Any) -> Iterator[Part]:
     """Those of an object, and its class. One that has a thread, or a queue, is changed by others meanwhile."""
     try:
-        own = object.__getattribute__(one, "__dict__")
+        base = threading.local if issubclass(type(one), threading.local) else object  # it has one for each thread
+        own = base.__getattribute__(one, "__dict__")
     except AttributeError:
         own = {}
     if any(issubclass(type(each), _WORKERS) for each in own.values()):
@@ -230,7 +231,13 @@ def _function(one: types.FunctionType) -> Iterator[Part]:
     root = _root(one.__globals__.get("__name__"))
     if root == "pipeproof":  # what we note of the job is not its own
         return
-    yield Part([*(one.__closure__ or ()), one.__defaults__, one.__kwdefaults__, one.__dict__])
+    defaults, named = one.__defaults__, one.__kwdefaults__
+
+    def put_back() -> None:
+        one.__defaults__, one.__kwdefaults__ = defaults, named
+
+    leads = [*(one.__closure__ or ()), defaults, named, one.__dict__]
+    yield Part(leads, lambda: one.__defaults__ is defaults and one.__kwdefaults__ is named, put_back)
     if root in _CLOSED:
         return
     names = names_in(one.__code__)

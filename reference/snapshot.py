@@ -105,10 +105,9 @@ class Snapshot:
         every = {id(one): one for own in self._weights.values() for one in own.values() if isinstance(one, Tensor)}
         weights = [one for one in every.values() if id(one) not in self._seen]
         self._walk([vars(one) for one in weights])
-        for one, now in ((one, self._digest(one)) for one in weights if self._digest is not None):
-            if now != begun.get(id(one), now):
-                self._walk([one])
-            self._kept_digests.append((one, now))
+        if (digest := self._digest) is not None:  # of other weights nobody runs the modules again
+            self._kept_digests = [(one, digest(one)) for one in weights if id(one) in begun]
+        self._walk([one for one, now in self._kept_digests if now != begun[id(one)]])
         self._with_bytes = False
         self._walk([*weights, *others])
 
@@ -156,13 +155,18 @@ class Snapshot:
 
 
 @contextmanager
-def unchanged(*roots: object) -> Iterator[None]:
-    """When this closes, all that is within reach of ``roots`` is as it was when this was opened."""
-    snapshot = Snapshot(roots)
+def unchanged(*roots: object, lost: Callable[[str], None] = lambda what: None, **more: Any) -> Iterator[Snapshot]:
+    """When this closes, all that is within reach of ``roots`` is as it was when this was opened.
+
+    ``lost`` is told what cannot be put back. ``more``: what a ``Snapshot`` is told.
+    """
+    snapshot = Snapshot(roots, **more)
     try:
-        yield
+        yield snapshot
     finally:
         snapshot.close()
+        if snapshot.lost:
+            lost(" and ".join(snapshot.lost))
 
 
 @contextmanager

@@ -228,7 +228,7 @@ CONTENTS: dict[str, Content] = {
         lambda: numpy.zeros((3, 2))[::2, 1], lambda one: one.__iadd__(1), lambda one: one.tolist()
     ),
     "torch's generator": Content(
-        torch.Generator, lambda one: torch.rand(2, generator=one), lambda one: int(one.get_state().long().sum())
+        torch.Generator, lambda one: torch.rand(2, generator=one), lambda one: hash(bytes(one.get_state().tolist()))
     ),
     "Python's generator": Content(lambda: random.Random(1), lambda one: one.random(), lambda one: hash(one.getstate())),
     "numpy's generator": Content(
@@ -257,7 +257,7 @@ class Kinds:
         for name, one in self.contents.items():
             CONTENTS[name].move(one)
         for read, put in self.holders.values():
-            put([len(read()) % 7.0])
+            put([sum(read()) + 1.0])
             read().append(1.0)
 
     def read(self) -> dict[str, Any]:

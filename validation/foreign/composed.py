@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
@@ -23,12 +24,19 @@ from pipeproof.foreign.task import (
     name_of,
 )
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.digest import digest
+from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.generators import Generator, is_generator
+from pipeproof.reference.snapshot import Snapshot, unchanged
 from pipeproof.reference.step import clip_factor
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.worker import RankContext
 
+_LOST = (
+    "stages were run again, and what this changed in the job cannot be put back: {}; keep it where neither they nor "
+    "the loss lead to, or check against a SingleDevice"
+)
 _ONE_BY_ONE = "one by one"
 # What only a running job has, by the fields that say it.
 _OF_A_JOB = dict.fromkeys(("optimizer", "masters", "scaler", "generators"), "is a rank's own, and no rank runs yet")
@@ -178,6 +186,27 @@ class AgainstItself(ABC):
     def only(self, turn: int, stages: int) -> int | None:
         """The one stage, of so many, that is run again in the checked step of this number; None: all are."""
         return turn % stages if self.stages == _ONE_BY_ONE else None
+
+    def unchanged(
+        self,
+        modules: Mapping[int, nn.Module],
+        given: object,
+        begun: Mapping[int, Mapping[str, bytes]],
+        refuse: Callable[[str], None],
+    ) -> AbstractContextManager[Snapshot]:
+        """When it closes, all that ``modules``, the loss and optimizers lead to, and what is ``given``, is as it was.
+
+        begun: digests of the weights that the step began with, by stage and name. ``refuse`` is told what is lost.
+        """
+        every = {k: modules[k].named_parameters(remove_duplicate=False) for k in begun}
+        return unchanged(
+            *(modules, self.loss_fn, self.generators, given),
+            lean=[self.optimizers, self.masters, self.scaler],
+            host=self.host,
+            digest=lambda one: digest(held_here(one)),
+            begun={id(one): begun[k][name] for k, named in every.items() for name, one in named},
+            lost=lambda what: refuse(_LOST.format(what)),
+        )
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A copy of ``tensor``, where it is kept, that autograd can use wherever this was made."""

@@ -82,7 +82,7 @@ class Begun:
                 yield f"stage {stage}{_SILENT}"
 
     def note_elsewhere(
-        self, own: RankStages, stage: OwnStage, left: Mapping[str, Any], wrote: Callable[[Tensor], bool]
+        self, own: RankStages, left: Mapping[str, Any], stage: OwnStage, wrote: Callable[[Tensor], bool]
     ) -> None:
         """Note that nobody knows what a stage gives whose gradients come from elsewhere than autograd.
 

@@ -2,9 +2,9 @@
 
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -33,8 +33,7 @@ from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.calls import Call
-from pipeproof.observers.digest import contents, digest
-from pipeproof.observers.shards import held_here
+from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
@@ -60,16 +59,11 @@ from pipeproof.records.watched_stages import WatchedStages
 from pipeproof.records.way import Way
 from pipeproof.records.weights_after import WeightsAfter, masters_of
 from pipeproof.reference.again import undisturbed
-from pipeproof.reference.snapshot import Snapshot
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
-_LOST = (
-    "stages were run again, and what this changed in the job cannot be put back: {}; keep it where neither they nor "
-    "the loss lead to, or check against a SingleDevice"
-)
 _OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage's module hold them"
 
 
@@ -158,36 +152,13 @@ class ComposedCheck(CheckedStep):
         known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
         with self.noting():
             known = None if named is None else all_dense(gradients_of(named, self._own.places))
-        own = self._own.modules.values()
-        with self.noting(), self._kept_as_it_is(), drawing_apart(), undisturbed(own):
+        given = self._given, self._watched.arguments
+        state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
+        with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
             try:
                 self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
                 self._absent = absent
-
-    @contextmanager
-    def _kept_as_it_is(self) -> Iterator[None]:
-        """While this is open, stages run again; then all that they, the loss and optimizers lead to is as it was."""
-        by, calls = self._by, self._watched.calls(self.microbatches).values()
-        given = [call.again.others for those in calls for call in those if call.again is not None]
-        begun = {
-            id(one): self._weights[stage][name]
-            for stage in self._weights
-            for name, one in self._own.modules[stage].named_parameters(remove_duplicate=False)
-        }
-        self._snapshot = Snapshot(
-            [self._own.modules, by.loss_fn, by.generators, self._given, given],
-            lean=[by.optimizers, by.masters, by.scaler],
-            host=by.host,
-            digest=lambda one: digest(held_here(one)),
-            begun=begun,
-        )
-        try:
-            yield
-        finally:
-            self._snapshot.close()
-            if self._snapshot.lost:
-                self.refuse(_LOST.format(" and ".join(self._snapshot.lost)))
 
     def _begin(self) -> str:
         with self.noting():
@@ -318,10 +289,7 @@ class ComposedCheck(CheckedStep):
             divisors = lines.divisor(*known), lines.own_divisor(*known)
             again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(again.modules))
             again.way.in_parts = again.in_parts
-            again.run()
-            self._snapshot.put_back()
-            for own in again.stages:
-                self._begun.note_elsewhere(self._own, own, left, self._snapshot.wrote)
+            again.run(self._snapshot, partial(self._begun.note_elsewhere, self._own, left))
         every = self._gather(again.told, "which stages give the same again, and how losses are divided")
         again.agree(every, lines.of_line(every))
         here = self._shards.lying(left)
@@ -332,8 +300,7 @@ class ComposedCheck(CheckedStep):
         if again.times is not None:
             self._ledger.remark("boundaries", by_hand(again.times))
         with self.noting():
-            again.as_agreed()
-            self._snapshot.put_back()
+            again.as_agreed(self._snapshot)
         return here
 
     def _summed(self, stages: Sequence[OwnStage], here: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -1,7 +1,8 @@
 """The single-device model beside a running job: rank 0 makes it, with the weights of all ranks, and lays out a step."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,23 +99,15 @@ class SingleDevice:
 class ReferenceBeside:
     """What rank 0 makes of ``source`` for one step; ``timeout_s`` bounds each wait.
 
-    renamable: whether names may be cured by rename=. beside: what the job has; nothing that it leads to changes.
+    renamable: whether names may be cured by rename=.
 
     ``model``: on rank 0 the reference, with the weights that the step began with; ``microbatches`` are what it runs.
     """
 
-    def __init__(
-        self,
-        source: SingleDevice,
-        exchange: Exchange,
-        *,
-        timeout_s: float,
-        renamable: bool = True,
-        beside: Collection[object] = (),
-    ) -> None:
+    def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float, renamable: bool = True) -> None:
         self.source = source
         self._renamable = renamable
-        self._roots = [source.build, source.loss_fn, source.loss_divisor, *beside]
+        self._roots: list[object] = [source.build, source.loss_fn, source.loss_divisor]
         self.model: nn.Module | None = None
         self.microbatches: Pairs = ()
         self._exchange = exchange
@@ -126,6 +119,12 @@ class ReferenceBeside:
         self._stages: dict[str, set[int]] = {}
         self._beside = self._place = torch.device(CPU)  # where this rank's own weights are, and the reference computes
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While this is open, the reference runs; then the job is as it was."""
+        with drawing_apart(), unchanged(*self._roots):
+            yield
+
     def record(
         self,
         parameters: Mapping[str, Tensor],
@@ -133,11 +132,14 @@ class ReferenceBeside:
         microbatches: Pairs | None,
         *,
         shares: tuple[tuple[int, ...], ...] = (),
+        beside: object = None,
     ) -> tuple[Record | None, dict[int, str]]:
         """What a correct step gives, or why there is nothing to say.
 
         ``parameters`` are this rank's, by name; ``shares`` the microbatches of each replica, where that is known.
+        ``beside``: the job's modules; nothing that these and the loss lead to changes.
         """
+        self._roots += [beside, microbatches]
         held, own = lying_at(arrivals), self._exchange.rank
         self._beside = next((one.device for one in parameters.values()), torch.device(CPU))
         given = [name for name, parts in held.items() if own in parts.values()]
@@ -167,28 +169,23 @@ class ReferenceBeside:
         model = self._there
         held = [step.site(name) for name in step.places]
         batches = [self._batch(number) for number in range(len(self.microbatches))]
-        with drawing_apart(), unchanged(*self._roots):
-            now = Traced(model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
+        now = Traced(model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in model.named_parameters(remove_duplicate=False)}
         return replace(step.of_record, now=now, tied=copies_apart(model, owner), computed_in=lambda: self._computed_in)
 
     def moved(self, number: int) -> Nudged | None:
         """How far weights that are one rounding off move the step, which is one; on rank 0."""
-        model = self._there
-        with drawing_apart(), unchanged(*self._roots):
-            return moved(model, self.microbatches, self._recipe, stages=self._stages)
+        return moved(self._there, self.microbatches, self._recipe, stages=self._stages)
 
     @property
     def _computed_in(self) -> torch.dtype | None:
-        model = self._there
-        with drawing_apart(), unchanged(*self._roots):
-            return computed_in(copied(model), [self._batch(0)], self._loss)
+        return computed_in(copied(self._there), [self._batch(0)], self._loss)
 
     def repeated(self) -> frozenset[str]:
         """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
         model = self._there
-        with drawing_apart(), unchanged(*self._roots):
+        with self.apart():
             found = repeated(copied(model), self._batch(0), self.loss_fn)
         model.to(CPU)  # this is before the step
         return found
@@ -220,7 +217,7 @@ class ReferenceBeside:
         source = self.source
         try:
             source.check()
-            with drawing_apart(), unchanged(*self._roots):
+            with self.apart():
                 self.model, self.microbatches = self._with_weights(held), microbatches
                 given, divisor = source.loss_fn, source.loss_divisor
                 self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given

@@ -1,10 +1,10 @@
 """A rank's stages, run once more in the way that all ranks agree on: by what losses are divided, and what was meant."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
@@ -19,6 +19,7 @@ from pipeproof.records.cut_inside import in_doubt
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.way import Way, targets_of, wanting
+from pipeproof.reference.snapshot import Snapshot
 
 _ALIKE = (
     "microbatches {} have the same inputs and other targets, and what flowed back is not theirs in the order in which "
@@ -74,8 +75,8 @@ class StagesAgain:
     fits: bool = True  # whether any way fits anything that flows to a last stage
     _crossed: bool = False
 
-    def run(self) -> None:
-        """Run them, the last one first.
+    def run(self, snapshot: Snapshot, note: Callable[[OwnStage, Callable[[Tensor], bool]], None]) -> None:
+        """Run them, the last one first, put the job back, and ``note`` each, with which tensors were written to.
 
         Raises ``RecordError`` if its targets are not here, if nothing tells which of its calls has which, or if ranks
         pass on parts of what a stage gives.
@@ -92,6 +93,9 @@ class StagesAgain:
                 flowed = (k for k, call in enumerate(made) if any(one.norm for one in call.output_gradients.values()))
                 k = next(flowed, 0)
                 self.way.run_again(stage, self.modules[stage], made[k : k + 1], targets[k : k + 1])
+        snapshot.put_back()
+        for own in self.stages:
+            note(own, snapshot.wrote)
 
     @property
     def told(self) -> Told:
@@ -122,13 +126,14 @@ class StagesAgain:
         if not self.fits:
             self.way.take_last(sizes)
 
-    def as_agreed(self) -> None:
+    def as_agreed(self, snapshot: Snapshot) -> None:
         """Run again what was run in another way than ranks agreed upon."""
         for k, own in enumerate(self.stages):
             targets = targets_of(self.given, self.chain, own.stage)
             self.stages[k] = self.way.as_agreed(own, self.modules[own.stage], self._wanting(own.stage), targets)
             if self.stages[k] is not own:
                 self._note_doubts(self.stages[k])
+        snapshot.put_back()
 
     @property
     def of_the_loss(self) -> list[str]:

@@ -9,6 +9,7 @@ there, so that all ranks have the same.
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -216,7 +217,8 @@ class StepCheck(CheckedStep):
         problems = problems or wrong
         if not problems and self._beside is not None:
             shares = run.members.each if run.apart else ()
-            record, problems = self._beside.record(self._own.parameters, arrivals, self._every(run), shares=shares)
+            given = self._own.parameters, arrivals, self._every(run)
+            record, problems = self._beside.record(*given, shares=shares, beside=self._own.modules)
         elif not problems and record is not None:
             problems = other_run(run, record.operations[self._number])
         if problems or record is None:
@@ -236,8 +238,7 @@ class StepCheck(CheckedStep):
         check_operation(self._number, source)
         if isinstance(source, SingleDevice):
             renamable = not isinstance(self._rename, AdapterNames)
-            bound, beside = self._bound_s, (self._own.modules, self._given)
-            self._beside = ReferenceBeside(source, self._exchange, timeout_s=bound, renamable=renamable, beside=beside)
+            self._beside = ReferenceBeside(source, self._exchange, timeout_s=self._bound_s, renamable=renamable)
 
     def _count(self, at: Comparison, expected: RecordedOperation) -> None:
         """How many stages hold each parameter; a copy of a weight that the model uses in several may be in each."""
@@ -287,15 +288,16 @@ class StepCheck(CheckedStep):
         if not verdict.mismatches:
             return verdict
         assert self._record is not None, "there was something to compare with"
-        return explained(
-            verdict,
-            self._kept,
-            self._exchange,
-            look=lambda: self._checked(parts).evidence(verdict),
-            moved=self._record.moved if self._beside is None else self._beside.moved,
-            products=OtherProducts.among(self._record.products, [part.products for part in parts]),
-            bound_s=self._bound_s,
-        )
+        with nullcontext() if self._beside is None else self._beside.apart():
+            return explained(
+                verdict,
+                self._kept,
+                self._exchange,
+                look=lambda: self._checked(parts).evidence(verdict),
+                moved=self._record.moved if self._beside is None else self._beside.moved,
+                products=OtherProducts.among(self._record.products, [part.products for part in parts]),
+                bound_s=self._bound_s,
+            )
 
     def _checked(self, parts: Sequence[StepPart]) -> Step:
         assert self._record is not None, "there was something to compare with"

@@ -36,6 +36,12 @@ class WatchedStages:
         }
 
     @property
+    def arguments(self) -> list[object]:
+        """What is no tensor of what was given to calls that are kept."""
+        every = (call for k, one in self._modules.items() for call in self._watchers[k].calls(one) or ())
+        return [call.again.others for call in every if call.again is not None]
+
+    @property
     def own_losses(self) -> dict[int, OwnLoss]:
         """The losses that stages have of their own."""
         found = {k: self._watchers[k].losses.of(one) for k, one in self._modules.items()}
