@@ -101,9 +101,9 @@ class Ledger:
 
     @property
     def exact(self) -> frozenset[str]:
-        """The laws of what is computed under which all was bit for bit so far, if all else was, too."""
-        own = (law for law in COMPUTED if law in self._entries and self._entries[law].checked)
-        return frozenset(own) if self.all_exact else frozenset()
+        """The laws of what every microbatch gives, if all under these was bit for bit so far."""
+        own = {law: self._entries[law] for law in COMPUTED if law in self._entries and self._entries[law].checked}
+        return frozenset(own) if all(entry.exact == entry.checked for entry in own.values()) else frozenset()
 
     def undecided(self, law: str) -> bool:
         """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
