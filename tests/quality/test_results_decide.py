@@ -141,7 +141,9 @@ def test_what_is_filled_up_between_stages_is_not_known_to_be_meant_against_itsel
     def row(_: object, microbatches: list[Any]) -> Any:
         return run(build(), microbatches, rows=3)
 
-    verdict = whitebox.validate(row, reference=Composed(loss_fn), microbatches=data(), ranks=2)
+    def of_rows(output: Tensor, target: Tensor) -> Tensor:
+        return (output[: len(target)] - target).square().mean()
+
+    verdict = whitebox.validate(row, reference=Composed(of_rows), microbatches=data(), ranks=2)
     assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"], str(verdict)
-    assert "of another shape than was sent" in verdict.law("boundaries").note
     assert (verdict.verdict, verdict.law("gradient").outcome) == ("unknown", "pass")

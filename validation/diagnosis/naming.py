@@ -109,13 +109,24 @@ def filled(stage: Explanation, *, by_activation: bool = False) -> dict[Term, flo
     as where a backward took another's output gradient.
     """
     found = {term: c for term, c in stage.coefficients.items() if term.nominal}
-    for term, c in stage.coefficients.items():
+    taken: dict[int, Term] = {}
+
+    def place(term: Term, tried: set[int]) -> bool:
+        """Give ``term`` a microbatch, if others that have one can take another: each stands in for one."""
         slots = _slots(stage, term)
         for slot in reversed(slots) if by_activation and term.what == "pair" else slots:
-            if found.get(Term("pair", slot, slot)) == 0.0:
-                found[Term("pair", slot, slot)] = c
-                break
-    return found
+            if found.get(Term("pair", slot, slot)) != 0.0 or slot in tried:
+                continue
+            tried.add(slot)
+            if slot not in taken or place(taken[slot], tried):
+                taken[slot] = term
+                return True
+        return False
+
+    for term, c in stage.coefficients.items():
+        if c:
+            place(term, set())
+    return found | {Term("pair", slot, slot): stage.coefficients[term] for slot, term in taken.items()}
 
 
 def _slots(stage: Explanation, term: Term) -> tuple[int, ...]:

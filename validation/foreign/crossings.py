@@ -55,7 +55,7 @@ class _Watched:
 
     stages: Stages
     orders: Mapping[int, Order]
-    extra: Mapping[int, int]
+    extra: Mapping[int, tuple[int, int]]
     scaled: float = 1.0
 
     @classmethod
@@ -70,7 +70,7 @@ class _Watched:
     ) -> Self:
         every = {stage: at_once(calls, microbatches, places) for stage, calls in sorted(watched.items())}
         own = {stage: without_extra(calls, microbatches, places) for stage, calls in every.items()}
-        extra = {stage: len(calls) - len(own[stage]) for stage, calls in every.items()}
+        extra = {stage: _extra(calls, own[stage]) for stage, calls in every.items()}
         seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
         columns_of = structured(seen, places, note)
         stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
@@ -91,6 +91,13 @@ class _Watched:
             )
             for stage, there in self.stages.items()
         }
+
+
+def _extra(calls: Sequence[Call], own: Sequence[Call]) -> tuple[int, int]:
+    """How many of a stage's ``calls`` are not its ``own``, and how many of these may add to gradients."""
+    kept = set(map(id, own))
+    others = [call for call in calls if id(call) not in kept]
+    return len(others), sum(bool(call.ran) and not call.is_idle for call in others)
 
 
 def _late(stages: Stages, orders: Mapping[int, Order], scaled: float) -> float | None:

@@ -60,10 +60,6 @@ class Execution:
         for line in range(1 + len(self._observed.copies)):
             self._ran(number, laws, line, backward=backward)
             self._calls(number, laws, line, training=backward)
-        for rank in self._observed.ranks:
-            for stage, count in rank[number].extra.items():
-                calls = f"{count} call{'s' * (count > 1)} of stage {stage} beside those of microbatches"
-                self._ledger.remark("microbatches", calls)
         ran = {stage: _last_of_each(order) for stage, order in self._observed.backwards(number).items()}
         ordered = {stage: order for stage, order in ran.items() if sorted(order) == every}
         return {stage: every for stage, _ in self._required.due} | ordered
@@ -124,6 +120,12 @@ class Execution:
         ):
             if names:
                 self._ledger.remark("parameters-once", f"{what}: {names_of(names)}")
+
+    def extra_calls(self, number: int, *, doubtful: bool) -> None:
+        """Say which calls were beside those of microbatches; ``doubtful``: some may have added to wrong gradients."""
+        for stage, (count, adding) in (one for rank in self._observed.ranks for one in rank[number].extra.items()):
+            told = f"{count} call{'s' * (count > 1)} of stage {stage} beside those of microbatches"
+            (self._ledger.doubt if doubtful and adding else self._ledger.remark)("microbatches", told)
 
     def uncompared(self, number: int, *, doubtful: bool) -> None:
         """Say how much at the boundaries was not compared; ``doubtful``: it may hide the fault."""

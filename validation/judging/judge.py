@@ -165,12 +165,15 @@ class Judge:
             self.ledger.join(results)  # the update that uses its gradients shows whether they are right
             return
         if right:
-            evidence.set_aside(evidence.mismatches, self._scenarios, "every result is right")
+            seen = [one for one in evidence.mismatches if not self._is_told(one)]
+            evidence.set_aside(seen, self._scenarios, "every result is right")
         elif decide and self._required.plan[number] == "train":
             calls = self._calls_of_right_stages(number, results)
             evidence.set_aside(calls, self._scenarios, "gradients of the stage are right")
         if decide:
-            execution.uncompared(number, doubtful=any(m.law in ("gradient", "presence") for m in results.mismatches))
+            doubtful = any(m.law in ("gradient", "presence") for m in results.mismatches)
+            execution.extra_calls(number, doubtful=doubtful)
+            execution.uncompared(number, doubtful=doubtful)
         self.ledger.join(evidence)
         others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
         if any(m.law == "initial-weights" for m in evidence.mismatches):
@@ -189,7 +192,11 @@ class Judge:
         wrong = {m.stage for m in mismatches if m.law not in ("microbatches", "initial-weights")}
         gradients = self._observed.gradients(number)
         seen = {site[0] for site, one in gradients.items() if one is not None and any_nonzero(one)}
-        return [m for m in mismatches if m.law == "microbatches" and m.stage in seen - wrong]
+        return [m for m in mismatches if m.law == "microbatches" and m.stage in seen - wrong and not self._is_told(m)]
+
+    def _is_told(self, one: Mismatch) -> bool:
+        """Whether it is what the step itself says of its order: a report, and no mere evidence."""
+        return one.law == "microbatches" and one.stage in self._required.traced
 
     def _comparison(self, number: int, laws: Scenarios, answer: Answer, results: Ledger) -> Comparison:
         """What operation ``number`` must give, to be held against what it gave."""
