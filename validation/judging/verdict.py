@@ -240,7 +240,7 @@ class Verdict:
         if self.unsought:
             rows += _labelled("cause", [f"not sought: looking for it raised {self.unsought}"])
         elif not self.cause and (self.undecided or (self.judged and self.verdict == "fail")):
-            rows.append("  cause     unknown: the evidence does not decide")
+            rows += _labelled("cause", [f"unknown{': the evidence does not decide' if self.undecided else ''}"])
         rows += _labelled("found", self.cells.lines() if self.cells is not None else [])
         return [*rows, *_labelled("open", self.undecided), *_labelled("not", map(str, self.ruled_out))]
 

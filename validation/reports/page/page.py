@@ -64,7 +64,7 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
     elif verdict.failure and not verdict.cause:
         told.append(("Next", "Read below where each rank stood."))
     elif verdict.judged and not verdict.cause and (verdict.undecided or verdict.mismatches):
-        told.append(("Cause", "; ".join(verdict.undecided) or "unknown: the evidence does not decide"))
+        told.append(("Cause", "; ".join(verdict.undecided) or "unknown"))
     return told
 
 
