@@ -136,7 +136,7 @@ def in_groups(context: RankContext, *, inside: bool) -> None:
 )
 def test_the_call_in_which_a_rank_stands_says_for_whom_it_waits(world: World, inside: bool, waits: str) -> None:
     with pytest.raises(RankFailed) as failure:
-        world.run(partial(in_groups, inside=inside), ranks=4, timeout_s=2.0)
+        world.run(partial(in_groups, inside=inside), ranks=4, timeout_s=5.0)
     reports = failure.value.reports
     assert [reports[rank].peers for rank in (0, 2)] == [(1,), (3,)]
     assert [reports[rank].waiting for rank in (0, 2)] == [waits.format(0, 1), waits.format(2, 3)]

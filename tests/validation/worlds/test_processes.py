@@ -63,7 +63,7 @@ def place() -> Iterator[Processes]:
 def answers(
     place: Processes, job: Callable[[RankContext], Any], meanwhile: Iterable[object] = (), timeout_s: float = 60
 ) -> Sequence[RankReport]:
-    order = pack((sys.path, pack((job, ()))))
+    order = pack((sys.path, [], pack((job, ()))))
     return place.run(order, label="a test", ranks=2, timeout_s=timeout_s, meanwhile=meanwhile)
 
 

@@ -51,7 +51,7 @@ def answers(
     processes: Processes, job: Callable[..., object], *arguments: object, timeout_s: float = 60
 ) -> list[RankReport]:
     """The answers of two ranks."""
-    order = pack((sys.path, pack((job, arguments))))
+    order = pack((sys.path, [], pack((job, arguments))))
     return list(processes.run(order, label="job", ranks=2, timeout_s=timeout_s, meanwhile=()))
 
 
