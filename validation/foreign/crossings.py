@@ -279,8 +279,8 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         None if same else _really(column, seen, expected, k, context, passed_on=_passes_on(call, column.where, seen))
     )
     faint = not same and error <= _FAINT * limit
-    sent = not column.place.startswith(INPUT)  # of data it is known what is due
-    if sent and context.limits is not None and really is not None and really.kind == "shape":
+    other_form = context.limits is not None and really is not None and really.kind == "shape"
+    if other_form and not column.place.startswith(INPUT):  # data has its form
         crossing = replace(crossing, judged=False)  # the stages may have filled it up, or cut it
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
 

@@ -34,7 +34,6 @@ from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents
-from pipeproof.observers.hook import unheard
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
@@ -153,9 +152,9 @@ class ComposedCheck(CheckedStep):
         known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
         with self.noting():
             known = None if named is None else all_dense(gradients_of(named, self._own.places))
-        own, given = self._own.modules, (self._given, self._watched.arguments)
-        state = self._by.unchanged(own, given, self._weights, self.refuse)
-        with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(own.values()), unheard(own.values()):
+        given = self._given, self._watched.arguments
+        state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
+        with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
             try:
                 self._part_of_chain = self._made(known)
             except RanksAbsent as absent:
