@@ -19,6 +19,7 @@ from pipeproof.reference.drawn_from import DrawnFrom
 from pipeproof.reference.first_hook import hook_first
 from pipeproof.reference.generators import Generator, Kept, generators_in, set_states_on, states_on
 
+_run_again = set[int]()  # the ids of modules
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
 
 
@@ -122,14 +123,26 @@ class State:
 
 @contextmanager
 def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While this is open, backwards can run, and no types are cast where ``modules`` are, whatever the caller set."""
+    """While this is open, ``modules`` are run again.
+
+    Backwards can run, and no types are cast where they are, whatever the caller set.
+    """
+    every = list(modules)
+    own = {id(part) for module in every for part in module.modules()} - _run_again
     with ExitStack() as stack:
+        _run_again.update(own)
+        stack.callback(_run_again.difference_update, own)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for kind in {device.type for module in modules for device in _devices(module)}:
+        for kind in {device.type for module in every for device in _devices(module)}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def is_run_again(module: nn.Module) -> bool:
+    """Whether its calls are none of a step that anybody watches, but come from one that is checked."""
+    return id(module) in _run_again
 
 
 def _each(generators: Sequence[Generator], *modules: nn.Module) -> list[Generator]:

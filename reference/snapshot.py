@@ -56,6 +56,7 @@ class Snapshot:
     def put_back(self) -> None:
         """All of it is as it was. Nothing is raised: what cannot be put back is ``lost``."""
         with _plainly():
+            self._wait(*self._places)
             bytes_of = {storage: part for storage, part in self._bytes.items() if part is not None}
             self._written |= {storage for storage, part in bytes_of.items() if self._is_put_back(part)}
             for part in self._parts:
@@ -137,8 +138,16 @@ class Snapshot:
         storage = one.untyped_storage()
         yield _form(one, storage)
         if storage._cdata not in self._bytes:
-            self._places.add(one.device)
+            if one.device not in self._places:
+                self._wait(one.device)
+                self._places.add(one.device)
             self._bytes[storage._cdata] = self._content(storage) if self._with_bytes else None
+
+    def _wait(self, *devices: torch.device) -> None:
+        """Wait for what was queued there: one may have its bytes in the host's memory, and a look at that waits not."""
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.current_stream(device).synchronize()
 
     def _content(self, storage: torch.UntypedStorage) -> Part:
         size, kept = storage.nbytes(), _view(storage).to("cpu" if self._host else storage.device, copy=True)

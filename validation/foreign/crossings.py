@@ -14,7 +14,7 @@ from pipeproof.foreign.survey import Both, is_part
 from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.likeness import ROUNDED_TO, Label, Likeness
-from pipeproof.observers.observed import OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed
+from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed
 from pipeproof.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Action, Kind
@@ -279,7 +279,8 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         None if same else _really(column, seen, expected, k, context, passed_on=_passes_on(call, column.where, seen))
     )
     faint = not same and error <= _FAINT * limit
-    if context.limits is not None and really is not None and really.kind == "shape":
+    other_form = context.limits is not None and really is not None and really.kind == "shape"
+    if other_form and not column.place.startswith(INPUT):  # data has its form
         crossing = replace(crossing, judged=False)  # the stages may have filled it up, or cut it
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
 

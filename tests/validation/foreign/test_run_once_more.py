@@ -1,6 +1,6 @@
 """Kernels that add up in any order never give the same twice: that is no fault, and hides none that is larger."""
 
-import itertools
+import os
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from pipeproof.worlds.world import World
 
 LOSS = nn.functional.mse_loss
 WIDTH, ROWS, COUNT = 8, 5, 4
-RUNS = itertools.count()
+RUNS = "RUNS"  # in the environment, how many kernels ran: as a race it is the machine's, and no check puts it back
 
 
 class Unsteady(torch.autograd.Function):
@@ -30,7 +30,9 @@ class Unsteady(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        draw = torch.Generator().manual_seed(next(RUNS))
+        number = int(os.environ[RUNS])
+        os.environ[RUNS] = f"{number + 1}"
+        draw = torch.Generator().manual_seed(number)
         return gradients[0] * (1 + ctx.size * torch.randn(gradients[0].shape, generator=draw)), None
 
 
@@ -49,6 +51,7 @@ class Stage(nn.Module):
 
 def job(context: RankContext, size: float, factor: float, lost: int | None, cast: bool = False) -> tuple[Verdict, bool]:
     """A step; the verdict, and whether rounding was measured in fp64."""
+    os.environ[RUNS] = "0"
     stage, measured = Stage(size), []
     floors = OwnStage.floors.func  # type: ignore[attr-defined]  # a cached property has it
 
