@@ -88,8 +88,8 @@ class FirstUse:
         ``modules`` have these parameters: ``functional_call`` calls them with others.
         """
         self._handed = sums if self._sum_of is _grad else None
-        parts = [part for module in modules for part in module.modules()]
-        self._own = {(id(part), leaf): one for part in parts for leaf, one in part._parameters.items() if one is not None}
+        parts = {part for module in modules for part in module.modules()}
+        self._own = {(id(part), n): one for part in parts for n, one in part._parameters.items() if one is not None}
 
     def _forget(self) -> None:
         for seen in (self._seen, self._at, self._parts, self._begun):
