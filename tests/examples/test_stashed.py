@@ -90,6 +90,7 @@ def test_both_orders_are_told(whitebox: WhiteBox) -> None:
 
 def test_a_table_shows_which_activations_met_which_gradients(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, "gradients-turned", watched=False)
+    assert verdict.verdict == "fail"
     assert verdict.cells is not None
     assert [str(cell) for cell in verdict.cells.rows[1]] == ["1", "2's", "3's", "1's", "1"]
     assert [str(cell) for cell in verdict.cells.rows[0]] == ["1", "1*", "1*", "1*", "1"]
@@ -99,6 +100,7 @@ def test_a_table_shows_which_activations_met_which_gradients(whitebox: WhiteBox)
 def test_nothing_is_ruled_out_that_was_not_compared(whitebox: WhiteBox) -> None:
     for watched in (True, False):
         verdict = judged(whitebox, "unpopped-gradient", watched=watched)
+        assert verdict.verdict == "fail"
         cleared = {kind for one in verdict.ruled_out for kind in one.kinds}
         assert not cleared & {"wrong-message", "mispaired", "swapped-gradients", "swapped-activations"}
         assert ("order" in cleared) == watched, "only who looked knows what ran"

@@ -58,6 +58,17 @@ def wrong(model: nn.Module, microbatches: list[Any]) -> Any:
     return made
 
 
+def warmed_up(model: nn.Module, microbatches: list[Any]) -> Any:
+    """A right step whose weights come after a first call with others."""
+    weights = {name: one.clone() for name, one in model.state_dict().items()}
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(2)
+        model(microbatches[0][0])
+    model.load_state_dict(weights)
+    return right(model, microbatches)
+
+
 def judged(whitebox: WhiteBox, step: Any = right, **more: Any) -> Verdict:
     given: dict[str, Any] = {"reference": build, "microbatches": data(), "ranks": 1, "loss_fn": loss_fn}
     verdict = whitebox.validate(step, **given | more)
@@ -297,6 +308,17 @@ def test_what_failed_before_the_judge_crashed_has_failed(
     assert (verdict.verdict, verdict.tier) == (outcome, "none")
     assert verdict.law("gradient").outcome == ("pass" if outcome == "unknown" else "fail")
     assert "before all was compared: ZeroDivisionError: a rule is wrong (test_bad_input.py:" in str(verdict)
+
+
+def test_what_only_locates_a_fault_is_no_fault_where_the_judge_crashed(
+    whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = judged(whitebox, warmed_up)
+    monkeypatch.setattr(Judge, "_norms", crash)
+    stopped = judged(whitebox, warmed_up)
+    assert (whole.verdict, stopped.verdict, stopped.mismatches) == ("pass", "unknown", ())
+    notes = [one.law("initial-weights").note for one in (whole, stopped)]
+    assert all(note.startswith("4 differ from the reference, and ") for note in notes), notes
 
 
 def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import truth
@@ -202,6 +203,14 @@ def test_verdicts_are_sentences_too() -> None:
     assert check(right, Truth(), COUNTS) == check(right, Truth(), COUNTS)
     assert (check(right, Truth(), COUNTS).naming, roles(right, Truth())) == ("silent", [])
     assert check(replace(right, verdict="unknown"), Truth(), COUNTS).naming == "needless"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "faint", "caught"), [("unknown", True, True), ("unknown", False, False), ("pass", True, False)]
+)
+def test_unknown_is_an_answer_only_where_rounding_may_do_as_much(outcome: Any, faint: bool, caught: bool) -> None:
+    found = replace(verdict(), verdict=outcome)
+    assert check(found, replace(DROPPED, faint=faint), COUNTS).caught == caught
 
 
 def test_sentences_without_an_end_are_garbled() -> None:

@@ -293,10 +293,10 @@ def between_steps() -> Iterator[Trial]:
     half = forward(("stale-tensor", "weights-changed"), 1, ranks=(2, 3), wrong="weights stale computation")
     yield fault("gathered before the update", half, **gathered)
     casts = {"model": "autocast", "before": old_casts}
-    every_stage = forward(("stale-tensor", "weights-changed"), 0, 1, 2, wrong="stale computation")
+    every_stage = forward(("stale-tensor", "weights-changed"), 0, 1, 2, wrong="stale computation", somewhere=True)
     yield trial("old casts of weights", every_stage, **casts, **PLAIN)
     small = {"optimizer": sgd(0.005), "more": steps("train", "train", optimizer=sgd(0.005))}
-    little = sums(("stale-tensor", "weights-changed"), 0, 1, 2, wrong="stale computation")
+    little = sums(("stale-tensor", "weights-changed"), 0, 1, 2, wrong="stale computation", somewhere=True, faint=True)
     yield trial("old casts of weights, small steps", little, **casts, **small)
     yield fault("update skipped", other(("update", "step-skipped", "clip"), "update", 1), **PLAIN)
     clip = {"max_norm": 0.1, "optimizer": sgd(), "more": {"optimizer": sgd()}}

@@ -34,7 +34,8 @@ class Truth:
     is; empty: everywhere, or not asked. ``somewhere``: to say "everywhere" is as true. ``between``: it is one fault
     between two stages, so that either may be named. ``microbatches`` are those concerned; empty: all, or not asked.
     ``parameter`` is a pattern. ``affected`` are the stages at which anything shows; None: not asked. ``factors`` are
-    true ones. ``also`` are faults that the run has besides, as one of two halves.
+    true ones. ``also`` are faults that the run has besides, as one of two halves. ``faint``: rounding may do as
+    much, so that unknown is an answer.
     """
 
     kinds: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class Truth:
     somewhere: bool = False
     between: bool = False
     also: "tuple[Truth, ...]" = ()
+    faint: bool = False
 
     def __post_init__(self) -> None:
         assert self.wrong <= THINGS, f"{sorted(self.wrong - THINGS)} are no things"
@@ -88,18 +90,19 @@ class Checked:
     downstream: str = ""
     named: str = ""
     sentences: int = 0
+    faint: bool = False
 
     @property
     def caught(self) -> bool:
-        """Whether something is said to be wrong."""
-        return self.verdict == "fail" or bool(self.named)
+        """Whether something is said to be wrong, or left open where rounding may do as much."""
+        return self.verdict == "fail" or bool(self.named) or (self.faint and self.verdict == "unknown")
 
 
 def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = True) -> Checked:
     """Hold each sentence of ``verdict`` against ``truth``. ``watched``: more was seen than final gradients."""
     found = list(claims(verdict))
     if not watched:
-        truth = _from_gradients(truth)
+        truth = from_gradients(truth)
     false = [one for claim in found for one in _false(claim, truth, counts)]
     false += list(_alternatives(found, truth))
     false += list(_against_judge(found, verdict))
@@ -116,10 +119,11 @@ def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = Tru
         where.text if where is not None and _downstream(where, truth) else "",
         named,
         len(found),
+        truth.faint,
     )
 
 
-def _from_gradients(truth: Truth) -> Truth:
+def from_gradients(truth: Truth) -> Truth:
     """What is true of ``truth`` as far as final gradients can tell."""
     spreads = "not-finite" in truth.kinds  # to every gradient before it
     return replace(truth, kinds=(*truth.kinds, *truth.alike), somewhere=truth.somewhere or spreads)

@@ -81,6 +81,7 @@ EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
 _SAYS_NOTHING = (
     r"unjudged: ",
     r"first not bit for bit: ",
+    r"no fault is proven: ",
     r"gradients of replicas are no multiple of their sum, nor ",
     r"first compared wrong: ",
     r"stage \d+: nothing that was tried, of microbatches, pairings and two parameters, makes its gradients",

@@ -13,7 +13,7 @@ from runtime_partial import step as in_parts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
-from truth_check import Truth
+from truth_check import Truth, from_gradients
 from truth_faults import PAIRED, backward, forward, other, sums
 from truth_layers import data_of
 from truth_models import Pairs, loss_fn
@@ -26,6 +26,8 @@ LAST = COUNT - 1
 def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
     """A row: what ``Trial`` has by name, and all else is of the way."""
     given = {key: how.pop(key) for key in ("ranks", "model", "data", "more", "against") if key in how}
+    if how.get("by") == "vjp":  # watched or not, its calls are not seen: torch.func's tensors have no storage
+        truth = from_gradients(truth)
     more = {} if given.get("model") != "tied" else {"tied": ("0.table", "5.table")}
     if (plan := given.get("more", {}).get("steps")) is not None:
         given.setdefault("data", data_of(count=COUNT * len(plan)))

@@ -42,15 +42,15 @@ OTHER_OUTPUT = f"{OLDEST}{BACKWARD[1:-1]}, retain_graph=True)"
 class Fault:
     """A part of the source and what stands in its place. ``named`` are the kinds of cause that it has: "" for none.
 
-    ``found``: whether its line is in the verdict today. ``each``: layers of a rank. ``layer`` stands for that of the
-    model. ``hangs``: and is bounded.
+    ``call``: where its line is not in the verdict, a part of the line that is, of the call that was first wrong: "" for
+    none. ``each``: layers of a rank. ``layer`` stands for that of the model. ``hangs``: and is bounded.
     """
 
     name: str
     old: str
     new: str
     named: str
-    found: bool = True
+    call: str | None = None
     each: int = 2
     layer: str = LAYER
     hangs: bool = False
@@ -73,22 +73,29 @@ class Fault:
         return {number for number, line in enumerate(self.source.splitlines(), 1) if line not in before}
 
     @property
+    def due(self) -> set[int]:
+        """The numbers of the lines of which the verdict is to show one."""
+        if self.call is None:
+            return self.lines
+        return {number for number, line in enumerate(self.source.splitlines(), 1) if self.call and self.call in line}
+
+    @property
     def module(self) -> str:
         """The name of a module that has it."""
         return "planted_" + re.sub(r"\W+", "_", self.name)
 
 
 FAULTS = (
-    Fault("last in, first out", POPPED, "x, y = self.live.pop()", "mispaired"),
-    Fault("undivided loss", DIVIDED, "y = self.losses[-1]", "scale"),
-    Fault("loss by two", DIVIDED, "y = self.losses[-1] / 2", "scale"),
-    Fault("another target", "loss_fn(y, target)", OTHER_TARGET, "swapped-data"),
+    Fault("last in, first out", POPPED, "x, y = self.live.pop()", "mispaired", BACKWARD),
+    Fault("undivided loss", DIVIDED, "y = self.losses[-1]", "scale", BACKWARD),
+    Fault("loss by two", DIVIDED, "y = self.losses[-1] / 2", "scale", BACKWARD),
+    Fault("another target", "loss_fn(y, target)", OTHER_TARGET, "swapped-data", CALLED),
     Fault("older activation", SENT, f"self.send({OLDEST}.detach(), self.rank + 1)", "mispaired"),
     Fault("input sent on", SENT, "self.send(x, self.rank + 1)", "wrong-message"),
     Fault("cast on the wire", SENT, "self.send(y.detach().bfloat16().float(), self.rank + 1)", "rounded"),
     Fault("scaled gradient", SENT_BACK, "self.send(x.grad * 2, self.rank - 1)", "scale"),
     Fault("older gradient", SENT_BACK, SENT_OLDEST, "mispaired"),
-    Fault("one buffer", "buffer = torch.empty_like(like)", ONE_BUFFER, "overwritten", each=1),
+    Fault("one buffer", "buffer = torch.empty_like(like)", ONE_BUFFER, "overwritten", BACKWARD, each=1),
     Fault("cleared before backwards", POPPED, f"{POPPED}\n        self.stage.zero_grad()", "dropped"),
     Fault("cleared before forwards", CALLED, f"self.stage.zero_grad(False)\n        {CALLED}", "dropped dropped"),
     Fault("another output", BACKWARD, OTHER_OUTPUT, "dropped doubled"),
@@ -96,11 +103,11 @@ FAULTS = (
     Fault("forwards in disorder", "self.forward(m)", "self.forward(m ^ (not self.rank))", "swapped-data"),
     Fault("evaluation", CALLED, "y = self.stage.eval()(x)", "mode", layer=f"nn.BatchNorm1d(16), {LAYER}"),
     Fault("input detached", CALLED, "y = self.stage(x.detach())", ""),
-    Fault("output detached", CALLED, "y = self.stage(x).detach().requires_grad_()", "", found=False),
+    Fault("output detached", CALLED, "y = self.stage(x).detach().requires_grad_()", "", call=""),
     Fault("no gradients", CALLED, f"with torch.no_grad():\n            {CALLED}", ""),
     Fault("no leaf", ".requires_grad_()", "", ""),
     Fault("wrong peer", SENT_BACK, "self.send(x.grad, self.rank + 1)", "", hangs=True),
-    Fault("last backward skipped", "range(ahead):", "range(ahead - 1):", "", found=False, hangs=True),
+    Fault("last backward skipped", "range(ahead):", "range(ahead - 1):", "", call="", hangs=True),
 )
 
 

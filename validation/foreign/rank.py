@@ -206,7 +206,7 @@ class _Collector:
         self._names = handed.names if order.names is None else order.names
         parts, actions = self._parts(handed), handed.actions(self._rank)
         if handed.by_parameter is not None:
-            self._first_use.adds_to(handed.by_parameter)
+            self._first_use.adds_to(handed.by_parameter, handed.modules)
         told = handed.by_microbatch, handed.whole_loss, handed.norm
         unlike = _MASTERS if handed.masters else _GOES_ON if self._first_use.goes_on else ""
         most = None if handed.max_norm is None else float(handed.max_norm)

@@ -96,7 +96,8 @@ class Judge:
         self.ledger = Ledger(required.laws)
         self._place = Headings(observed.schedule.placement)
         self._scenarios = scenarios(required.plan)
-        self._evidence = self.ledger  # since the last update: what locates a fault
+        self._evidence = self.ledger.empty_copy()  # since the last update: what locates a fault
+        self._found = self.ledger.empty_copy()  # results of the operation that is being judged
         self.measured: Floors | None = None
         self._trained: dict[int, Collection[tuple[int | None, bool]]] = {}  # by operation: did they move?
 
@@ -105,6 +106,10 @@ class Judge:
         try:
             self.judge()
         except Exception as error:  # no one type: what ranks gave may be anything, and a reference the user's own
+            if self._required.results_decide and not self._found.failed:
+                self._set_aside("not every result was compared")
+            self.ledger.join(self._evidence)
+            self.ledger.join(self._found)
             return Crash.of(error)
         return None
 
@@ -143,7 +148,8 @@ class Judge:
 
     def _operation(self, number: int, laws: Scenarios) -> None:
         """Judge one operation: its results decide; calls, boundaries and starting weights locate what is wrong."""
-        evidence, results = self._evidence, self.ledger.empty_copy()
+        evidence = self._evidence
+        results = self._found = self.ledger.empty_copy()
         execution = Execution(self._required, self._observed, evidence)
         backward = self._required.plan[number] != "eval"
         answer = self._required.oracle.answer(number, execution.orders(number, laws, backward=backward))
@@ -157,6 +163,7 @@ class Judge:
         if same_start or right:
             execution.crossings(number, laws)
         self._conclude(number, execution, results, right=right and self._required.results_decide)
+        self._found = self.ledger.empty_copy()
 
     def _conclude(self, number: int, execution: Execution, results: Ledger, *, right: bool) -> None:
         """Enter what was found. ``right``: every result of the operation was compared, and is right."""
@@ -165,8 +172,7 @@ class Judge:
             self.ledger.join(results)  # the update that uses its gradients shows whether they are right
             return
         if right:
-            seen = [one for one in evidence.mismatches if not self._is_told(one)]
-            evidence.set_aside(seen, self._scenarios, "every result is right")
+            self._set_aside("every result is right")
         elif decide and self._required.plan[number] == "train":
             calls = self._calls_of_right_stages(number, results)
             evidence.set_aside(calls, self._scenarios, "gradients of the stage are right")
@@ -185,6 +191,11 @@ class Judge:
         else:
             self.ledger.join(results)
         self._evidence = self.ledger.empty_copy()
+
+    def _set_aside(self, why: str) -> None:
+        """Let what locates a fault decide nothing, but for what the step itself says."""
+        seen = [one for one in self._evidence.mismatches if not self._is_told(one)]
+        self._evidence.set_aside(seen, self._scenarios, why)
 
     def _calls_of_right_stages(self, number: int, results: Ledger) -> list[Mismatch]:
         """What calls show of stages whose gradients are right: no cause of what is wrong elsewhere."""

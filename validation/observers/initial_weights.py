@@ -48,6 +48,7 @@ class FirstUse:
         self._parts: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of DTensors, what this rank had
         self._sum_of: SumOf = _grad
         self._handed: Mapping[int, object] | None = None  # gradients that are not in ``.grad``
+        self._own: Mapping[tuple[int, str], nn.Parameter] = {}  # of the modules whose gradients these are
         self._begun: dict[int, Tensor] = {}  # gradients that were not zero, by the id of their parameter
 
     def __enter__(self) -> Self:
@@ -81,9 +82,14 @@ class FirstUse:
         self._known = frozenset()
         self._forget()
 
-    def adds_to(self, sums: Mapping[int, object]) -> None:
-        """What comes adds to these, by the ids of parameters, in place of ``.grad``, if nobody said to what else."""
+    def adds_to(self, sums: Mapping[int, object], modules: Collection[nn.Module]) -> None:
+        """What comes adds to these, by the ids of parameters, in place of ``.grad``, if nobody said to what else.
+
+        ``modules`` have these parameters: ``functional_call`` calls them with others.
+        """
         self._handed = sums if self._sum_of is _grad else None
+        parts = {part for module in modules for part in module.modules()}
+        self._own = {(id(part), n): one for part in parts for n, one in part._parameters.items() if one is not None}
 
     def _forget(self) -> None:
         for seen in (self._seen, self._at, self._parts, self._begun):
@@ -139,7 +145,7 @@ class FirstUse:
         passing = not isinstance(parameter, nn.Parameter)  # from functional_call, another one each time
         if id(parameter) not in self._seen and not (passing and place in self._at):
             self._seen[id(parameter)] = parameter, self._note(parameter)
-            self.sums.around(self._look_at_sum)(parameter)
+            self.sums.around(self._look_at_sum)(self._own.get(place, parameter))
         if id(parameter) in self._seen:
             self._at.setdefault(place, (module, self._seen[id(parameter)][1]))
 

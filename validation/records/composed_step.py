@@ -141,21 +141,18 @@ class _Made:
 
     def begun(self, stages: Mapping[int, nn.Module], first_use: FirstUse) -> dict[str, Tensor]:
         """What gradients were added to, where that was not zero."""
-        every = [(module, name, one) for module in stages.values() for name, one in _parameters(module)]
-        found = {self.name(module, name): first_use.begun(one) for module, name, one in every}
+        found = {name: first_use.begun(one) for name, one in self._parameters(stages)}
         return {name: one for name, one in found.items() if one is not None}
 
     def gradients(self, stages: Mapping[int, nn.Module]) -> dict[str, Tensor | FlatShard | None] | None:
         """Those that were handed back; None where they are in ``.grad``."""
         known = self.handed.by_parameter
-        if known is None:
-            return None
-        every = [(self.name(module, name), one) for module in stages.values() for name, one in _parameters(module)]
-        return {name: known.get(id(one)) for name, one in every}
+        return None if known is None else {name: known.get(id(one)) for name, one in self._parameters(stages)}
 
-
-def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [*module.named_parameters(remove_duplicate=False)]
+    def _parameters(self, stages: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+        for module in stages.values():
+            for name, one in module.named_parameters(remove_duplicate=False):
+                yield self.name(module, name), one
 
 
 @contextmanager

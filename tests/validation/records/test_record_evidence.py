@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -321,11 +322,10 @@ def test_too_much_to_keep_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_model_that_fails_while_the_cause_is_looked_for_leaves_the_verdict() -> None:
-    calls = []
+    calls = count()  # a check cannot put it back, as it does a list
 
     def fragile(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        calls.append(output)
-        if len(calls) > 3 * M:  # three passes make what is expected
+        if next(calls) > 3 * M:  # three passes, and one microbatch for its products, make what is expected
             raise KeyError("gone")
         return loss_fn(output, target)
 
