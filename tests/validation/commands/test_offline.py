@@ -61,7 +61,9 @@ def test_runs_of_many_steps_are_compared_by_their_folders(capsys: pytest.Capture
     capsys.readouterr()
     assert main([*compare, "--also", "runs/third", "--json", "run.json", "--html", "run.html"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("FAIL the runs part in step 2, updated-parameters of 2.bias first\n  cause     unknown\n  where")
+    assert out.startswith(
+        "FAIL the runs part in step 2, updated-parameters of 2.bias first\n  cause     unknown\n  where"
+    )
     assert "replay    pipeproof compare runs/good runs/seen --also runs/third\n" in out
     assert documented(Path("run.json").read_text())["verdicts"][0]["mismatches"][0]["step"] == 2
     assert "the runs part in step 2" in Path("run.html").read_text()
