@@ -18,6 +18,7 @@ from pipeproof.judging.verdict import names_of
 from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim
 from pipeproof.pipeline.action import Action
+from pipeproof.reference.step import Expected
 
 _LISTED = 4  # numbers in a sentence
 
@@ -41,6 +42,21 @@ class Due:
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def due_of(expected: Expected) -> Due:
+    """What the reference expects of an operation, by the names of parameters: each name has one site."""
+    return Due(
+        expected.operation,
+        (),
+        expected.losses,
+        None if expected.operation == "accumulate" else expected.loss,  # what accumulates reports no loss of its own
+        expected.norm,
+        before=expected.before,
+        gradients={name: gradient for (_, name), gradient in expected.gradients.items()},
+        parameters={name: parameter for (_, name), parameter in expected.parameters.items()},
+        buffers=expected.buffers,
+    )
 
 
 class Allowed(Protocol):

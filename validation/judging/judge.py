@@ -11,7 +11,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pipeproof.judging.comparison import Comparison, Due, hold_claim, leave_out, tell_of_unmoved
+from pipeproof.judging.comparison import Comparison, due_of, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.headings import Headings
@@ -63,21 +63,6 @@ class Where(TypedDict, total=False):
 
     rank: int
     stage: int
-
-
-def due_of(expected: Expected) -> Due:
-    """What the reference expects of an operation, by the names of parameters: each name has one site."""
-    return Due(
-        expected.operation,
-        (),
-        expected.losses,
-        None if expected.operation == "accumulate" else expected.loss,  # what accumulates reports no loss of its own
-        expected.norm,
-        before=expected.before,
-        gradients={name: gradient for (_, name), gradient in expected.gradients.items()},
-        parameters={name: parameter for (_, name), parameter in expected.parameters.items()},
-        buffers=expected.buffers,
-    )
 
 
 def _wider(seen: Tensor, due: Tensor) -> bool:

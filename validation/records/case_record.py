@@ -13,8 +13,9 @@ from pipeproof.cases.stages import owners
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import update_of
 from pipeproof.diagnosis.played import play
+from pipeproof.judging.comparison import due_of
 from pipeproof.judging.floors import Floors
-from pipeproof.judging.judge import due_of, one_thread
+from pipeproof.judging.judge import one_thread
 from pipeproof.judging.measured import versions
 from pipeproof.judging.pending import Pending
 from pipeproof.judging.tolerance import same_bits

@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from pipeproof.judging.comparison import due_of
 from pipeproof.judging.floors import Floors
-from pipeproof.judging.judge import due_of
 from pipeproof.judging.measured import versions
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.pending import Pending

@@ -78,6 +78,7 @@ class Came:
 
 _messages: list[_Posted] = []  # those that are open, and the last one
 _standing: dict[int, Any] = {}  # by thread, the work that it waits for
+_open: list[None] = []  # one for each ``noted_messages`` that is open
 _done: list[tuple[str, int, str]] = []  # what the rank did last: a kind of call, the number of that, and of what
 _parting: list[str] = []  # of what has ended, its last message
 _ways: Counter[tuple[str, int, int, int]] = Counter()  # how many messages went from a rank to a rank
@@ -101,9 +102,11 @@ def noted_messages() -> Iterator[None]:
     for name in kept:
         setattr(dist.ProcessGroup, name, _noting(name, getattr(dist.ProcessGroup, name)))
     setattr(dist.Work, _WAIT, _standing_in(dist.Work.wait))
+    _open.append(None)
     try:
         yield
     finally:
+        _open.pop()
         for name, method in kept.items():
             setattr(dist.ProcessGroup, name, method)
         setattr(dist.Work, _WAIT, wait)
@@ -131,8 +134,8 @@ def progress() -> str:
 
 
 def did(kind: str, number: int, what: str) -> None:
-    """Note what this rank has just done: such a call, the ``number``-th from 1 on, of ``what``."""
-    _done[:] = [(kind, number, what)]
+    """Note what this rank has just done, while messages are noted: such a call, the ``number``-th from 1 on."""
+    _done[:] = [(kind, number, what)] if _open else []
 
 
 def parting() -> str:

@@ -218,3 +218,12 @@ def stack_of_rank(_: RankContext) -> list[str]:
 
 def test_a_ranks_stack_begins_in_code_that_somebody_wrote(world: World) -> None:
     assert world.run(stack_of_rank, ranks=2) == [["stack_of_rank"]] * 2
+
+
+def test_what_was_done_while_nothing_was_noted_is_not_said_of_a_later_job() -> None:
+    posted.did("backward", 3, "its stage")
+    with posted.noted_messages():
+        assert posted.progress() == ""
+        posted.did("forward", 1, "its stage")
+        assert posted.progress() == "did forward 1 of its stage last"
+    assert posted.progress() == ""
