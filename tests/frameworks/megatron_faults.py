@@ -243,7 +243,7 @@ FAULTS = {
     ),
     "not-finalized": Fault(not_finalized, Layout(dp=2), "not-reduced", EACH_STAGE),
     "other-stream": Fault(
-        other_stream, Layout(), "swapped-data", ("rank 0, stage 0, microbatches 0, 1, 2, 3, action 0F0",)
+        other_stream, Layout(), "swapped-data", ("rank 0, stage 0, microbatches 0, 1, 2, 3, action 0F1",)
     ),
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", ("rank 1, stage 1, microbatch 2, action 1F2",)),
     "last-in-first-out": Fault(
