@@ -21,6 +21,7 @@ from pipeproof.foreign.survey import Both
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.tolerance import error, same_bits
+from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
 from pipeproof.observers.shards import Shard, gathered, sized, untiled
@@ -202,7 +203,9 @@ class Assembled:
         if fed:
             who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
             told.append(f"{who}: what came in, and the gradient of that, was not compared there")
-        return {"boundaries": "; ".join(told)} if told else {}
+        late = [stage.names[k] for stage in self.stages for k in sorted(stage.part.late & stage.names.keys())]
+        when = f"ranks wrote {names_of(late)} when the next operation used them: hand weights back once all are there"
+        return ({"boundaries": "; ".join(told)} if told else {}) | ({"updated-parameters": when} if late else {})
 
     @property
     def max_norm(self) -> float | None:

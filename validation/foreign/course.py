@@ -7,14 +7,13 @@ from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.rank import RankMade
 from pipeproof.foreign.reference_run import ReferenceRun
-from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.task import Task
 from pipeproof.judging.verdict import Verdict
 
 
 @dataclass
 class Course:
-    """Takes ``runs``, of which the first is there, as far as it can; ``made``: by operation, what every rank made.
+    """Takes ``runs``, of which the first is there, as far as it can; ``made``: by operation, all ranks' parts as one.
 
     ``halted`` says why it goes no further, ``raised`` what the reference raised there.
     """
@@ -57,8 +56,7 @@ class Course:
             return None
         task, known = self.task.operation(number, begun), first.found.contents
         model = task.built(self.device)
-        made = joined_parts(self.made[number], replicas, known)
-        found = Assembled(model, known, made, replicas, first.found.repeated, first.found, name)
+        found = Assembled(model, known, self.made[number], replicas, first.found.repeated, first.found, name)
         run = ReferenceRun(task, model, replicas, owner=first.found.owner, surveyed=found.watched)
         one = OperationRun(task, found, run, first.accumulation)
         _ = one.made  # raises what the reference does

@@ -72,7 +72,7 @@ class Part:
     after the step, each with where it lies in the whole (None: it is the whole), if they are wanted. ``begun``: what
     gradients were added to, where that was not zero. ``buffers``: those of the module, as the step left them. Of
     a ``later`` operation, ``locals`` have the contents of the first, and ``values`` all weights that it used.
-    ``routes``: what its routers chose.
+    ``routes``: what its routers chose. ``late``: the parameters that are written after the operation, when next used.
     """
 
     locals: tuple[Local, ...]
@@ -90,6 +90,7 @@ class Part:
     buffers: tuple[tuple[Local, Tensor], ...] = ()
     later: bool = False
     routes: Routes = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
 
     @property
     def nameless(self) -> bool:
@@ -145,13 +146,6 @@ def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
             made = [collect.made(result, sent_messages()) for result in results]
     products = products_in(context.device, sorts_in(model))
     return tuple(replace(one, products=products) for one in made)
-
-
-def join_messages(made: Sequence[RankMade]) -> None:
-    """Note at the messages that calls were given where they were sent."""
-    sent = {message: what for one in made for message, what in one.sent.items()}
-    for call in (call for one in made for part in one.parts for call in part.calls or ()):
-        call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
 
 
 def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:

@@ -17,12 +17,13 @@ from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.handed_back import HandBackError
+from pipeproof.foreign.late_weights import with_late_weights
 from pipeproof.foreign.layerwise import Build, Layered
 from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.mutate import Mutated, mutated
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import MakesOptimizer
-from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
+from pipeproof.foreign.rank import Order, RankMade, Step, digests, run_step
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
@@ -211,8 +212,9 @@ class WhiteBox:
             return random_reference(title, task, second.other_weights)
         if failure is not None:
             return _failed(title, failure)
-        joined, repeated = joined_parts(made[0], replicas, known), partial(first.repeated, self.world.device)
-        found = Assembled(model, known, joined, replicas, repeated, name=task.plan[0])
+        joined = with_late_weights([joined_parts(one, replicas, known) for one in made])
+        repeated = partial(first.repeated, self.world.device)
+        found = Assembled(model, known, joined[0], replicas, repeated, name=task.plan[0])
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
@@ -220,7 +222,7 @@ class WhiteBox:
             return undecided(title, other)
         run = ahead.settled(found.owner, watched=found.watched)
         begun = OperationRun(first, found, run, accumulation_of(made[0], replicas))
-        course = Course(task, self.world.device, made, [begun])
+        course = Course(task, self.world.device, joined, [begun])
         course.run()
         return course.concluded(judged_runs(title, task, course.runs, second, halted=course.halted))
 
@@ -233,8 +235,15 @@ class WhiteBox:
             return [], failure
         made = [list(operation) for operation in zip(*rows, strict=True)]
         for operation in made:
-            join_messages(operation)
+            _join_messages(operation)
         return made, None
+
+
+def _join_messages(made: Sequence[RankMade]) -> None:
+    """Note at the messages that calls were given where they were sent."""
+    sent = {message: what for one in made for message, what in one.sent.items()}
+    for call in (call for one in made for part in one.parts for call in part.calls or ()):
+        call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:

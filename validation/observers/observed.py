@@ -227,8 +227,9 @@ class Observed:
         return {site: value for rank in self.ranks for site, value in (rank[operation].before or {}).items()}
 
     def held(self, operation: int) -> list[Site]:
-        """Every site that a rank has a parameter for, or at least a gradient, as often as it has one."""
-        return [site for rank in self.ranks for site in (rank[operation].parameters or rank[operation].gradients or {})]
+        """Every site that a rank has a parameter or a gradient for, as often as ranks have one."""
+        own = [rank[operation] for rank in self.ranks]
+        return [site for one in own for site in {**(one.parameters or {}), **(one.gradients or {})}]
 
     def started(self) -> dict[Site, Tensor]:
         """Every rank's parameters before the first operation, together."""
