@@ -18,9 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import corpus
 from composed_reach import AS_TOLD, HANGS, OUT_OF_REACH, SEEN_AS
+from corpus import Values
 from truth_async import faults as async_faults
 from truth_async import rights as async_rights
 from truth_axes import axes
@@ -31,10 +35,12 @@ from truth_functional import faults as functional_faults
 from truth_functional import rights as functional_rights
 from truth_jobs import jobs
 from truth_mixtures import mixtures
+from truth_narrow import narrow
 from truth_rights import rights
 from truth_specimens import counts_of, tried, truth_of, wanted
 
 from pipeproof.cases.case import Case
+from pipeproof.cases.fuzz import Tally, fuzz
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import CONTROLS, SPECIMENS
@@ -46,8 +52,10 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
 
 PARTS = (
-    *("faults", "mixtures", "axes", "rights", "functional", "async", "jobs", "specimens", "composed", "cut", "cases"),
+    *("faults", "mixtures", "axes", "rights", "functional", "async", "jobs", "narrow", "specimens", "composed", "cut"),
+    *("cases", "links", "fuzz"),
 )
+FUZZED = 6000
 _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")
 
 
@@ -60,6 +68,7 @@ class Row:
     watched: bool
     checked: Checked | None
     raised: str = ""
+    values: Values | None = None
 
     @property
     def naming(self) -> str:
@@ -87,57 +96,95 @@ class Row:
         return f"{self.part:<10} {how:<8} {self.naming:<10} {named:<20} {len(self.false):>2} false  {self.title}"
 
 
-def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], world: World) -> Iterator[Row]:
-    """Every run of ``parts`` whose title has one of ``only`` in it.
+@dataclass(frozen=True)
+class Try:
+    """A run, which ``rows`` makes: one row for each way in which it is seen."""
+
+    part: str
+    title: str
+    rows: Callable[[], Iterable[Row]]
+
+
+def tries(parts: Sequence[str], schedules: Sequence[str], world: World) -> Iterator[Try]:
+    """Every run of ``parts``.
 
     An empty schedule stands for each specimen's smallest case.
     """
-
-    def chosen(title: str) -> bool:
-        return not only or any(one in title for one in only)
-
     whitebox = WhiteBox(world)
     parts_of: Mapping[str, Iterable[Any]] = {
         **{"faults": FAULTS, "mixtures": mixtures(), "axes": axes(), "rights": rights(), "jobs": jobs()},
         "functional": (*functional_rights(), *functional_faults()),
         "async": (*async_rights(), *async_faults()),
+        "narrow": narrow(),
     }
     for part, foreign in parts_of.items():
         for one in foreign if part in parts else ():
-            for watched in getattr(one, "ways", (True, False)) if chosen(one.title) else ():
-                verdict = partial(one.verdict, whitebox, watched=watched)
-                yield row(part, one.title, watched, one.truth, verdict, getattr(one, "counts", COUNTS))
-    for case in _cases() if "cases" in parts else ():
-        if chosen(str(case)):
-            yield row("cases", str(case), True, Truth(), lambda: judge(case, observe(case, world)))  # noqa: B023
-    for schedule in schedules if "specimens" in parts else ():
-        for case in wanted((), [schedule] if schedule else ()):
-            yield from of_specimen(case, world) if chosen(str(case)) else ()
-    for schedule in schedules if "composed" in parts else ():
-        for case in wanted((), [schedule] if schedule else ()):
-            if chosen(str(case)) and case.specimen not in {*OUT_OF_REACH, *HANGS}:
-                yield of_links(case, world)
+            yield Try(part, one.title, partial(of_foreign, part, one, whitebox))
+    for part, right in {"cases": cases, "links": cases, "fuzz": partial(drawn_cases, FUZZED)}.items():
+        for case in right() if part in parts else ():
+            yield Try(part, title_of(part, case), partial(of_right, part, case, world))
+    for part, wrong in {"specimens": of_specimen, "composed": of_links}.items():
+        for case in planted(schedules) if part in parts else ():
+            if part == "specimens" or case.specimen not in {*OUT_OF_REACH, *HANGS}:
+                yield Try(part, title_of(part, case), partial(wrong, case, world))
     for one in cuts() if "cut" in parts else ():
-        if chosen(one.title):
-            yield row("cut", one.title, True, one.truth, partial(one.verdict, world), one.counts)
+        yield Try("cut", one.title, partial(of_cut, one, world))
+
+
+def title_of(part: str, case: Case) -> str:
+    """What a run of ``case`` is called."""
+    return f"{case} --check composed" if part in ("links", "composed") else str(case)
+
+
+def planted(schedules: Sequence[str]) -> Iterator[Case]:
+    """Cases of all specimens on ``schedules``."""
+    for schedule in schedules:
+        yield from wanted((), [schedule] if schedule else ())
 
 
 def row(
     part: str, title: str, watched: bool, truth: Truth, verdict: Callable[[], Verdict], counts: Counts = COUNTS
 ) -> Row:
     """What became of one run."""
+    faulty = bool(truth.kinds)
     try:
         found = verdict()
-        if found.failure and not truth.kinds:
-            return Row(part, title, watched, None, found.headline)
-        return Row(part, title, watched, check(found, truth, counts, watched=watched))
+        if found.failure and not faulty:
+            return valued(Row(part, title, watched, None, found.headline), faulty)
+        return valued(Row(part, title, watched, check(found, truth, counts, watched=watched)), faulty, found)
     except Exception as error:  # whatever a run raises is what became of it
-        return Row(part, title, watched, None, _first_line(error))
+        return valued(Row(part, title, watched, None, _first_line(error)), faulty)
+
+
+def valued(one: Row, faulty: bool, verdict: Verdict | None = None) -> Row:
+    """``one``, with the values that a baseline keeps."""
+    name = f"{one.part} | {'watched' if one.watched else 'final'} | {one.title}"
+    values = Values.of(name, faulty=faulty, verdict=verdict, checked=one.checked, raised=one.raised)
+    return replace(one, values=values)
 
 
 def _first_line(error: Exception) -> str:
     """What was raised, as far as a person wants to read it in a list."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+
+
+def of_foreign(part: str, one: Any, whitebox: WhiteBox) -> Iterator[Row]:
+    """A foreign run, in each way that it is seen."""
+    for watched in getattr(one, "ways", (True, False)):
+        verdict = partial(one.verdict, whitebox, watched=watched)
+        yield row(part, one.title, watched, one.truth, verdict, getattr(one, "counts", COUNTS))
+
+
+def of_right(part: str, case: Case, world: World) -> Iterator[Row]:
+    """A case of our own that is right: beside the reference, or held against itself, link by link."""
+    composed = partial(validate_composed, case, world)
+    verdict = composed if part == "links" else lambda: judge(case, observe(case, world))
+    yield row(part, title_of(part, case), True, Truth(), verdict)
+
+
+def of_cut(one: Any, world: World) -> Iterator[Row]:
+    """A fault of a stage that is cut inside."""
+    yield row("cut", one.title, True, one.truth, partial(one.verdict, world), one.counts)
 
 
 def of_specimen(case: Case, world: World) -> Iterator[Row]:
@@ -146,21 +193,33 @@ def of_specimen(case: Case, world: World) -> Iterator[Row]:
     try:
         for one in tried(case, world):
             checked = check(one.verdict, truth, counts, watched=one.watched)
-            yield Row("specimens", one.title, one.watched, checked)
+            yield valued(Row("specimens", one.title, one.watched, checked), True, one.verdict)
     except Exception as error:  # whatever a run raises is what became of it
-        yield Row("specimens", str(case), True, None, _first_line(error))
+        yield valued(Row("specimens", str(case), True, None, _first_line(error)), True)
 
 
-def of_links(case: Case, world: World) -> Row:
+def of_links(case: Case, world: World) -> Iterator[Row]:
     """The verdict on a case with a specimen that is held against itself, link by link."""
     name, counts = case.specimen, counts_of(case)
     known = truth_of(SPECIMENS[name], case)
     known = replace(known, kinds=(*known.kinds, *([SEEN_AS[name]] if name in SEEN_AS else ())))
     known = replace(known, wrong=known.wrong - AS_TOLD.get(name, frozenset()))
-    return row("composed", f"{case} --check composed", True, known, lambda: validate_composed(case, world), counts)
+    yield row("composed", title_of("composed", case), True, known, partial(validate_composed, case, world), counts)
 
 
-def _cases() -> Iterator[Case]:
+def drawn_cases(count: int) -> list[Case]:
+    """As many cases as ``fuzz`` draws from seed 0, each once."""
+    found, tally = dict[Case, None](), Tally(count)
+
+    def noted(case: Case, world: Any) -> Verdict:
+        found[case] = None
+        return Verdict("", "pass", "bitwise", ())
+
+    fuzz(SimpleNamespace(simulation=None), tally, run=noted)  # type: ignore[arg-type]
+    return [*found]
+
+
+def cases() -> Iterator[Case]:
     """Cases of our own that are right, and the catalogue's changes that are no faults."""
     models = ("gpt", "gpt-tied", "mlp", "dropout", "batchnorm", "frozen", "twice")
     more = ("", "ragged", "loss=tokens unequal", "dtype=bf16", "ragged", "dtype=fp64", "")
@@ -214,6 +273,15 @@ def told(one: Row) -> Iterator[str]:
         yield "    NOT CAUGHT"
 
 
+def compare(path: str, found: Mapping[str, Values], terminal: Terminal) -> int:
+    """Print what is otherwise than in the file; 1 where some of it may not be."""
+    before = corpus.read(corpus.BASELINE if path == "baseline" else Path(path))
+    changes = list(corpus.transitions(before, found.values()))
+    terminal.say("\n".join(map(str, sorted(changes, key=lambda one: (not one.forbidden, one.what)))))
+    terminal.say(corpus.summary(changes, len(found.keys() & before.keys())))
+    return 1 if any(one.forbidden for one in changes) else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, print the table and every false sentence; returns the exit status."""
     parser = argparse.ArgumentParser(prog="truth", description=__doc__)
@@ -222,23 +290,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedule", default="", help="specimens on these schedules, not in their smallest cases")
     parser.add_argument("--only", default="", help="runs whose titles have one of these texts, separated by commas")
     parser.add_argument("--json", help="write every run there")
+    parser.add_argument("--keep", type=Path, help="a file of rows: those that it has are not run again, others added")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one run in N alone")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="with --every: the one to begin with")
+    parser.add_argument("--against", metavar="FILE", help="print what changed since FILE or baseline")
     chosen = parser.parse_args(arguments)
-    terminal, found = Terminal(), list[Row]()
+    terminal = Terminal()
     schedules = ["", *FAMILIES] if chosen.all else chosen.schedule.split(",")
     parts, only = chosen.part.split(","), [text for text in chosen.only.split(",") if text]
     for what, known in ((parts, PARTS), (schedules, ("", *FAMILIES))):
         if unknown := [name for name in what if name not in known]:
             parser.error(f"{', '.join(unknown)}: known are {', '.join(filter(None, known))}")
+    kept = {} if chosen.keep is None else corpus.read(chosen.keep)
+    done = {(one.part, one.title) for one in kept.values()}
+    found = list[Row]()
     with World(timeout_s=60.0, most_groups=100) as world:
-        for one in rows(parts, schedules, only, world):
-            found.append(one)
-            terminal.say("\n".join([str(one), *told(one)]))
+        every = [one for one in tries(parts, schedules, world) if not only or any(text in one.title for text in only)]
+        for run in (run for run in every[chosen.first :: chosen.every] if (run.part, run.title) not in done):
+            for one in run.rows():
+                found.append(one)
+                terminal.say("\n".join([str(one), *told(one)]))
+                if chosen.keep is not None and one.values is not None:
+                    with chosen.keep.open("a") as file:
+                        print(one.values.line(), file=file)
     terminal.say("\n" + table(found))
     if titles := worse(found):
         terminal.say("named worse where more was seen: " + "; ".join(titles))
     if chosen.json:
         with open(chosen.json, "w") as file:
             json.dump([asdict(one) | {"false": [list(false) for false in one.false]} for one in found], file, indent=1)
+    if chosen.against is not None:
+        return compare(chosen.against, kept | {one.values.row: one.values for one in found if one.values}, terminal)
     return 0 if found and all(one.sound for one in found) else 1
 
 

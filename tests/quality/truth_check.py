@@ -236,7 +236,7 @@ def _downstream(where: Claim, truth: Truth) -> bool:
 
 def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:
     """Causes that are told as alternatives though all of them hold."""
-    if not any(claim.role == "or" for claim in found):
+    if not truth.kinds or not any(claim.role == "or" for claim in found):
         return
     causes = [claim for claim in found if claim.role in ("cause", "or") and claim.place is not None]
     stages = {c.place.stage for c in causes if c.kind in truth.kinds and c.place is not None} - {None}

@@ -227,9 +227,8 @@ class Observed:
         return {site: value for rank in self.ranks for site, value in (rank[operation].before or {}).items()}
 
     def held(self, operation: int) -> list[Site]:
-        """Every site that a rank has a parameter or a gradient for, as often as ranks have one."""
-        own = [rank[operation] for rank in self.ranks]
-        return [site for one in own for site in {**(one.parameters or {}), **(one.gradients or {})}]
+        """Every site that a rank has a gradient for, or at least a parameter, as often as ranks have one."""
+        return [site for rank in self.ranks for site in (rank[operation].gradients or rank[operation].parameters or {})]
 
     def started(self) -> dict[Site, Tensor]:
         """Every rank's parameters before the first operation, together."""

@@ -188,9 +188,10 @@ def test_a_parameter_that_nobody_or_somebody_else_holds_fails(observed: Observed
     last = len(CASE.plan) - 1
 
     def moved(seen: RankOperation) -> RankOperation:
-        kept = dict(seen.parameters or {})
-        stray = kept.pop(SLOT)
-        return replace(seen, parameters={**kept, (1, SLOT[1]): stray})
+        gradients, parameters = dict(seen.gradients or {}), dict(seen.parameters or {})
+        for held in (gradients, parameters):
+            held[1, SLOT[1]] = held.pop(SLOT)  # type: ignore[assignment]
+        return replace(seen, gradients=gradients, parameters=parameters)
 
     verdict = judge(CASE, altered(observed, moved, operation=last))
     assert "parameters-once" in failing(verdict)
