@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 terminal.say("\n".join([str(one), *told(one)]))
                 if chosen.keep is not None and one.values is not None:
                     with chosen.keep.open("a") as file:
-                        print(one.values.line(), file=file)
+                        file.write(one.values.line() + "\n")
     terminal.say("\n" + table(found))
     if titles := worse(found):
         terminal.say("named worse where more was seen: " + "; ".join(titles))
