@@ -280,7 +280,7 @@ class ComposedCheck(CheckedStep):
 
     def _once_more(self, again: StagesAgain, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
         """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
-        lines, known = self._lines, (self._by.loss_divisor, self.microbatches)
+        lines, known = self._lines, (self._by.contract.loss_divisor, self.microbatches)
         left = self._own.gradients if named is None else named
         with self.noting():
             scales = dict.fromkeys((self._scale, self._by.scale))
@@ -322,8 +322,9 @@ class ComposedCheck(CheckedStep):
 
     @property
     def _scaling(self) -> LossScale | None:
-        """How losses are scaled, if a scaler says so."""
-        return None if self._by.scaler is None else LossScale(self._way.scaled, self._by.scale, self._scale)
+        """How losses are scaled, if a scaler or the contract says so."""
+        said = self._by.scaler is not None or self._by.contract.loss_scale is not None
+        return LossScale(self._way.scaled, self._by.scale, self._scale) if said else None
 
     def _by_scale(self, cause: Cause) -> Cause:
         counts = self.microbatches, self._exchange.ranks, sum(len(one.stages) for one in self._starts)
@@ -384,7 +385,7 @@ class ComposedCheck(CheckedStep):
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
             data = next(one for one in brought if one is not None)
             of_all = self._places, self._first, counted, no_norm
-            divisor = self._lines.own_divisor(self._by.loss_divisor, len(data))
+            divisor = self._lines.own_divisor(self._by.contract.loss_divisor, len(data))
             wholes.append(Whole(own, data, divisor, *of_all, only=self._only, by=self._by))
         which = "" if self._only is None else f"stage {self._only} of "
         title, replicas = f"{which}a step of this job, link by link", self._lines.replica_of_rank

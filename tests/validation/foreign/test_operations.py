@@ -55,7 +55,7 @@ def too_many(operations: Operations) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
-        (plain, "step returned a tuple; with steps= it yields what it made of each"),
+        (plain, "step returned a tuple; with operations= it yields what it made of each"),
         (all_at_once, "step asked for another operation before it handed back operation 1: it yields"),
         (too_few, "step handed back 1 of 2 operations"),
         (too_many, "step handed back more than its operations"),
