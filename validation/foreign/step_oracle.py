@@ -68,7 +68,7 @@ class StepOracle:
         if name == "eval":
             floors = Floors(reference, [Pending(expected, batches, orders)])  # as of a train: by gradients, too
             return Answer(replace(expected, gradients={}, norm=None), floors, math.inf)
-        self._pending.append(Pending(expected, batches, orders))
+        self._pending.append(Pending(expected, batches, orders, reference))
         if name == "accumulate":
             self._sums = reference.accumulate(one.made, orders=orders, onto=self._sums)
             return Answer(replace(expected, gradients={}, norm=None), Floors(reference, self._pending), math.inf)

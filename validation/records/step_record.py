@@ -127,7 +127,8 @@ def _performed(
     batches = [Batch.of(*pair).to(str(next(own.parameters()).device)) for pair in microbatches]
     recipe = replace(recipe, optimizer=lambda some: stepping or sgd(some))
     orders = dict.fromkeys({0, *(one for held in stages.values() for one in held)}, range(len(batches)))
-    return Pending(_reference(own, recipe, stages).perform("train", batches, orders=orders), batches, orders)
+    expected = _reference(own, recipe, stages).perform("train", batches, orders=orders)
+    return Pending(expected, batches, orders)
 
 
 def write_record(record: Record, path: str) -> None:
