@@ -37,7 +37,7 @@ from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
-from pipeproof.records.by_hand import addends_of, by_hand, sizes_of
+from pipeproof.records.by_hand import addends_of, enter_times, sizes_of
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
@@ -297,7 +297,7 @@ class ComposedCheck(CheckedStep):
             everyones = [one for those in self._gather(addends, "how large gradients are") for one in those]
             again.take_sizes(sizes_of(everyones, together=lines.together))
         if again.times is not None:
-            self._ledger.remark("boundaries", by_hand(again.times))
+            enter_times(again.times, self._by.contract.loss_scale, self._ledger)
         with self.noting():
             again.as_agreed(self._snapshot)
         return here

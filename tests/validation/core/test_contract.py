@@ -1,12 +1,19 @@
 """What a contract may say, and the sentence where it may not."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pipeproof import Contract, ContractError
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
+from tests.support.pipeline_here import DATA, Job, checked, layers
+from tests.support.steps import blocks, loss_fn, pairs
 
 
 @pytest.mark.parametrize(
@@ -82,3 +89,122 @@ def test_a_word_that_nothing_reads_is_refused() -> None:
     Contract(loss_divisor=2).reads(("loss_divisor",), "here")
     with pytest.raises(ContractError, match="max_norm of the contract is not read here: say it there"):
         Contract(loss_divisor=2, max_norm=1.0).reads(("loss_divisor",), "here", "say it there")
+
+
+# What words do to a verdict: a step that does what its contract says passes, and one that does not is told so.
+
+SCALE, BOUND = 1024.0, 0.05
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a watched model on one rank: losses are scaled by ``times``, sums divided by ``by``, then clipped."""
+
+    times: float = 1.0
+    by: float = 1.0
+    clips: float | None = None
+    handed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+        stage, optimizer, losses = watch(model), sgd(model), []
+        for x, target in microbatches:
+            losses.append(loss_fn(stage(x), target))
+            (losses[-1] * self.times).backward()
+        for one in model.parameters():
+            assert one.grad is not None, "all are trained"
+            one.grad /= self.by
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        if self.clips is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clips)
+        optimizer.step()
+        return HandedBack(model, losses, gradients=gradients, **self.handed)
+
+
+def judged(whitebox: WhiteBox, step: Step, **said: Any) -> Verdict:
+    given = {"reference": blocks, "microbatches": pairs(4), "ranks": 1, "loss_fn": loss_fn, "optimizer": sgd}
+    return whitebox.validate(step, contract=Contract(**said), **given)
+
+
+LATE = Accumulation(late=True)
+RIGHT: dict[str, tuple[Step, dict[str, Any]]] = {
+    "loss_divisor": (Step(times=0.5), {"loss_divisor": 2}),
+    "loss_scale": (Step(times=SCALE / 4, by=SCALE), {"loss_scale": SCALE}),
+    "loss_scale, handed back, too": (
+        Step(times=SCALE / 4, by=SCALE, handed={"loss_scale": SCALE}),
+        {"loss_scale": SCALE},
+    ),
+    "accumulation": (Step(by=4.0), {"accumulation": LATE}),
+    "max_norm": (Step(times=0.25, clips=BOUND), {"max_norm": BOUND}),
+    "max_norm, handed back alone": (Step(times=0.25, clips=BOUND, handed={"max_norm": BOUND}), {}),
+}
+
+
+@pytest.mark.parametrize("word", RIGHT)
+def test_a_step_that_does_what_it_claims_passes(whitebox: WhiteBox, word: str) -> None:
+    step, said = RIGHT[word]
+    verdict = judged(whitebox, step, **said)
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("gradient").exact == 8, "bit for bit"
+
+
+WRONG: dict[str, tuple[Step, dict[str, Any], str, str]] = {  # the law that is broken, and the kind of cause
+    "no divisor": (Step(), {}, "gradient", "scale"),
+    "another divisor": (Step(times=0.25), {"loss_divisor": 2}, "gradient", "scale"),
+    "not unscaled": (Step(times=SCALE / 4), {"loss_scale": SCALE}, "gradient", "not-unscaled"),
+    "clipped, and none was said": (Step(times=0.25, clips=BOUND), {}, "updated-parameters", "update"),
+    "not clipped": (Step(times=0.25), {"max_norm": BOUND}, "updated-parameters", "clip"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_step_that_does_not_fails(whitebox: WhiteBox, name: str) -> None:
+    step, said, law, kind = WRONG[name]
+    verdict = judged(whitebox, step, **said)
+    assert verdict.verdict == "fail", verdict
+    assert verdict.law(law).outcome == "fail", verdict
+    assert [cause.kind for cause in verdict.cause] == [kind], verdict
+
+
+@pytest.mark.parametrize(
+    ("said", "handed"),
+    [
+        ({"loss_scale": SCALE}, {"loss_scale": 2.0}),
+        ({"max_norm": BOUND}, {"max_norm": 1.0}),
+        ({"accumulation": LATE}, {"accumulation": Accumulation(torch.float64)}),
+    ],
+)
+def test_what_is_handed_back_may_not_contradict_the_contract(
+    whitebox: WhiteBox, said: dict[str, Any], handed: dict[str, Any]
+) -> None:
+    verdict, (word,) = judged(whitebox, Step(times=0.25, handed=handed), **said), said
+    assert verdict.verdict == "unknown"
+    assert f"handed back {word}=" in verdict.headline
+    assert f"declare {word}=" in verdict.headline
+
+
+OTHER = "losses were multiplied by 2, and the contract says loss_scale=1024: declare loss_scale=2, if that is meant"
+TAKEN = "losses were multiplied by 1024 and gradients divided by it: that was taken as meant"
+
+
+@pytest.mark.parametrize(
+    ("times", "by", "said", "kinds", "note"),
+    [
+        (SCALE, SCALE, {"loss_scale": SCALE}, [], ""),
+        (SCALE, SCALE, {}, [], TAKEN),
+        (SCALE, None, {"loss_scale": SCALE}, ["not-unscaled"], ""),
+        (2.0, 2.0, {"loss_scale": SCALE}, None, OTHER),
+    ],
+)
+def test_a_composed_check_reads_the_loss_scale(
+    times: float, by: float | None, said: dict[str, Any], kinds: list[str] | None, note: str
+) -> None:
+    """``by``: what gradients are divided by at last; None: they are not."""
+    job = Job(layers(torch.tanh, torch.tanh), DATA[:2], times=times if by is None else times / 2, late=by)
+    verdict = checked(job, contract=Contract(**said))
+    assert verdict.verdict == ("unknown" if kinds is None else "fail" if kinds else "pass"), verdict
+    assert [cause.kind for cause in verdict.cause] == (kinds or []), verdict
+    assert verdict.law("boundaries").note == note
