@@ -41,7 +41,8 @@ class Contract:
     or by a pattern, such as ``"mlp.gate"``; several where step and reference call them otherwise. What these choose, by
     ``topk``, ``argmax`` or ``max`` in their forward, is compared token by token, and the reference follows the step
     where the two differ by rounding. names: what the step's parameters are called in the reference: prefixes and what
-    replaces them, or a function of the name, or of name, rank and number of the module there.
+    replaces them, or a function of the name, or of name, rank and number of the module there. warmup: a whole number.
+    So many first calls of each watched module are no microbatch's, such as one that tells shapes. The default is 0.
 
     Raises ``ContractError`` for a value that a word cannot have.
     """
@@ -54,6 +55,7 @@ class Contract:
     outputs: Outputs | None = None
     routers: str | Sequence[str] = ()
     names: Names | None = None
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         for word in ("loss_divisor", "loss_scale", "max_norm"):
@@ -67,6 +69,8 @@ class Contract:
             raise ContractError(f"outputs is {self.outputs!r}: expected a function of output and target")
         object.__setattr__(self, "routers", _routers(self.routers))
         _check_names(self.names)
+        if type(self.warmup) is not int or self.warmup < 0:
+            raise ContractError(f"warmup is {self.warmup!r}: expected how many first calls are no microbatch's, from 0")
 
     @property
     def plan(self) -> tuple[str, ...]:

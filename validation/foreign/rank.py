@@ -244,7 +244,7 @@ class _Collector:
                 values[len(locals_)] = seen.value
             locals_.append(Local(name, renamed(self._names, name, rank=self._rank, chunk=chunk), identical, content))
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
-        calls = self._watcher.calls(module)
+        calls = self._watcher.calls(module, warmup=self._order.contract.warmup if self._first is None else 0)
         parameters = [parameter for *_, parameter in parameters_of(module)]
         gradients, shards = in_parts(held)
         shards = {k: shard.in_all(parameters[k].shape) for k, shard in shards.items()}

@@ -146,7 +146,7 @@ class WhiteBox:
         model = Layered(layers, tuple(microbatches), loss_fn, self.world.device)
         model.check()
         Task(step, layers[0], model.microbatches, loss_fn, contract=contract).check()
-        contract.reads(("loss_divisor", "loss_scale", "accumulation", "names"), "layer by layer")
+        contract.reads(("loss_divisor", "loss_scale", "accumulation", "names", "warmup"), "layer by layer")
         judge = partial(self.validate, step, ranks=ranks, contract=contract, timeout_s=timeout_s)
         for piece in model.windows():
             verdict = judge(reference=piece.window, microbatches=piece.microbatches, loss_fn=piece.window.loss_fn)

@@ -101,6 +101,7 @@ def _told(own: RankStages, against: AgainstItself) -> dict[str, object]:
         "loss_divisor": against.contract.loss_divisor,
         "loss_scale": against.contract.loss_scale,
         "max_norm": against.max_norm,
+        "warmup": against.contract.warmup,
         "scaler": _given(against.scaler),
         "build": _given(against.build),
         "stages": against.stages,

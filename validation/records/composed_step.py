@@ -90,7 +90,8 @@ class _Made:
         self._check()
         modules = self._modules
         names = [frozenset(self._names[id(module)].values()) for module in modules]
-        calls = [self.watcher.calls(module) or [] for module in modules]
+        warmup = self.order.contract.warmup
+        calls = [self.watcher.calls(module, warmup=warmup) or [] for module in modules]
         told = told_by(self.handed.actions(self.rank), calls)
         mine = Modules(names, [Flow.of(one) for one in calls], told), self.sent
         every: list[tuple[Modules, Mapping[Message, Sent]]] = exchange().gather(

@@ -36,6 +36,8 @@ from tests.support.steps import blocks, loss_fn, pairs
         ({"outputs": ["logits"]}, "outputs is \\['logits'\\]: expected a function of output and target"),
         ({"routers": 3}, "routers is 3: expected the name of the modules that choose experts"),
         ({"routers": ["a", ""]}, "routers is \\['a', ''\\]"),
+        ({"warmup": -1}, "warmup is -1: expected how many first calls are no microbatch's, from 0"),
+        ({"warmup": 1.0}, "warmup is 1.0"),
         ({"names": 3}, "names is 3: expected prefixes and what replaces them, or a function of a name"),
         ({"names": {"a": 1}}, "names is {'a': 1}"),
     ],
@@ -55,6 +57,7 @@ def test_every_word_has_a_value_that_is_taken() -> None:
         outputs=dict,
         routers="gate",
         names={"a": "b"},
+        warmup=2,
     )
     assert (said.operations, said.routers) == ((("train", 3), ("eval", 1)), ("gate",))
     assert Contract(names=str.upper).plan == ("train",)
@@ -208,3 +211,50 @@ def test_a_composed_check_reads_the_loss_scale(
     assert verdict.verdict == ("unknown" if kinds is None else "fail" if kinds else "pass"), verdict
     assert [cause.kind for cause in verdict.cause] == (kinds or []), verdict
     assert verdict.law("boundaries").note == note
+
+
+@dataclass
+class Warm(Job):
+    """Runs its first microbatches first, and clears what that gave."""
+
+    first: int = 0
+
+    def step(self) -> list[float]:
+        for m in range(self.first):
+            self._train(m, *self.data[m])
+        for stage in self.stages:
+            stage.zero_grad()
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("first", "warmup", "kinds"),
+    [(1, 1, []), (2, 2, []), (1, 0, ["doubled"]), (2, 1, ["doubled"]), (1, 2, ["dropped"])],
+)
+def test_first_calls_that_are_no_microbatchs_have_to_be_said_in_a_composed_check(
+    first: int, warmup: int, kinds: list[str]
+) -> None:
+    verdict = checked(Warm(layers(torch.tanh, torch.tanh), first=first), contract=Contract(warmup=warmup))
+    assert (verdict.verdict == "pass") == (not kinds), verdict
+    assert [cause.kind for cause in verdict.cause] == kinds, verdict
+
+
+def warmed(model: nn.Module, microbatches: list[Any]) -> HandedBack:
+    """A step whose model is called once before it."""
+    stage = watch(model)
+    loss_fn(stage(microbatches[0][0]), microbatches[0][1]).backward()
+    model.zero_grad()
+    losses = [loss_fn(stage(x), target) for x, target in microbatches]
+    (sum(losses) / len(losses)).backward()
+    return HandedBack(model, losses)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "note"), [(1, ""), (0, "1 call of stage 0 beside those"), (2, "and every result is right: first rank 0")]
+)
+def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, warmup: int, note: str) -> None:
+    given = {"reference": blocks, "microbatches": pairs(4), "ranks": 1, "loss_fn": loss_fn}
+    verdict = whitebox.validate(warmed, contract=Contract(warmup=warmup), **given)
+    assert verdict.verdict == "pass", verdict
+    assert note in (law := verdict.law("microbatches")).note
+    assert bool(law.note) == bool(note)
