@@ -1,7 +1,7 @@
 """How the gradients of microbatches are added up: by whom, and in which types."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ class Accumulation:
     def total(self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None) -> Gradient:
         """``onto``, and ``parts`` by microbatch, in this ``order``. None where all are."""
         return self.reduced(self.of_each(parts, order, onto=onto))
+
+    def dealt(self, shares: Sequence[Sequence[int]]) -> "Accumulation":
+        """The same, where replicas have these microbatches; where one has all, it has these."""
+        return replace(self, shares=tuple(map(tuple, shares))) if self.shares else self
 
     def of_each(
         self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None, stage: int = 0

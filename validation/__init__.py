@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
+    from pipeproof.core.contract import Contract as Contract
+    from pipeproof.core.contract import ContractError as ContractError
     from pipeproof.foreign.task import WhiteBoxError as WhiteBoxError
     from pipeproof.judging.verdict import NoVerdict as NoVerdict
     from pipeproof.judging.verdict import PipelineMismatch as PipelineMismatch
@@ -43,6 +45,8 @@ _HOMES = {
     "Case": "cases.case",
     "Composed": "records.composed_step",
     "CaseError": "cases.case",
+    "Contract": "core.contract",
+    "ContractError": "core.contract",
     "NeedsMoreRanks": "worlds.rank_report",
     "NoVerdict": "judging.verdict",
     "PipelineMismatch": "judging.verdict",
@@ -69,6 +73,8 @@ __all__ = [
     "Case",
     "CaseError",
     "Composed",
+    "Contract",
+    "ContractError",
     "NeedsMoreRanks",
     "NoVerdict",
     "PipelineMismatch",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.colossalai import (
     check_criterion,
     count_of,
@@ -127,11 +128,11 @@ def _step(
         known: Any = every  # pairs as they are made below
         return OfMicrobatch(criterion, {tuple(number.tolist()): packed.unpack(inputs) for inputs, number in known})
 
-    def divisor(_: nn.Module, every: Pairs) -> float:
-        return len(every) / len(given)  # each call divides by its own microbatches
+    def contract(_: nn.Module, every: Pairs) -> Contract:
+        return Contract(loss_divisor=len(every) / len(given))  # each call divides by its own microbatches
 
     replica = int(plugin.pg_mesh.coordinate(plugin.dp_axis))
     pairs = [(packed.pack(one), torch.tensor([replica, number])) for number, one in enumerate(microbatches)]
     build = partial(Whole, reference, packed, type_of(plugin))
-    whole = SingleDevice(build, LossOfAll(of_all), loss_divisor=divisor)
+    whole = SingleDevice(build, LossOfAll(of_all), contract=contract)
     return JobStep(step, None if batches is None else pairs, whole, contents(batches))

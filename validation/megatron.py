@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.megatron import (
@@ -103,7 +104,7 @@ def _against(
     """What the step is held against."""
     if not isinstance(reference, Composed):
         whole = partial(Whole, reference, forward_step)
-        return SingleDevice(whole, loss_of_its_own, loss_divisor=_divisor, floors=floors)
+        return SingleDevice(whole, loss_of_its_own, contract=_contract, floors=floors)
     found = chunks_of(chunks)
     if bare(found[0]).config.calculate_per_token_loss:
         raise MegatronError(
@@ -112,7 +113,8 @@ def _against(
         )
     scaler = LossScale(optimizer) if scale_of(optimizer) != 1.0 else None
     drawn = [*reference.generators, core("tensor_parallel.random").get_cuda_rng_tracker()]
-    return replace(reference, loss_fn=LossOf(found, forward_step), loss_divisor=None, scaler=scaler, generators=drawn)
+    contract = replace(reference.contract, loss_divisor=None)
+    return replace(reference, loss_fn=LossOf(found, forward_step), contract=contract, scaler=scaler, generators=drawn)
 
 
 def _step(
@@ -142,5 +144,5 @@ def _pair_alone(_: int, microbatch: Any) -> tuple[Any, Any]:
     return _pair(_, microbatch)[0], microbatch
 
 
-def _divisor(model: Whole, microbatches: Pairs) -> float:
-    return model.divisor([inputs for inputs, _ in microbatches])
+def _contract(model: Whole, microbatches: Pairs) -> Contract:
+    return Contract(loss_divisor=model.divisor([inputs for inputs, _ in microbatches]))

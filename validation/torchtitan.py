@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.drawn import content_of_rows
 from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
 from pipeproof.foreign.frameworks.torchtitan_whole import (
@@ -94,10 +95,10 @@ def _step(
 
     against: SingleDevice | Composed
     if isinstance(reference, Composed):
-        against = replace(reference, loss_fn=LossOfAll(of_all), loss_divisor=1.0)
+        against = replace(reference, loss_fn=LossOfAll(of_all), contract=replace(reference.contract, loss_divisor=1.0))
     else:
         build = partial(Whole, reference, how.names)
-        against = SingleDevice(build, LossOfAll(of_all), loss_divisor=1.0, floors=floors)
+        against = SingleDevice(build, LossOfAll(of_all), contract=Contract(loss_divisor=1.0), floors=floors)
     pairs = None if microbatches is None else [(how.pack(given), labels) for given, labels in microbatches]
     given_rows = [content_of_rows([given["input"]]) for given, _ in microbatches or ()]
     return JobStep(step, pairs, against, given_rows)

@@ -6,6 +6,7 @@ from functools import partial, wraps
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.framework import replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep
 from pipeproof.foreign.frameworks.transformers import observed, validate
@@ -210,5 +211,5 @@ def _step(
     def of_all(every: Pairs) -> CausalLoss:
         return CausalLoss.of(model, [labels for _, labels in every], loss)
 
-    whole = SingleDevice(build, LossOfAll(of_all), loss_divisor=by, floors=floors)
+    whole = SingleDevice(build, LossOfAll(of_all), contract=Contract(loss_divisor=by), floors=floors)
     return JobStep(step, [pair_of(how, one) for one in microbatches], whole)

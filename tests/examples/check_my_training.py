@@ -5,7 +5,7 @@ import torch
 from my_pipeline import build_model, loss_fn
 from my_training import my_training, sgd
 
-from pipeproof import whitebox
+from pipeproof import Contract, whitebox
 
 if __name__ == "__main__":
     torch.manual_seed(1)
@@ -18,7 +18,7 @@ if __name__ == "__main__":
         ranks=2,
         loss_fn=loss_fn,
         optimizer=sgd,
-        steps=["train", "train"],
+        contract=Contract(operations=["train", "train"]),
     )
     print(verdict)
     sys.exit(verdict.exit_status)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import SingleDevice, check_step, record_step, write_record
+from pipeproof import Contract, SingleDevice, check_step, record_step, write_record
 
 M, WIDTH = 4, 8
 Microbatch = tuple[Tensor, Tensor]
@@ -99,7 +99,10 @@ def main() -> int:
     if options.write:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        write_record(record_step(model, every, loss_fn=loss_fn, optimizer=optimizer, max_norm=1e9), options.write)
+        write_record(
+            record_step(model, every, loss_fn=loss_fn, optimizer=optimizer, contract=Contract(max_norm=1e9)),
+            options.write,
+        )
         return 0
     dist.init_process_group("gloo")
     stage, replica = divmod(dist.get_rank(), 2)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import SingleDevice, check_step, record_step, write_record  # pipeproof
+from pipeproof import Contract, SingleDevice, check_step, record_step, write_record  # pipeproof
 
 M, WIDTH = 4, 16
 Microbatch = tuple[Tensor, Tensor]
@@ -102,7 +102,9 @@ def main() -> int:
     options = parser.parse_args()
     model = build_model()
     if options.write:
-        record = record_step(model, microbatches_of(0), loss_fn=loss_fn, optimizer=optimizer_of(model), max_norm=1.0)
+        record = record_step(
+            model, microbatches_of(0), loss_fn=loss_fn, optimizer=optimizer_of(model), contract=Contract(max_norm=1.0)
+        )
         write_record(record, options.write)
         return 0
     dist.init_process_group("gloo")

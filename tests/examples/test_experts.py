@@ -12,7 +12,7 @@ from my_experts import Experts, InHalves, build_model
 from my_pipeline import OneFOneB, loss_fn
 from torch import Tensor, nn
 
-from pipeproof import Composed
+from pipeproof import Composed, Contract, ContractError
 from pipeproof.cases.primitives.layers import Mixture
 from pipeproof.cases.primitives.stacked import loss_fn as decoder_loss
 from pipeproof.cases.primitives.stacked import microbatches as decoder_data
@@ -87,7 +87,7 @@ def step(
 
 
 def judged(whitebox: WhiteBox, of_step: Any = step, **more: Any) -> Verdict:
-    wanted = {"reference": build_model, "ranks": 2, "loss_fn": loss_fn, "routers": "moe"} | more
+    wanted = {"reference": build_model, "ranks": 2, "loss_fn": loss_fn, "contract": Contract(routers="moe")} | more
     return whitebox.validate(of_step, microbatches=pairs(4, rows=16, width=16), **wanted)
 
 
@@ -110,12 +110,12 @@ def test_tokens_that_change_their_expert_by_rounding_are_counted(whitebox: White
     assert int(note.partition(" ")[0]) > 0
 
 
-@pytest.mark.parametrize("routers", [None, "0.moe"])
-def test_routers_that_are_not_named_are_pointed_at(whitebox: WhiteBox, routers: str | None) -> None:
-    verdict = judged(whitebox, routers=routers)
+@pytest.mark.parametrize("routers", [(), "0.moe"])
+def test_routers_that_are_not_named_are_pointed_at(whitebox: WhiteBox, routers: str | tuple[str, ...]) -> None:
+    verdict = judged(whitebox, contract=Contract(routers=routers))
     assert verdict.verdict == "fail", "or nothing is shown above"
     assert "moe have scores as near as rounding may put them: routers='" in verdict.undecided[-1]
-    assert "0.moe" not in verdict.undecided[-1] or routers is None
+    assert "0.moe" not in verdict.undecided[-1] or not routers
 
 
 class Groups(Experts):
@@ -192,17 +192,17 @@ def test_experts_on_several_ranks_that_drop_tokens(whitebox: WhiteBox) -> None:
         microbatches=decoder_data(stack.microbatches, stack.seed),
         ranks=stack.sizes,
         loss_fn=decoder_loss,
-        routers="mixture",
+        contract=Contract(routers="mixture"),
     )
     assert verdict.verdict == "pass", verdict
     assert verdict.law("routing").note.endswith("of 384 tokens in 2 routers changed their expert, all by rounding")
 
 
 def test_a_step_that_fails_for_another_reason_gets_no_hint(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, partial(step, end=scaled, change=nothing), routers=None)
+    verdict = judged(whitebox, partial(step, end=scaled, change=nothing), contract=Contract())
     assert [one.kind for one in verdict.cause] == ["scale"]
     assert not verdict.undecided, verdict
-    apart = judged(whitebox, partial(step, change=permuted), routers=None, reference=build_wide)
+    apart = judged(whitebox, partial(step, change=permuted), contract=Contract(), reference=build_wide)
     assert apart.verdict == "fail"
     assert not any("routers=" in one for one in apart.undecided), apart
 
@@ -353,7 +353,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_each_operation_has_its_own_routes(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, trained, ranks=1, steps=["train", "eval"], optimizer=sgd)
+    declared = Contract(routers="moe", operations=["train", "eval"])
+    verdict = judged(whitebox, trained, ranks=1, contract=declared, optimizer=sgd)
     law = verdict.law("routing")
     assert verdict.verdict == "pass", verdict
     assert law.checked == 16
@@ -364,18 +365,16 @@ def test_held_against_itself_a_step_routes_as_it_did(whitebox: WhiteBox) -> None
     def built(model: None, microbatches: list[Any]) -> tuple[nn.Module, list[Tensor]]:
         return step(build_model(), microbatches)
 
-    verdict = judged(whitebox, built, reference=Composed(loss_fn), loss_fn=None, routers=None)
+    verdict = judged(whitebox, built, reference=Composed(loss_fn), loss_fn=None, contract=Contract())
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
-    with pytest.raises(WhiteBoxError, match="routers= with a Composed"):
+    with pytest.raises(ContractError, match="routers of the contract is not read where a step is held against itself"):
         judged(whitebox, built, reference=Composed(loss_fn), loss_fn=None)
 
 
 def test_what_cannot_be_compared_is_said(whitebox: WhiteBox) -> None:
     with pytest.raises(WhiteBoxError, match=r"no module of the reference build_model is called 'router'; it has 0, "):
-        judged(whitebox, routers="router")
-    with pytest.raises(WhiteBoxError, match="routers is 3: expected the name"):
-        judged(whitebox, routers=3)
-    law = judged(whitebox, partial(step, change=nothing), routers="gate").law("routing")
+        judged(whitebox, contract=Contract(routers="router"))
+    law = judged(whitebox, partial(step, change=nothing), contract=Contract(routers="gate")).law("routing")
     assert (law.outcome, "call no topk, argmax or max" in law.note) == ("not seen", True)
     twice = partial(step, change=lambda stage: [stage[0].moe(torch.zeros(16, 16)) for _ in range(2)])
     law = judged(whitebox, twice).law("routing")

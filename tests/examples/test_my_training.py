@@ -2,6 +2,7 @@ import torch
 from my_pipeline import build_model, loss_fn
 from my_training import my_training, sgd
 
+from pipeproof import Contract
 from pipeproof.foreign import WhiteBox
 
 STEPS = ["train", "train", "eval", "accumulate", "train"]
@@ -11,6 +12,12 @@ def test_my_training(whitebox: WhiteBox) -> None:
     torch.manual_seed(0)
     data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(4 * len(STEPS))]
     verdict = whitebox.validate(
-        my_training, reference=build_model, microbatches=data, ranks=2, loss_fn=loss_fn, optimizer=sgd, steps=STEPS
+        my_training,
+        reference=build_model,
+        microbatches=data,
+        ranks=2,
+        loss_fn=loss_fn,
+        optimizer=sgd,
+        contract=Contract(operations=STEPS),
     )
     verdict.raise_if_failed()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, pairs
@@ -92,7 +93,7 @@ def step(model: Any, microbatches: list[Any], *, fault: Fault = lambda name, mad
 
 
 def judged(whitebox: WhiteBox, of_step: Any = step, **more: Any) -> Verdict:
-    wanted = {"reference": build_model, "ranks": 2, "loss_fn": loss_fn, "outputs": outputs} | more
+    wanted = {"reference": build_model, "ranks": 2, "loss_fn": loss_fn, "contract": Contract(outputs=outputs)} | more
     return whitebox.validate(of_step, microbatches=pairs(4, rows=6), **wanted)
 
 
@@ -167,12 +168,12 @@ def test_what_nobody_hands_back_is_said_and_not_required(whitebox: WhiteBox) -> 
 
 
 def test_what_cannot_be_compared_is_said(whitebox: WhiteBox) -> None:
-    other = judged(whitebox, outputs=lambda output, target: {"score": output[0]})
+    other = judged(whitebox, contract=Contract(outputs=lambda output, target: {"score": output[0]}))
     assert "rank 0 handed back an output 'aux_loss': expected one of those of outputs=, which gives 'score'" in str(
         other
     )
-    assert "which was not given" in str(judged(whitebox, outputs=None))
-    listed = judged(whitebox, outputs=lambda output, target: [output[0]])
+    assert "which was not given" in str(judged(whitebox, contract=Contract()))
+    listed = judged(whitebox, contract=Contract(outputs=lambda output, target: [output[0]]))
     assert "outputs= gave a list: expected a mapping of names to tensors" in str(listed)
     number = str(judged(whitebox, partial(step, fault=lambda name, made: 3)))  # type: ignore[arg-type,return-value]
     assert "step returned 3 as the output " in number
@@ -205,7 +206,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_outputs_of_an_evaluation_are_compared_too(whitebox: WhiteBox) -> None:
-    several = {"ranks": 1, "steps": ["train", "eval"], "optimizer": sgd}
+    declared = Contract(outputs=outputs, operations=["train", "eval"])
+    several = {"ranks": 1, "contract": declared, "optimizer": sgd}
     verdict = judged(whitebox, evaluating, **several)
     assert (verdict.verdict, verdict.law("outputs").checked) == ("pass", 4), verdict
     first = judged(whitebox, partial(evaluating, late=True), **several).mismatches[0]

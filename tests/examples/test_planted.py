@@ -10,7 +10,7 @@ import pytest
 from planted import FAULTS, Planted
 from test_foreign_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn, zero_bubble
 
-from pipeproof import Composed
+from pipeproof import Composed, Contract
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
@@ -41,7 +41,7 @@ def alone(model: None, microbatches: list[Any], *, step: Planted) -> Any:
 def held_against_itself(whitebox: WhiteBox, fault: Planted) -> Verdict:
     by, names = Composed(loss_fn, build=build_model), NAMES.get(fault.runtime.__name__)
     step = partial(alone, step=fault)
-    return whitebox.validate(step, reference=by, microbatches=data(), ranks=RANKS, names=names)
+    return whitebox.validate(step, reference=by, microbatches=data(), ranks=RANKS, contract=Contract(names=names))
 
 
 def located(fault: Planted, found: Cause) -> bool:

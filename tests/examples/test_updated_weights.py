@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof import Contract
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
@@ -141,7 +142,7 @@ def test_of_replicas_that_are_apart_the_one_that_did_not_move_is_named(
 
     wanted: dict[str, Any] = {"reference": build, "microbatches": pairs(4), "ranks": {"dp": 2}, "loss_fn": loss_fn}
     optimizer = adam if told else None
-    (cause,) = whitebox.validate(through, optimizer=optimizer, steps=["train"], **wanted).cause
+    (cause,) = whitebox.validate(through, optimizer=optimizer, contract=Contract(operations=["train"]), **wanted).cause
     assert cause.kind == "update"
     assert cause.rank == (None if times else at)
     assert cause.ranks == ((0, 1) if times and not told else ())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeproof
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.colossalai import _on, _state_kept
 from pipeproof.foreign.frameworks.colossalai_whole import Packed
 from pipeproof.judging.verdict import Verdict
@@ -75,7 +76,7 @@ def due(layout: Layout) -> Record:
         loss_fn=lambda outputs, labels: tiny_colossal.criterion(outputs, {"labels": labels}),
         # In bf16 the job's optimizer has weights of its own, in fp32.
         optimizer=None if layout.bf16 else torch.optim.Adam(model.parameters(), lr=0.01),
-        max_norm=1.0 if layout.clipped else None,
+        contract=Contract(max_norm=1.0 if layout.clipped else None),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import pipeproof
-from pipeproof import transformers
+from pipeproof import Contract, transformers
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_hf
@@ -223,7 +223,12 @@ def due(_: RankContext, job: Job, path: str) -> None:
         return loss
 
     pairs = [(one["input_ids"], one["labels"]) for one in batches]
-    record = pipeproof.record_step(model, pairs, loss_fn=loss_fn, loss_divisor=1.0, max_norm=job.max_norm)
+    record = pipeproof.record_step(
+        model,
+        pairs,
+        loss_fn=loss_fn,
+        contract=Contract(loss_divisor=1.0, max_norm=job.max_norm or None),
+    )
     pipeproof.write_record(record, path)
 
 

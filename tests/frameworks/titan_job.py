@@ -12,7 +12,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 import pipeproof
-from pipeproof import Composed
+from pipeproof import Composed, Contract
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.record import Record
 from pipeproof.worlds.worker import RankContext
@@ -40,7 +40,7 @@ def trainer_of(layout: Layout, fault: str = "") -> Iterator[tuple[SimpleNamespac
 
 
 def check_of(trainer: SimpleNamespace, microbatches: Data, layout: Layout, *, composed: bool = False) -> Any:
-    by = Composed(optimizer=trainer.optimizer, max_norm=0.1 if layout.clipped else math.inf)
+    by = Composed(optimizer=trainer.optimizer, contract=Contract(max_norm=0.1 if layout.clipped else math.inf))
     return pipeproof.torchtitan.check_step(
         trainer.pp_schedule,
         trainer.model_parts,
@@ -91,9 +91,8 @@ def due(layout: Layout, *, stepping: bool = False) -> Record:
         model,
         [((given["input"], given["positions"]), labels) for given, labels in every],
         loss_fn=loss_fn,
-        loss_divisor=1,
+        contract=Contract(loss_divisor=1, max_norm=0.1 if layout.clipped else None),
         optimizer=torch.optim.AdamW(model.parameters()) if stepping else None,
-        max_norm=0.1 if layout.clipped else None,
     )
 
 

@@ -19,6 +19,7 @@ from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import explained
 from pipeproof.commands.cli import main
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.judge import Judge
@@ -180,13 +181,21 @@ def no_name(name: str) -> str:
         (by_name(lambda g: g.to("meta")), {}, "the gradient of 0.weight cannot be read: it is on the meta device"),
         (reporting([torch.tensor(1j)] * 3), {}, "returned a list as losses: expected a number for each microbatch"),
         (reporting(None, torch.tensor(1j)), {}, "returned a Tensor as the gradient norm: expected a number"),
-        (by_name(lambda g: g), {"names": no_name}, "names= raised KeyError: '0.weight' (test_bad_input.py:"),
-        (by_name(lambda g: g), {"names": lambda name: 7}, "names= gives a int for 0.weight: expected a name, or None"),
+        (
+            by_name(lambda g: g),
+            {"names": no_name},
+            "names= raised KeyError: '0.weight' (test_bad_input.py:",
+        ),
+        (
+            by_name(lambda g: g),
+            {"names": lambda name: 7},
+            "names= gives a int for 0.weight: expected a name, or None",
+        ),
     ],
     ids=["meta", "complex losses", "complex norm", "names raises", "names gives none"],
 )
 def test_what_cannot_be_read_is_said(whitebox: WhiteBox, step: Any, more: Any, words: str) -> None:
-    verdict = judged(whitebox, step, **more)
+    verdict = judged(whitebox, step, contract=Contract(**more))
     assert verdict.verdict == "unknown"
     assert words in str(verdict).splitlines()[0]
     assert "Traceback" not in str(verdict)

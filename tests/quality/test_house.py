@@ -26,7 +26,7 @@ def short_functions(source: Source) -> Iterator[str]:
 
 
 _OF_USERS = ("validation.foreign.validator", "validation.foreign.on_a_world")  # where users give much by name
-MANY = {"validate": 13, "layerwise": 8}  # a user's one call: every option is in its signature, where an editor shows it
+MANY = {"validate": 9}  # a user's one call: every option is in its signature, where an editor shows it
 
 
 def few_parameters(source: Source) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed
+from pipeproof import Composed, Contract
 from pipeproof.foreign import WhiteBox, watch
 from tests.support.two_ranks import COUNT, data, half, judged, loss_fn, model_of, named, passes, plain_block
 
@@ -132,7 +132,9 @@ def test_a_law_that_does_not_apply_is_said_not_to(whitebox: WhiteBox) -> None:
             model.zero_grad()
 
     steps = ["train", "train"]
-    verdict = whitebox.validate(twice, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn, steps=steps)
+    verdict = whitebox.validate(
+        twice, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn, contract=Contract(operations=steps)
+    )
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.law("buffers").outcome == "not applicable"
 

@@ -19,11 +19,13 @@ from truth_layers import data_of
 from truth_models import Pairs, through
 from truth_trial import COUNT, RIGHT, TWICE, Cast, Trial, adam, every, keyed, sgd
 
+from pipeproof.core.contract import Contract
+
 
 def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
     """A row: what ``Trial`` has by name, and all else is of the way."""
     given = {key: how.pop(key) for key in ("ranks", "model", "data", "more", "against") if key in how}
-    if (plan := given.get("more", {}).get("steps")) is not None:
+    if plan := given.get("more", {}).get("contract", Contract()).operations:
         given.setdefault("data", data_of(count=COUNT * len(plan)))
         return Trial("async", name, partial(course, way=Way(**how)), truth, **given)
     return Trial("async", name, partial(step, way=Way(**how)), truth, **given)
@@ -135,7 +137,12 @@ def of_reductions() -> Iterator[Trial]:
     for name, place in {"first": 0, "in the middle": 3, "last": COUNT}.items():
         yield trial(f"right, padding {name}", pads=(place,), greedy=True)
     yield trial("right, padding in the middle", pads=(3,), against="itself")
-    unequal = {"divisor": 7.0, "replicas": 2, "data": data_of(count=7), "more": {"loss_divisor": 7.0}}
+    unequal = {
+        "divisor": 7.0,
+        "replicas": 2,
+        "data": data_of(count=7),
+        "more": {"contract": Contract(loss_divisor=7.0)},
+    }
     yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal)
     yield trial("right, one replica filled up, hooks", fill=4, ranks=TWICE, reduce="hooks", **unequal)
     yield trial("right, one replica filled up", fill=4, ranks=TWICE, against="itself", **unequal)

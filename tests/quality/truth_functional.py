@@ -19,6 +19,8 @@ from truth_layers import data_of
 from truth_models import Pairs, loss_fn
 from truth_trial import COUNT, RIGHT, TWICE, Split, Trial, adam, every, keyed, sgd, some
 
+from pipeproof.core.contract import Contract
+
 MESH = {"pp": 2, "dp": 2}
 LAST = COUNT - 1
 
@@ -29,7 +31,7 @@ def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
     if how.get("by") == "vjp":  # watched or not, its calls are not seen: torch.func's tensors have no storage
         truth = from_gradients(truth)
     more = {} if given.get("model") != "tied" else {"tied": ("0.table", "5.table")}
-    if (plan := given.get("more", {}).get("steps")) is not None:
+    if plan := given.get("more", {}).get("contract", Contract()).operations:
         given.setdefault("data", data_of(count=COUNT * len(plan)))
         return Trial("functional", name, partial(course, way=Way(**how), **more), truth, **given)
     return Trial("functional", name, partial(step, way=Way(**how), **more), truth, **given)
@@ -37,7 +39,7 @@ def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
 
 def steps(*plan: str, optimizer: Any = None) -> Mapping[str, Any]:
     """What ``validate`` is told of several operations."""
-    return {"steps": list(plan), "optimizer": optimizer}
+    return {"contract": Contract(operations=plan), "optimizer": optimizer}
 
 
 # What else a step does, and changes nothing by.
@@ -115,7 +117,12 @@ def of_padding() -> Iterator[Trial]:
     yield trial("right, padding at both ends, vjp", pads=(0, COUNT + 1), by="vjp")
     yield trial("right, padding last", pads=(COUNT,), against="itself")
     yield trial("right, padding on all replicas", pads=(2,), replicas=2, ranks=TWICE, model="four")
-    unequal = {"divisor": 7.0, "replicas": 2, "data": data_of(count=7), "more": {"loss_divisor": 7.0}}
+    unequal = {
+        "divisor": 7.0,
+        "replicas": 2,
+        "data": data_of(count=7),
+        "more": {"contract": Contract(loss_divisor=7.0)},
+    }
     yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal)
     yield trial("right, one replica filled up, a mesh", fill=4, ranks=MESH, **unequal)
     yield trial("right, one replica has more", ranks=TWICE, **unequal)

@@ -20,7 +20,7 @@ from truth_layers import data_of
 from truth_models import Pairs
 from truth_trial import COUNT, MODELS, RIGHT, loss_of_rows, some
 
-from pipeproof import Composed, SingleDevice, check_step, record_step
+from pipeproof import Composed, Contract, SingleDevice, check_step, record_step
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -68,8 +68,8 @@ class Job:
         if self.against == "single":
             return SingleDevice(build, loss_of_rows, self.divisor)
         if self.against == "record":
-            return record_step(build(), pairs, loss_fn=loss_of_rows, loss_divisor=self.divisor)
-        return Composed(loss_of_rows, loss_divisor=self.divisor, build=build)
+            return record_step(build(), pairs, loss_fn=loss_of_rows, contract=Contract(loss_divisor=self.divisor))
+        return Composed(loss_of_rows, contract=Contract(loss_divisor=self.divisor), build=build)
 
 
 def run_job(context: RankContext, job: Job) -> list[Verdict]:

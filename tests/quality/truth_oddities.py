@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from truth_layers import Before, Ends, Plainly, Writes, blocks, chain, data_of, of_dtype, seeded
 from truth_models import COUNT, ROWS, WIDTH, Block, Pairs, loss_fn, seen
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import watch
 
 TOKENS = 11
@@ -346,7 +347,11 @@ def variants(plain: Callable[..., Any]) -> Iterator[Variant]:
     yield "weights stored, as the plain reference", weights_stored, {"build": seeded(lambda: chain(*blocks(Plainly)))}
     tied = {"build": seeded(tied_model)}
     yield "a tied copy by another name", tied_by_another_name, tied
-    yield "a tied copy by another name, told", tied_by_another_name, {**tied, "more": {"names": in_the_reference}}
+    yield (
+        "a tied copy by another name, told",
+        tied_by_another_name,
+        {**tied, "more": {"contract": Contract(names=in_the_reference)}},
+    )
     yield "watched twice", watched_twice, {}
     yield "the second step", second_step, {}
     yield "an empty stage", with_an_empty_stage, {}

@@ -18,6 +18,7 @@ from truth_layers import blocks, chain, data_of, frozen, ragged, seeded, summed
 from truth_models import RANKS, WIDTH, Block, Pairs, build_model, loss_fn, seen
 from truth_oddities import variants
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 
@@ -312,7 +313,7 @@ def _orders() -> Iterator[Right]:
         plain(loss_fn=summed, divisor=elements),
         data=ragged(),
         loss_fn=summed,
-        more={"loss_divisor": elements},
+        more={"contract": Contract(loss_divisor=elements)},
     )
 
 

@@ -12,7 +12,7 @@ from truth_check import Counts, Truth
 from truth_layers import blocks, chain, data_of, seeded
 from truth_models import WIDTH, Block, Pairs, loss_fn
 
-from pipeproof import Composed
+from pipeproof import Composed, Contract
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 
@@ -181,7 +181,7 @@ class Trial:
     @property
     def counts(self) -> Counts:
         """How many there are of each."""
-        each = len(self.data) // len(self.more.get("steps", [0]))
+        each = len(self.more.get("contract", Contract()).parts(len(self.data))[0])
         if isinstance(self.ranks, int):
             return Counts(self.ranks, self.ranks, each)
         return Counts(4, 2, each, 2)
@@ -194,9 +194,7 @@ class Trial:
         if self.against != "reference":
             step = partial(_of_itself, step=step, build=build)
         if self.against == "itself":
-            divisor = given.pop("loss_divisor", None)
-            by = Composed(loss_of_rows, loss_divisor=divisor, build=build)
-            return whitebox.validate(step, reference=by, **given)
+            return whitebox.validate(step, reference=Composed(loss_of_rows, build=build), **given)
         return whitebox.validate(step, reference=build, loss_fn=loss_of_rows, **given)
 
 

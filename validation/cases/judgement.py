@@ -42,7 +42,9 @@ def requirements_of(case: Case) -> Requirements:
     laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
     microbatches = case.microbatches * case.replicas
     tied = copies_apart(model, owner)
-    return Requirements(str(case), laws, case.plan, microbatches, due, oracle, tied, bindings=case.bindings)
+    return Requirements(
+        str(case), laws, case.plan, (microbatches,) * len(case.plan), due, oracle, tied, bindings=case.bindings
+    )
 
 
 def setup_of(case: Case) -> Setup:

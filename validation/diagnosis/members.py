@@ -90,6 +90,10 @@ class Replicas:
         """The axes with so many ranks along which these work on the same data, in words."""
         return [f"the ranks along {axis}" for axis, count in self.axes if axis in MODEL and count == size]
 
+    def of_as_many(self, microbatches: int) -> "Replicas":
+        """The same, in an operation of so many microbatches."""
+        return replace(self, microbatches=microbatches)
+
     def share(self, rank: int) -> Sequence[int]:
         """The microbatches that ``rank`` is given."""
         return self.shares[rank] if self.shares else range(self.of[rank], self.microbatches, self.count)

@@ -10,7 +10,7 @@ from pipeproof.reference.step import Site
 class ChainConditions:
     """What must hold of actions: of every stage once for each microbatch, but backwards of the ``frozen`` ones."""
 
-    microbatches: int
+    counts: tuple[int, ...]
     frozen: Collection[int]
     plan: tuple[str, ...] = ("train",)
     due: frozenset[Site] = frozenset()

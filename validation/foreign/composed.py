@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.rank import Order
 from pipeproof.foreign.task import (
@@ -18,7 +19,6 @@ from pipeproof.foreign.task import (
     Task,
     WhiteBoxError,
     check_builds,
-    check_divisor,
     check_loss_fn,
     check_module,
     name_of,
@@ -40,7 +40,9 @@ _LOST = (
 _ONE_BY_ONE = "one by one"
 # What only a running job has, by the fields that say it.
 _OF_A_JOB = dict.fromkeys(("optimizer", "masters", "scaler", "generators"), "is a rank's own, and no rank runs yet")
-_OF_A_JOB |= {"max_norm": "goes with its optimizer"} | dict.fromkeys(("every", "stages"), "is about many steps")
+_OF_A_JOB |= dict.fromkeys(("every", "stages"), "is about many steps")
+_OF_A_MODEL = "leave it out, or let reference= be a function that builds the whole model"
+_READ = ("loss_divisor", "loss_scale", "accumulation", "warmup")
 
 
 @dataclass(frozen=True)
@@ -52,36 +54,33 @@ class AgainstItself(ABC):
     every link holds, the step is what one device would have made.
 
     loss_fn: of the last stage's output and the target, a microbatch's loss, undivided. None: the last stage gives it.
-    loss_divisor: the loss is divided by this before its backward: of replicas, that of all together. The default is the
-    number of microbatches.
     build: makes the whole model; on the meta device, so that it takes no memory. With it, stages are to hold each of
     its parameters once. host: keep what stages were given in the host's memory, and not where they compute.
     every: check one step of so many, the first one first; the others run as if nobody checked, and are not ``due``.
     stages: "all" are run again in a step that is checked, or "one by one", so that a step costs little more.
-    accumulation: how gradients are added up. optimizer: this rank's, or a list of several. With it, weights after its
-    step are compared with what a copy of it makes of the gradients, clipped to max_norm. masters: the copies in a wider
-    type that the optimizer holds in place of weights, by weight: a copy moves, and then the weight is that, cast.
-    scaler: the one that scales this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before
-    ``gradients()``. generators: what stages draw random numbers from besides torch's, Python's, numpy's and their
-    modules' own generators: generators of these three, and keepers with ``get_states`` and ``set_states``, such as
-    Megatron's tracker.
+    optimizer: this rank's, or a list of several. With it, weights after its step are compared with what a copy of it
+    makes of the gradients, clipped to ``max_norm`` of the contract. masters: the copies in a wider type that the
+    optimizer holds in place of weights, by weight: a copy moves, and then the weight is that, cast. scaler: the one
+    that scales this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
+    generators: what stages draw random numbers from besides torch's, Python's, numpy's and their modules' own
+    generators: generators of these three, and keepers with ``get_states`` and ``set_states``, such as Megatron's
+    tracker. contract: what the step claims; ``loss_divisor``, ``loss_scale``, ``accumulation``, ``max_norm`` and
+    ``warmup`` are read. The divisor is that of all replicas together.
 
-    As ``reference=`` of ``whitebox.validate`` it takes neither ``optimizer`` and ``max_norm``, nor ``masters``,
-    ``scaler`` and ``generators``, nor ``every`` and ``stages``: these are of a running job.
+    As ``reference=`` of ``whitebox.validate`` it takes neither ``optimizer``, nor ``masters``, ``scaler`` and
+    ``generators``, nor ``every`` and ``stages``: these are of a running job.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | LossOfAll | None = None
-    loss_divisor: float | None = None
     build: Callable[[], nn.Module] | None = None
     host: bool = False
-    accumulation: Accumulation = PLAIN
     optimizer: Optimizer | Sequence[Optimizer] | None = None
-    max_norm: float = math.inf
     masters: Mapping[nn.Parameter, Tensor] | None = None
     scaler: Any = None
     generators: Sequence[Generator] = ()
     every: int = 1
     stages: Literal["all", "one by one"] = "all"
+    contract: Contract = DEFAULTS
     _steps: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     @abstractmethod
@@ -91,17 +90,18 @@ class AgainstItself(ABC):
         All ranks give the same. ``bound_s`` bounds each wait for others, in seconds.
         """
 
-    def of_a_step(self, loss_fn: LossFn | None, loss_divisor: float | None) -> Self:
+    def of_a_step(self, loss_fn: LossFn | None, contract: Contract) -> Self:
         """The same, of a step that is run to be checked, with what was said beside it. Raises ``WhiteBoxError``."""
         for one in fields(self):
             if one.name in _OF_A_JOB and getattr(self, one.name) != one.default:
                 raise WhiteBoxError(f"{one.name}= of Composed {_OF_A_JOB[one.name]}: leave it out, or use check_step")
-        given: dict[str, Any] = {"loss_fn": loss_fn, "loss_divisor": loss_divisor}
-        for name, said in given.items():
-            if said is not None and getattr(self, name) is not None:
-                raise WhiteBoxError(f"{name} is given twice, also to Composed: give it once")
-        found = replace(self, **{name: said for name, said in given.items() if said is not None})
+        if (loss_fn is not None and self.loss_fn is not None) or DEFAULTS not in (contract, self.contract):
+            word = "contract" if DEFAULTS not in (contract, self.contract) else "loss_fn"
+            raise WhiteBoxError(f"{word} is given twice, also to Composed: give it once")
+        said = contract if self.contract == DEFAULTS else self.contract
+        found = replace(self, loss_fn=loss_fn or self.loss_fn, contract=said)
         found.check()
+        said.reads((*_READ, "names"), "where a step is held against itself up to its gradients", _OF_A_MODEL)
         return found
 
     def whole(self) -> nn.Module | None:
@@ -123,11 +123,10 @@ class AgainstItself(ABC):
         """Raise ``WhiteBoxError`` for what no step can be held against."""
         if self.loss_fn is not None and not isinstance(self.loss_fn, LossOfAll):
             check_loss_fn(self.loss_fn)
-        check_divisor(self.loss_divisor)
+        if not isinstance(self.contract, Contract):
+            raise WhiteBoxError(f"contract is {self.contract!r}: expected a pipeproof.Contract")
         if self.build is not None:
             check_builds("build", self.build)
-        if not isinstance(self.accumulation, Accumulation):
-            raise WhiteBoxError(f"accumulation is {self.accumulation!r}: expected an Accumulation")
         if not all(isinstance(one, Optimizer) for one in self.optimizers):
             raise WhiteBoxError(f"optimizer is {self.optimizer!r}: expected this rank's torch.optim.Optimizer")
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
@@ -144,8 +143,6 @@ class AgainstItself(ABC):
                 f"generators is {self.generators!r}: expected a list of generators of torch, Python or numpy, or of "
                 "keepers that have get_states() and set_states()"
             )
-        if not isinstance(self.max_norm, int | float) or not self.max_norm > 0:
-            raise WhiteBoxError(f"max_norm is {self.max_norm!r}: expected a number above 0")
 
     def _check_masters(self) -> None:
         """Raise ``WhiteBoxError`` where they are no copies of weights."""
@@ -168,9 +165,26 @@ class AgainstItself(ABC):
         return tuple(self.optimizer) if isinstance(self.optimizer, Sequence) else (self.optimizer,)
 
     @property
+    def accumulation(self) -> Accumulation:
+        """How gradients are added up."""
+        return self.contract.accumulation or PLAIN
+
+    def adding_up(self, accumulation: Accumulation | None) -> Self:
+        """The same, of a job that adds gradients up like this, where the contract does not say how."""
+        said = self.contract
+        return (
+            self if said.accumulation is not None else replace(self, contract=replace(said, accumulation=accumulation))
+        )
+
+    @property
+    def max_norm(self) -> float:
+        """What gradients are clipped to; infinite where they are not."""
+        return self.contract.max_norm or math.inf
+
+    @property
     def scale(self) -> float:
-        """What losses are multiplied by before their backwards, as the scaler has it now."""
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        """What losses are multiplied by before their backwards, as the scaler has it now, or the contract."""
+        return float(self.contract.loss_scale or 1.0) if self.scaler is None else float(self.scaler.get_scale())
 
     @property
     def needs_norm(self) -> bool:
@@ -214,9 +228,6 @@ class AgainstItself(ABC):
             return tensor.detach().to("cpu", copy=True) if self.host else tensor.detach().clone()
 
 
-_OF_A_MODEL = "leave it out, or let reference= be a function that builds the whole model"
-
-
 @dataclass(frozen=True)
 class LinkedTask(Task):
     """A step that is held against itself, as ``by`` says; its ``reference`` gives the model that it gets, if any."""
@@ -226,11 +237,10 @@ class LinkedTask(Task):
     @classmethod
     def of(cls, task: Task, by: AgainstItself) -> Self:
         """``task``, held so. Raises ``WhiteBoxError`` for what only a whole model can be asked for."""
-        for name in ("optimizer", "steps", "outputs", "routers"):
-            if getattr(task, name):
-                raise WhiteBoxError(f"{name}= with a Composed, which holds one step up to its gradients: {_OF_A_MODEL}")
-        by = by.of_a_step(task.loss_fn, task.loss_divisor)
-        return cls(task.step, by.whole, task.microbatches, by=by)
+        if task.optimizer is not None:
+            raise WhiteBoxError(f"optimizer= with a Composed, which holds a step up to its gradients: {_OF_A_MODEL}")
+        by = by.of_a_step(task.loss_fn, task.contract)
+        return cls(task.step, by.whole, task.microbatches, contract=by.contract, by=by)
 
     @property
     def in_pairs(self) -> bool:

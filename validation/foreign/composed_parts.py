@@ -306,7 +306,7 @@ class Whole:
         frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
         matters = any(link.mode_matters for links in self._links.values() for link in links)
         return ChainConditions(
-            self.chain.microbatches, frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters
+            (self.chain.microbatches,), frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters
         )
 
     def _explained(self, verdict: Verdict) -> Verdict:

@@ -50,7 +50,7 @@ class Course:
         if begun is None:
             self.halted = f"the weights after operation {number} were not handed back: hand modules back"
             return None
-        replicas = first.found.replicas
+        replicas = first.found.replicas.of_as_many(self.task.counts[number])
         if name == "eval" and not first.found.alone and last.moves_buffers:
             self.halted = f"operation {number + 1} evaluates, and each replica has buffers of its own microbatches"
             return None
@@ -58,6 +58,6 @@ class Course:
         model = task.built(self.device)
         found = Assembled(model, known, self.made[number], replicas, first.found.repeated, first.found, name)
         run = ReferenceRun(task, model, replicas, owner=first.found.owner, surveyed=found.watched)
-        one = OperationRun(task, found, run, first.accumulation)
+        one = OperationRun(task, found, run, first.accumulation.dealt(replicas.each))
         _ = one.made  # raises what the reference does
         return one

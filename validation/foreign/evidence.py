@@ -127,13 +127,17 @@ class _Due:
         ran: Mapping[int, Sequence[int]],
     ) -> Expected:
         """What the microbatches ``made``, and those of ``earlier`` operations; where stages ran all, in that order."""
-        batches, every = self.beside.batches, range(len(self.beside.batches))
         stages = {stage for stage, _ in (*made[0].gradients, *self.found.copies)}
-        orders = {stage: ran[stage] if sorted(ran.get(stage, ())) == [*every] else every for stage in stages}
+
+        def orders(count: int) -> Mapping[int, Sequence[int]]:
+            every = range(count)
+            return {stage: ran[stage] if sorted(ran.get(stage, ())) == [*every] else every for stage in stages}
+
         sums: Mapping[Site, Gradient] = {}
         for one in reversed(self.beside.pending):
-            sums = reference.accumulate(earlier(one), orders=orders, onto=sums)
-        return reference.before_update(batches, made, orders=orders, onto=sums)
+            parts = earlier(one)
+            sums = reference.accumulate(parts, orders=orders(len(parts)), onto=sums, by=one.accumulation)
+        return reference.before_update(self.beside.batches, made, orders=orders(len(made)), onto=sums)
 
     @cached_property
     def update(self) -> Update:

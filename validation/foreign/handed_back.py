@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.pipeline.action import Action, ActionError
 from pipeproof.pipeline.trace import Trace
 from pipeproof.reference.accumulation import Accumulation
@@ -51,12 +52,13 @@ class HandedBack:
     DTensor, a part and its index in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of
     fused queries, keys and values, the index is a list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them
     behind each other. A parameter may itself be the part that has this index; where it has no gradient, hand back
-    ``(None, slice(0, 4))``. names: what parameters are called in the reference, where the runtime knows; as ``names=``,
-    which comes first. max_norm: to what norm gradients were clipped before the update, for ``optimizer=``. masters: the
-    update is of copies in a wider type, so that weights after it are not compared. accumulation: how the runtime adds
-    gradients up, but for the shares of replicas, if it says so. outputs: by the names that ``outputs=`` gives, what
-    this rank put out for each of its microbatches, in their order. loss_scale: what losses are multiplied by before
-    their backwards, as this rank has it, and its gradients divided by before they are handed back.
+    ``(None, slice(0, 4))``. names: what parameters are called in the reference, where the runtime knows; as ``names``
+    of the contract, which comes first. max_norm: to what norm gradients were clipped before the update, for
+    ``optimizer=``. masters: the update is of copies in a wider type, so that weights after it are not compared.
+    accumulation: how the runtime adds gradients up, but for the shares of replicas, if it says so. outputs: by the
+    names that ``outputs`` of the contract gives, what this rank put out for each of its microbatches, in their order.
+    loss_scale: what losses are multiplied by before their backwards, as this rank has it, and its gradients divided by
+    before they are handed back.
     """
 
     modules: Any = ()
@@ -121,12 +123,15 @@ class HandedBack:
         )
 
 
-def understood(result: object, step: str) -> HandedBack:
-    """What the function called ``step`` returned. Raises ``HandBackError`` where that is no such thing."""
+def understood(result: object, step: str, contract: Contract = DEFAULTS) -> HandedBack:
+    """What the function called ``step`` returned, and what the ``contract`` says where that says nothing.
+
+    Raises ``HandBackError`` where it returned no such thing, or one that contradicts the contract.
+    """
     if result is None:
         raise HandBackError(f"{step} returned None: expected {_EXPECTED}")
     if isinstance(result, Generator):
-        raise HandBackError(f"{step} yields, and there is one step: pass steps=, the operations that it goes through")
+        raise HandBackError(f"{step} yields, and there is one step: pass operations=, those that it goes through")
     handed = _in_place(result if isinstance(result, HandedBack) else _from_tuple(result, step), step)
     losses = handed.losses
     if losses is not None and not _is_number(losses) and not _is_numbers(losses):
@@ -141,6 +146,19 @@ def understood(result: object, step: str) -> HandedBack:
         raise HandBackError(f"{step} returned {_named(handed.loss_scale)} as loss_scale: expected a number above 0")
     _check_trace(handed, step)
     _check_outputs(handed.outputs, step)
+    return _by_contract(handed, step, contract)
+
+
+def _by_contract(handed: HandedBack, step: str, contract: Contract) -> HandedBack:
+    """``handed`` with what the ``contract`` says of it. Raises ``HandBackError`` where the two contradict."""
+    for word in ("loss_scale", "max_norm", "accumulation"):
+        said, made = getattr(contract, word), getattr(handed, word)
+        if said is not None and made is not None and said != made:
+            raise HandBackError(
+                f"{step} handed back {word}={_named(made)}, and the contract says {_named(said)}: "
+                f"declare {word}={_named(made)}, if that is meant, or leave the word out of the contract"
+            )
+        handed = replace(handed, **{word: said if made is None else made})
     return handed
 
 

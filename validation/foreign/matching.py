@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeproof.core.contract import Names
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import raised
 
-Names = Mapping[str, str] | Callable[..., str]
 Index = tuple[int, int]  # the k-th parameter of the i-th part
 
 
@@ -38,13 +38,6 @@ class Matched:
 
 class NamesError(ValueError):
     """A ``names=`` that does not tell a name."""
-
-
-def check_names(names: object) -> None:
-    """Raise ``NamesError`` for what cannot be ``names``."""
-    pairs = isinstance(names, Mapping) and all(isinstance(one, str) for pair in names.items() for one in pair)
-    if not (names is None or pairs or callable(names)):
-        raise NamesError(f"names= is {names!r}: expected prefixes and what replaces them, or a function of a name")
 
 
 def renamed(names: Names | None, name: str, *, rank: int = 0, chunk: int = 0) -> str | None:

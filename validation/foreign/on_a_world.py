@@ -5,13 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.layerwise import Build
-from pipeproof.foreign.matching import Names
 from pipeproof.foreign.mutate import Mutated
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Step
-from pipeproof.foreign.task import Outputs
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.kinds import REAL
@@ -26,12 +25,8 @@ def validate(
     microbatches: Sequence[Any],
     ranks: int | Sequence[int] | Mapping[str, int],
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
-    loss_divisor: float | None = None,
     optimizer: MakesOptimizer | None = None,
-    steps: Sequence[str] | None = None,
-    outputs: Outputs | None = None,
-    routers: str | Sequence[str] | None = None,
-    names: Names | None = None,
+    contract: Contract = DEFAULTS,
     timeout_s: float | None = None,
     world: str = REAL,
 ) -> Verdict:
@@ -47,12 +42,8 @@ def validate(
             microbatches=microbatches,
             ranks=ranks,
             loss_fn=loss_fn,
-            loss_divisor=loss_divisor,
             optimizer=optimizer,
-            steps=steps,
-            outputs=outputs,
-            routers=routers,
-            names=names,
+            contract=contract,
             timeout_s=timeout_s,
         )
 
@@ -72,8 +63,7 @@ def layerwise(
     microbatches: Sequence[Any],
     ranks: int | Sequence[int] | Mapping[str, int],
     loss_fn: Callable[[Any, Tensor], Tensor],
-    loss_divisor: float | None = None,
-    names: Names | None = None,
+    contract: Contract = DEFAULTS,
     timeout_s: float | None = None,
 ) -> Iterator[Verdict]:
     """As ``WhiteBox.layerwise``, on a world that lasts as long as somebody iterates."""
@@ -84,7 +74,6 @@ def layerwise(
             microbatches=microbatches,
             ranks=ranks,
             loss_fn=loss_fn,
-            loss_divisor=loss_divisor,
-            names=names,
+            contract=contract,
             timeout_s=timeout_s,
         )

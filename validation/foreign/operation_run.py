@@ -112,4 +112,5 @@ def observed_of(runs: Sequence[OperationRun], known: Sequence[Sequence[Mapping[i
         )
         for rank, operations in enumerate(zip(*(one.ranks for one in each), strict=True))
     ]
-    return Observed(each[0].schedule, tuple(rows), each[0].copies)
+    counts = tuple(len(one.made) for one in runs)
+    return Observed(each[0].schedule, tuple(rows), each[0].copies, counts)

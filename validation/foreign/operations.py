@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from pipeproof.foreign.handed_back import HandBackError
 
-OPERATIONS = ("train", "accumulate", "eval")
 _HOW = "it yields what it made of each, as: for operation, microbatches in operations: ...; yield stage, losses"
 
 
@@ -47,7 +46,7 @@ class Operations:
         """
         __tracebackhide__ = True
         if not isinstance(results, Iterator):
-            raise HandBackError(f"{self._step} returned a {type(results).__name__}; with steps= {_HOW}")
+            raise HandBackError(f"{self._step} returned a {type(results).__name__}; with operations= {_HOW}")
         for result in results:
             if self._made == self._begun:
                 raise HandBackError(f"{self._step} handed back more than its operations: {_HOW}")

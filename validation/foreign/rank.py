@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeproof.core.contract import Contract
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
-from pipeproof.foreign.matching import Local, Names, renamed
+from pipeproof.foreign.matching import Local, renamed
 from pipeproof.foreign.operations import Operation, Operations
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents, digest
@@ -35,28 +36,25 @@ Step = Callable[[Any, Any], Any]
 class Order:
     """What every rank is to do: call ``step(build(), microbatches)``.
 
-    ``known`` are the contents of the reference's parameters by name. ``steps``: the operations, each with its part of
-    the microbatches, that the step is to go through; empty: it is one, and does not.
+    ``known`` are the contents of the reference's parameters by name. ``replicas``: of the first operation.
     """
 
     step: Step
     build: Callable[[], Any]
     microbatches: Sequence[Any]
-    names: Names | None
+    contract: Contract
     name: str
     known: Mapping[str, bytes]
     replicas: Replicas
     updates: bool = False  # whether weights after the step are wanted
-    steps: tuple[str, ...] = ()
-    routers: tuple[str, ...] = ()  # the names of modules that choose experts
 
     def operations(self, rank: int, device: str) -> list[Operation]:
         """What ``rank`` is to do, with its microbatches, which nobody else has."""
-        plan, share = self.steps or ("train",), self.replicas.share(rank)
-        each = len(self.microbatches) // len(plan)
-        own = [[self.microbatches[number * each + m] for m in share] for number in range(len(plan))]
+        parts = self.contract.parts(len(self.microbatches))
+        shares = [self.replicas.of_as_many(len(part)).share(rank) for part in parts]
+        own = [[self.microbatches[part[m]] for m in share] for part, share in zip(parts, shares, strict=True)]
         there = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), own)
-        return [Operation(name, microbatches) for name, microbatches in zip(plan, there, strict=True)]
+        return [Operation(*one) for one in zip(self.contract.plan, there, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,10 @@ def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
     deterministic(context.device)
     model = order.build().to(context.device).train()
     origin, due = Origin(model), order.operations(context.rank, context.device)
-    routing = RouteObserver(order.routers, model)
+    routing = RouteObserver(tuple(order.contract.routers), model)
     with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use, routing.opened():
         collect = _Collector(context.rank, order, origin, first_use, watcher, routing)
-        if not order.steps:
+        if not order.contract.operations:
             made = [collect.made(order.step(model, due[0].microbatches), sent_messages())]
         else:
             operations = Operations(due, collect.begins, step=order.name)
@@ -180,7 +178,7 @@ class _Collector:
     ) -> None:
         self._rank, self._order, self._origin = rank, order, origin
         self._first_use, self._watcher, self._routing = first_use, watcher, routing
-        self._names = order.names
+        self._names = order.contract.names
         self._first: tuple[HandedBack, RankMade] | None = None
 
     def begins(self, number: int) -> None:
@@ -194,10 +192,10 @@ class _Collector:
 
     def made(self, result: object, sent: Mapping[Message, Sent]) -> RankMade:
         """What a step made that returned ``result``."""
-        order, handed = self._order, understood(result, self._order.name)
+        order, handed = self._order, understood(result, self._order.name, self._order.contract)
         if self._first is not None and not handed.modules and handed.gradients is None:
             handed = replace(handed, modules=self._first[0].modules)  # it is enough to hand them back once
-        self._names = handed.names if order.names is None else order.names
+        self._names = handed.names if order.contract.names is None else order.contract.names
         parts, actions = self._parts(handed), handed.actions(self._rank)
         if handed.by_parameter is not None:
             self._first_use.adds_to(handed.by_parameter, handed.modules)
@@ -246,7 +244,7 @@ class _Collector:
                 values[len(locals_)] = seen.value
             locals_.append(Local(name, renamed(self._names, name, rank=self._rank, chunk=chunk), identical, content))
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
-        calls = self._watcher.calls(module)
+        calls = self._watcher.calls(module, warmup=self._order.contract.warmup if self._first is None else 0)
         parameters = [parameter for *_, parameter in parameters_of(module)]
         gradients, shards = in_parts(held)
         shards = {k: shard.in_all(parameters[k].shape) for k, shard in shards.items()}
@@ -272,7 +270,7 @@ class _Collector:
 
     def _buffers(self, module: nn.Module, chunk: int) -> Iterator[tuple[Local, Tensor]]:
         """The buffers of a module that this rank has whole, where several operations are compared."""
-        for name, holder, leaf, buffer in _held(module, "_buffers") if self._order.steps else ():
+        for name, holder, leaf, buffer in _held(module, "_buffers") if self._order.contract.operations else ():
             if not isinstance(buffer, InShards) and not buffer.is_meta:
                 said = renamed(self._names, name, rank=self._rank, chunk=chunk)
                 local = Local(name, said, self._origin.name(holder, leaf, buffer))

@@ -68,7 +68,7 @@ class StepOracle:
         if name == "eval":
             floors = Floors(reference, [Pending(expected, batches, orders)])  # as of a train: by gradients, too
             return Answer(replace(expected, gradients={}, norm=None), floors, math.inf)
-        self._pending.append(Pending(expected, batches, orders))
+        self._pending.append(Pending(expected, batches, orders, reference))
         if name == "accumulate":
             self._sums = reference.accumulate(one.made, orders=orders, onto=self._sums)
             return Answer(replace(expected, gradients={}, norm=None), Floors(reference, self._pending), math.inf)
@@ -92,10 +92,10 @@ class StepOracle:
 
 def laws_of(task: Task) -> tuple[str, ...]:
     """What must hold of a run of ``task``."""
-    updates = UPDATED if task.optimizer is not None or task.steps else ()
-    named = NAMED if task.outputs is not None else ()
+    updates = UPDATED if task.optimizer is not None or task.contract.operations else ()
+    named = NAMED if task.contract.outputs is not None else ()
     routed = ROUTED if task.routers else ()
-    return (*LAWS, *named, *routed, *updates, *(OF_SEVERAL if task.steps else ()))
+    return (*LAWS, *named, *routed, *updates, *(OF_SEVERAL if task.contract.operations else ()))
 
 
 def required_of(
@@ -108,7 +108,7 @@ def required_of(
     first, found = runs[0], runs[0].found
     unlike = next((one.found.unlike for one in runs if one.found.unlike), "")
     judged = replace(task, optimizer=None) if unlike else task
-    if task.steps and task.optimizer is None:
+    if task.contract.operations and task.optimizer is None:
         unlike = unlike or "optimizer= makes the reference's, and was not given"
     every, plan = scenarios(task.plan), task.plan[: len(runs)]
     later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
@@ -118,7 +118,7 @@ def required_of(
         title,
         laws,
         plan,
-        len(first.made),
+        tuple(len(one.made) for one in runs),
         found.due,
         oracle,
         found.tied,

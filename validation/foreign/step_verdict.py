@@ -131,7 +131,7 @@ def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:
     known = runs[0].made[0].outputs
     for rank, name in ((k, name) for one in runs for k, made in enumerate(one.found.made) for name in made.outputs):
         if name not in known:
-            given = f"which gives {', '.join(map(repr, known))}" if task.outputs is not None else "which was not given"
+            given = "which was not given" if task.named is None else f"which gives {', '.join(map(repr, known))}"
             return f"rank {rank} handed back an output {name!r}: expected one of those of outputs=, {given}"
     return ""
 

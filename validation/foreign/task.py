@@ -1,13 +1,13 @@
 """What is to be validated, as the user gave it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.operations import OPERATIONS
+from pipeproof.core.contract import DEFAULTS, Contract, Outputs
 from pipeproof.foreign.optimizing import MakesOptimizer, OptimizerError, Optimizing
 from pipeproof.foreign.rank import Step
 from pipeproof.judging.verdict import names_of, raised
@@ -21,7 +21,6 @@ from pipeproof.reference.step import Gradient, Loss, Reference, Site
 from pipeproof.worlds.accelerator import first_of
 
 LossFn = Callable[[Any, Tensor], Tensor]  # of output and target, the loss of a microbatch
-Outputs = Callable[[Any, Tensor], Mapping[str, Tensor]]  # of output and target, what is compared by its name
 
 
 class WhiteBoxError(ValueError):
@@ -56,44 +55,40 @@ class Continued:
 class Task:
     """What is to be validated, as the user gave it.
 
-    ``steps``: the operations of a run that has several, of which each has its part of the microbatches; empty: it is
-    one step. ``evaluates``: it is one evaluation. ``routers``: the names of modules that choose experts; ``routed``: by
-    microbatch, what they are to choose in place of what their scores say.
+    ``evaluates``: it is one evaluation. ``routed``: by microbatch, what routers are to choose in place of what their
+    scores say.
     """
 
     step: Step
     reference: Callable[[], Any]
     microbatches: tuple[Any, ...]
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
-    loss_divisor: float | None = None
     optimizer: MakesOptimizer | None = None
-    steps: tuple[str, ...] = ()
+    contract: Contract = DEFAULTS
     evaluates: bool = False
-    outputs: Outputs | None = None
-    routers: tuple[str, ...] = ()
     routed: tuple[Mapping[str, Chosen], ...] = ()
 
     @property
     def plan(self) -> tuple[str, ...]:
         """The operations."""
-        return self.steps or ("train",)
+        return self.contract.plan
 
     @property
-    def each(self) -> int:
+    def counts(self) -> tuple[int, ...]:
         """How many microbatches every operation has."""
-        return len(self.microbatches) // len(self.plan)
+        return tuple(map(len, self.contract.parts(len(self.microbatches))))
 
     def operation(self, number: int, begun: "Continued | None" = None) -> "Task":
         """Operation ``number`` as a task of its own; ``begun``: the reference that it begins with."""
-        if not self.steps:
+        if not self.contract.operations:
             return self
-        own = self.microbatches[number * self.each :][: self.each]
+        own = self.contract.parts(len(self.microbatches))[number]
         return replace(
             self,
             reference=begun or self.reference,
-            microbatches=own,
-            steps=(),
-            evaluates=self.steps[number] == "eval",
+            microbatches=tuple(self.microbatches[m] for m in own),
+            contract=replace(self.contract, operations=()),
+            evaluates=self.plan[number] == "eval",
         )
 
     def check(self) -> None:
@@ -105,20 +100,18 @@ class Task:
             check_loss_fn(self.loss_fn)
         if not self.microbatches:
             raise WhiteBoxError("microbatches is empty: expected at least one")
-        check_divisor(self.loss_divisor)
+        if not isinstance(self.contract, Contract):
+            raise WhiteBoxError(f"contract is {self.contract!r}: expected a pipeproof.Contract")
         if self.optimizer is not None and not callable(self.optimizer):
             raise WhiteBoxError(
                 f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
             )
-        if self.outputs is not None and not callable(self.outputs):
-            raise WhiteBoxError(f"outputs is {self.outputs!r}: expected a function of output and target")
-        if self.steps:
-            _check_steps(self.steps, len(self.microbatches))
+        self.contract.parts(len(self.microbatches))
         for number in range(len(self.microbatches)):
             self._batch(number)
 
     def check_routers(self, model: nn.Module) -> None:
-        """Raise ``WhiteBoxError`` where ``routers`` names no module of the reference, which is ``model``."""
+        """Raise ``WhiteBoxError`` where ``routers`` name no module of the reference, which is ``model``."""
         if self.routers and not Routers(self.routers).among(model):
             have = names_of([name for name, _ in model.named_modules() if name])
             wanted = " or ".join(map(repr, self.routers))
@@ -153,6 +146,11 @@ class Task:
         return name_of(self.reference)
 
     @property
+    def routers(self) -> tuple[str, ...]:
+        """The modules that choose experts."""
+        return tuple(self.contract.routers)
+
+    @property
     def in_pairs(self) -> bool:
         """Whether a microbatch is a pair of inputs and target."""
         return self.loss_fn is not None
@@ -166,16 +164,16 @@ class Task:
     def loss(self) -> Loss:
         """The loss of a microbatch, and what it is divided by."""
         function = self.loss_fn or (lambda output, target: output)
-        return Loss(function, float(self.loss_divisor or len(self.microbatches)))
+        return Loss(function, float(self.contract.loss_divisor or len(self.microbatches)))
 
     @property
     def named(self) -> Outputs | None:
         """What of the model's output and the target is compared, by name."""
-        return None if self.outputs is None else self._named
+        return None if self.contract.outputs is None else self._named
 
     def _named(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
-        assert self.outputs is not None, "asked for where there are some"
-        made = self.outputs(output, target)
+        assert self.contract.outputs is not None, "asked for where there are some"
+        made = self.contract.outputs(output, target)
         if not isinstance(made, Mapping):
             raise WhiteBoxError(f"outputs= gave a {type(made).__name__}: expected a mapping of names to tensors")
         for name, one in made.items():
@@ -191,8 +189,13 @@ class Task:
 
     def title(self, ranks: int) -> str:
         """The subject in words."""
-        count, steps = some(self.each, "microbatch"), f"{', '.join(self.steps)} of " if self.steps else ""
-        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {steps}{count}, {self.beside}"
+        counts, plan = self.counts, self.plan if self.contract.operations else ()
+        count = some(counts[-1], "microbatch")
+        if len({*counts}) > 1:
+            count = f"{', '.join(f'{name} of {each}' for name, each in zip(plan, counts, strict=True))} microbatches"
+        elif plan:
+            count = f"{', '.join(plan)} of {count}"
+        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, {self.beside}"
 
     def built(self, device: str) -> nn.Module:
         """The reference, as every rank builds it."""
@@ -231,31 +234,6 @@ class Task:
             if not isinstance(tensor, Tensor):
                 raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
         return batch
-
-
-def as_steps(steps: object) -> tuple[str, ...]:
-    """The operations of ``steps``. Raises ``WhiteBoxError`` where it has none, or others."""
-    known = ", ".join(map(repr, OPERATIONS))
-    if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
-        raise WhiteBoxError(f"steps is {steps!r}: expected a list of some of {known}")
-    for one in steps:
-        if one not in OPERATIONS:
-            raise WhiteBoxError(f"steps has {one!r} in it: expected some of {known}")
-    return tuple(steps)
-
-
-def _check_steps(steps: Sequence[str], microbatches: int) -> None:
-    if "train" not in steps:
-        raise WhiteBoxError(f"steps is {list(steps)}: expected at least one 'train', whose gradients are compared")
-    if "accumulate" in [*steps][::-1][: [*steps][::-1].index("train")]:
-        raise WhiteBoxError(
-            f"steps is {list(steps)}: expected 'train' after each 'accumulate', for it has the gradients of both"
-        )
-    if microbatches % len(steps):
-        raise WhiteBoxError(
-            f"{some(microbatches, 'microbatch')} for {some(len(steps), 'operation')} of steps=: expected a multiple, "
-            "for each has its own"
-        )
 
 
 def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
@@ -303,16 +281,6 @@ def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Te
         return frozenset()
     count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, one in parameters if count[id(one)] > 1)
-
-
-def as_names(given: object) -> tuple[str, ...]:
-    """The names of ``routers=``. Raises ``WhiteBoxError`` where they are none."""
-    names = (given,) if isinstance(given, str) else given
-    if names is None:
-        return ()
-    if not isinstance(names, Sequence) or not names or not all(isinstance(one, str) and one for one in names):
-        raise WhiteBoxError(f"routers is {given!r}: expected the name of the modules that choose experts, or several")
-    return tuple(names)
 
 
 def name_of(function: object) -> str:

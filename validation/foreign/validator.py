@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.composed import AgainstItself, LinkedTask
@@ -19,7 +20,7 @@ from pipeproof.foreign.course import Course
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.late_weights import with_late_weights
 from pipeproof.foreign.layerwise import Build, Layered
-from pipeproof.foreign.matching import Names, NamesError, check_names
+from pipeproof.foreign.matching import NamesError
 from pipeproof.foreign.mutate import Mutated, mutated
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import MakesOptimizer
@@ -28,7 +29,7 @@ from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
-from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_names, as_steps, name_of
+from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
 from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.digest import contents
@@ -56,12 +57,8 @@ class WhiteBox:
         microbatches: Sequence[Any],
         ranks: int | Sequence[int] | Mapping[str, int],
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
-        loss_divisor: float | None = None,
         optimizer: MakesOptimizer | None = None,
-        steps: Sequence[str] | None = None,
-        outputs: Outputs | None = None,
-        routers: str | Sequence[str] | None = None,
-        names: Names | None = None,
+        contract: Contract = DEFAULTS,
         timeout_s: float | None = None,
     ) -> Verdict:
         """The verdict on ``step(model, microbatches)``, called on every rank, beside the reference.
@@ -76,38 +73,28 @@ class WhiteBox:
         r + n, ..., and reports their losses. The reference sees all. Or a mesh, its axes and their sizes:
         ``{"pp": 2, "dp": 2, "tp": 2}``, ranks as ``init_device_mesh`` numbers them. Ranks along tp, sp and cp are given
         the same microbatches; those along dp, fsdp and ep share them. loss_fn: of output and target, a microbatch's
-        loss. Without it the model is called with all of a microbatch, and gives the loss. loss_divisor: the loss is
-        divided by this before its backward. The default is the number of microbatches. optimizer: makes the reference's
-        of the model, or a pair of it and a scheduler, which steps once after each update. With it the step is to update
-        its parameters once, and to leave their gradients; the weights after it are compared. steps: several operations,
-        such as ``["train", "accumulate", "train", "eval"]``. ``step`` is then called once, with the model and an
-        iterator of ``(operation, microbatches)``: it goes through these, and yields for each what a step hands back,
-        before it clears gradients. The microbatches are dealt to the operations in order, as many to each. outputs: of
-        output and target, a mapping of names to what else is compared for each microbatch, such as ``{"logits":
-        output}``; whole numbers exactly. A step hands back what it has of that as ``HandedBack.outputs``. routers: the
-        modules that choose experts, by name, by how it ends, or by a pattern, such as ``"mlp.gate"``; several where
-        step and reference call them otherwise. What these choose, by ``topk``, ``argmax`` or ``max`` in their forward,
-        is compared token by token, and the reference follows the step where the two differ by rounding. names: what the
-        step's parameters are called in the reference: prefixes and what replaces them, or a function. timeout_s: how
-        long the step may take, in seconds; a hang ends there.
+        loss. Without it the model is called with all of a microbatch, and gives the loss. optimizer: makes the
+        reference's of the model, or a pair of it and a scheduler, which steps once after each update. With it the step
+        is to update its parameters once, and to leave their gradients; the weights after it are compared. contract:
+        what the step claims where that differs from the defaults, such as the divisor of losses, several operations, or
+        the names of parameters. timeout_s: how long the step may take, in seconds; a hang ends there.
 
-        Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
-        that goes wrong is in the verdict.
+        Raises ``WhiteBoxError``, ``ContractError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher
+        started fewer. All else that goes wrong is in the verdict.
         """
         began, build = perf_counter(), reference.whole if isinstance(reference, AgainstItself) else reference
-        task = Task(step, build, tuple(microbatches), loss_fn, loss_divisor, optimizer, outputs=outputs)
-        task = replace(task, steps=() if steps is None else as_steps(steps), routers=as_names(routers))
+        task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract)
         if isinstance(reference, AgainstItself):
             task = LinkedTask.of(task, reference)
         task.check()
-        replicas = Replicas.along(ranks, task.each)
-        replicas.check()
-        check_names(names)
+        replicas = Replicas.along(ranks, task.counts[0])
+        for count in task.counts:
+            replicas.of_as_many(count).check()
         seconds(self.world.timeout_s if timeout_s is None else timeout_s)
         try:
             bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
             for _ in self.world.interleavings():
-                verdict = bounded._validated(task, replicas, names)
+                verdict = bounded._validated(task, replicas)
                 if verdict.verdict != "pass":
                     break
         except (WhiteBoxError, NeedsMoreRanks):
@@ -129,8 +116,7 @@ class WhiteBox:
         microbatches: Sequence[Any],
         ranks: int | Sequence[int] | Mapping[str, int],
         loss_fn: Callable[[Any, Tensor], Tensor],
-        loss_divisor: float | None = None,
-        names: Names | None = None,
+        contract: Contract = DEFAULTS,
         timeout_s: float | None = None,
     ) -> Iterator[Verdict]:
         """Verdicts on ``step``, one for every two neighbouring layers of a model that is too large for one rank.
@@ -150,15 +136,18 @@ class WhiteBox:
         bits of its input, or be off: else a verdict says that the reference is random.
 
         layers: functions that build the layers in order, seeded; each takes all that the one before it gives, a tensor
-        or a tuple of tensors. The rest is as in ``validate``; prefixes in ``names`` begin with the layer's number.
+        or a tuple of tensors. The rest is as in ``validate``; prefixes in ``names`` of the contract begin with the
+        layer's number. Each verdict is about one operation, and about gradients: the contract has none of
+        ``operations``, ``outputs``, ``routers``, ``max_norm``.
 
         Raises ``WhiteBoxError``, also for a layer that cannot be built or cannot take what it is given, and what
         ``validate`` raises.
         """
         model = Layered(layers, tuple(microbatches), loss_fn, self.world.device)
         model.check()
-        Task(step, layers[0], model.microbatches, loss_fn, loss_divisor).check()
-        judge = partial(self.validate, step, ranks=ranks, loss_divisor=loss_divisor, names=names, timeout_s=timeout_s)
+        Task(step, layers[0], model.microbatches, loss_fn, contract=contract).check()
+        contract.reads(("loss_divisor", "loss_scale", "accumulation", "names", "warmup"), "layer by layer")
+        judge = partial(self.validate, step, ranks=ranks, contract=contract, timeout_s=timeout_s)
         for piece in model.windows():
             verdict = judge(reference=piece.window, microbatches=piece.microbatches, loss_fn=piece.window.loss_fn)
             yield self.hand_out(with_notes(verdict, {"gradient": piece.unseen}))
@@ -184,10 +173,10 @@ class WhiteBox:
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
 
-    def _linked(self, task: LinkedTask, replicas: Replicas, names: Names | None) -> Verdict:
+    def _linked(self, task: LinkedTask, replicas: Replicas) -> Verdict:
         """The verdict on a step that its ranks hold against itself."""
         title, ranks = _title(task, replicas), len(replicas.of)
-        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), {}, replicas)
+        order = Order(task.step, task.reference, task.microbatches, task.contract, name_of(task.step), {}, replicas)
         bound_s = self.world.timeout_s if self.timeout_s is None else self.timeout_s
         try:
             rows = self.world.run(task.by.checked, order, bound_s, ranks=ranks, timeout_s=self.timeout_s)
@@ -196,23 +185,24 @@ class WhiteBox:
         laws = tuple(law for law in rows[0].laws if law.name not in UPDATED)  # the optimizer is not known
         return replace(rows[0], config=title, laws=laws)
 
-    def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
+    def _validated(self, task: Task, replicas: Replicas) -> Verdict:
         if isinstance(task, LinkedTask):
-            return self._linked(task, replicas, names)
+            return self._linked(task, replicas)
         title, first = _title(task, replicas), task.operation(0)
         model = first.built(self.world.device)
         task.check_routers(model)
         known = contents(model)
         second, ahead = SecondModel(first, self.world.device, known), ReferenceRun(first, model, replicas)
-        updates, name = task.optimizer is not None or bool(task.steps), name_of(task.step)
-        order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates, task.steps)
-        order = replace(order, routers=task.routers)
+        updates = task.optimizer is not None or bool(task.contract.operations)
+        name, told = name_of(task.step), replace(task.contract, outputs=None)  # the reference alone gives those
+        order = Order(task.step, task.reference, task.microbatches, told, name, known, replicas, updates)
         made, failure = self._made(order, chain(second, ahead))
         if second.other_weights:
             return random_reference(title, task, second.other_weights)
         if failure is not None:
             return _failed(title, failure)
-        joined = with_late_weights([joined_parts(one, replicas, known) for one in made])
+        shared = [replicas.of_as_many(count) for count in task.counts]
+        joined = with_late_weights([joined_parts(one, by, known) for one, by in zip(made, shared, strict=True)])
         repeated = partial(first.repeated, self.world.device)
         found = Assembled(model, known, joined[0], replicas, repeated, name=task.plan[0])
         if found.other_build:

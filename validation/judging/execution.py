@@ -21,7 +21,7 @@ class Conditions(Protocol):
     def plan(self) -> tuple[str, ...]: ...
 
     @property
-    def microbatches(self) -> int: ...
+    def counts(self) -> Sequence[int]: ...
 
     @property
     def due(self) -> frozenset[Site]: ...
@@ -56,7 +56,7 @@ class Execution:
 
     def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
         """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
-        every = list(range(self._required.microbatches))
+        every = list(range(self._required.counts[number]))
         for line in range(1 + len(self._observed.copies)):
             self._ran(number, laws, line, backward=backward)
             self._calls(number, laws, line, training=backward)
@@ -66,7 +66,7 @@ class Execution:
 
     def _ran(self, number: int, laws: frozenset[str], line: int, *, backward: bool) -> None:
         """Each stage ran each way once for each microbatch."""
-        every = list(range(self._required.microbatches))
+        every = list(range(self._required.counts[number]))
         ran: dict[What, dict[int, list[int]]] = {"forward": self._observed.forwards(number, line)}
         if backward:
             ran["backward"] = self._observed.backwards(number, line)
@@ -82,7 +82,7 @@ class Execution:
         for stage in self._stages(line, but=self._required.uncalled):
             place = self._of_stage(number, laws, stage, line)
             seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
-            every = tuple(range(self._required.microbatches))
+            every = tuple(range(self._required.counts[number]))
             self._ledger.hold(place, _once_each(seen, every), _told(seen), every, what="calls")
             if UNKNOWN_MICROBATCH in seen:
                 unknown = f"of {seen.count(UNKNOWN_MICROBATCH)} calls of stage {stage} nothing tells the microbatch"

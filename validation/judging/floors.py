@@ -32,7 +32,7 @@ from pipeproof.judging.tolerance import (
 )
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.elements import is_rounded
-from pipeproof.reference.accumulation import Accumulation
+from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import Made, in_double, made_of, one_place_off
 from pipeproof.reference.step import (
@@ -190,7 +190,7 @@ class Floors:
         ``same``: it is known to give the same losses, but for rounding; ``most``: how far that may be off at least.
         """
         try:
-            found = [otherwise(self._reference, one.expected, one.batches) for one in self._pending]
+            found = [otherwise(self._of(one), one.expected, one.batches) for one in self._pending]
         except Exception as error:
             return None, f"raised {raised(error)}"
         own = [one.expected.contributions for one in self._pending]
@@ -208,13 +208,13 @@ class Floors:
         sums: Sums = {}
         for one in reversed(self._pending):
             orders = {stage: tuple(reversed(order)) for stage, order in one.orders.items()}
-            sums = self._reference.accumulate(one.expected.contributions, orders=orders, onto=sums)
+            sums = self._of(one).accumulate(one.expected.contributions, orders=orders, onto=sums)
         return self._reference.total(sums)
 
     @cached_property
     def _apart_total(self) -> Sums:
         # In the types that these are in: no other is to round what is measured.
-        return self._total(self._apart, by=Accumulation(shares=self._accumulation.shares))
+        return self._total(self._apart, by=PLAIN)
 
     @cached_property
     def _nudged_total(self) -> Sums:
@@ -223,7 +223,9 @@ class Floors:
     def _total(self, made: Contributions, *, by: Accumulation | None = None) -> Sums:
         sums: Sums = {}
         for one, contributions in zip(self._pending, made, strict=True):
-            sums = self._reference.accumulate(contributions, orders=one.orders, onto=sums, by=by)
+            own = self._of(one)
+            how = by and replace(by, shares=own.recipe.accumulation.shares)
+            sums = own.accumulate(contributions, orders=one.orders, onto=sums, by=how)
         return self._reference.total(sums)
 
     def gradient(self, site: Site) -> Floor:
@@ -248,6 +250,10 @@ class Floors:
         contributions = [one for pending in self._pending for one in pending.expected.contributions]
         parts = [one.gradients[home] for one in contributions for home in homes]
         return [None if part is None else part / late for part in parts]
+
+    def _of(self, pending: Pending) -> Reference:
+        """The reference that has what ``pending`` gives."""
+        return pending.reference or self._reference
 
     def _makeup(self, site: Site) -> Makeup:
         """What the gradient at ``site``, where there is one, is made of, and how well that can be told."""

@@ -40,7 +40,8 @@ def ran_of(observed: Observed, number: int, sights: Mapping[Action, Sequence[Sig
         for action in (action for action in row[number].executed if action.kind in COMPUTE):
             ranks[where.get(action, rank)].append(_of_action(action, sights))
     schedule = observed.schedule
-    return Ran(number + 1, schedule.microbatches, schedule.placement, tuple(map(tuple, ranks)))
+    count = observed.counts[number] if observed.counts else schedule.microbatches
+    return Ran(number + 1, count, schedule.placement, tuple(map(tuple, ranks)))
 
 
 def _of_action(action: Action, sights: Mapping[Action, Sequence[Sight]]) -> Done:

@@ -11,7 +11,8 @@ from pipeproof.reference.step import Site
 class Requirements:
     """What is known before anything is compared.
 
-    ``config`` names it, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
+    ``config`` names it, ``bindings`` says its numbers in words; ``plan`` are its operations, and ``counts``
+    how many microbatches each has. ``due`` are the
     sites that must be held, and ``tied`` the parameters with copies in several of them: for each, the name of its copy
     by stage. ``unmatched`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
     reason, ``missed`` those of whose matter nothing was seen, and ``remarks`` what readers of others should know.
@@ -24,7 +25,7 @@ class Requirements:
     config: str
     laws: tuple[str, ...]
     plan: tuple[str, ...]
-    microbatches: int
+    counts: tuple[int, ...]
     due: frozenset[Site]
     oracle: Oracle
     tied: Sequence[Mapping[int, str]] = ()

@@ -192,12 +192,13 @@ class Observed:
     """What every rank produced: ``ranks[r][k]`` is operation k of the plan on rank r.
 
     ``copies``: of stages that further lines of ranks hold as well, and what these did is known: by stage the first such
-    rank, one mapping a line.
+    rank, one mapping a line. ``counts``: how many microbatches each operation has, where that is not the schedule's.
     """
 
     schedule: Schedule
     ranks: tuple[tuple[RankOperation, ...], ...]
     copies: tuple[Mapping[int, int], ...] = ()
+    counts: tuple[int, ...] = ()
 
     @property
     def watched(self) -> bool:

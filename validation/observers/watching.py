@@ -81,18 +81,20 @@ class Watcher:
         for one in self._watched.values():
             one.calls, one.waiting = [], []
 
-    def calls(self, module: nn.Module) -> list[Call] | None:
+    def calls(self, module: nn.Module, *, warmup: int = 0) -> list[Call] | None:
         """The forwards of ``module``, or of the one watched module inside it or around it; None if there is none.
 
-        Those without gradients are forwards where backwards ran any of them again, and where there are no others.
+        The first ``warmup`` ones are left out. Those without gradients are forwards where backwards ran any of them
+        again, and where there are no others.
         Where not all was seen there are none.
         """
         if (one := self._found(module)) is None or one.fence.broken:
             return None if one is None else []
         for call in one.calls:
             call.settle()
-        again = any(call.silent and call.ran for call in one.calls)
-        return [call for call in one.calls if again or not call.silent] or list(one.calls)
+        calls = one.calls[warmup:]
+        again = any(call.silent and call.ran for call in calls)
+        return [call for call in calls if again or not call.silent] or calls
 
     def unseen(self, module: nn.Module) -> str:
         """Why not all was seen of ``module`` and of its losses; empty where it was, and where nobody watched."""

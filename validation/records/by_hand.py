@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeproof.foreign.crossings import near
 from pipeproof.foreign.own_links import OwnStage
+from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.records.own_shards import OwnShards
 from pipeproof.records.rank_part import Rename
@@ -92,9 +93,14 @@ def divided_by(sizes: Sequence[float], numbers: Sequence[float]) -> float:
     return max(exact) if exact else max(numbers, key=votes.count)
 
 
-def by_hand(times: float) -> str:
-    """That losses are multiplied so."""
-    return f"losses were multiplied by {times:g} and gradients divided by it: that was taken as meant"
+def enter_times(times: float, declared: float | None, ledger: Ledger) -> None:
+    """Enter that losses were multiplied by so many ``times`` the ``declared`` scale, which is then in doubt."""
+    seen = f"losses were multiplied by {times * (declared or 1.0):g}"
+    if declared is None:
+        ledger.remark("boundaries", f"{seen} and gradients divided by it: that was taken as meant")
+    else:
+        cure = f"declare loss_scale={times * declared:g}, if that is meant"
+        ledger.doubt("boundaries", f"{seen}, and the contract says loss_scale={declared:g}: {cure}")
 
 
 def _plain(factor: float) -> float:

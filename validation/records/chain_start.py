@@ -98,8 +98,10 @@ def saying_how_often(against: AgainstItself, rank: int) -> Iterator[None]:
 def _told(own: RankStages, against: AgainstItself) -> dict[str, object]:
     """What all ranks are to be told alike. A rank that has nothing to train needs no optimizer, and tells of none."""
     told: dict[str, object] = {
-        "loss_divisor": against.loss_divisor,
+        "loss_divisor": against.contract.loss_divisor,
+        "loss_scale": against.contract.loss_scale,
         "max_norm": against.max_norm,
+        "warmup": against.contract.warmup,
         "scaler": _given(against.scaler),
         "build": _given(against.build),
         "stages": against.stages,

@@ -11,6 +11,7 @@ from pipeproof.cases.observe import assemble, planted
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import PLUGINS, specimen
 from pipeproof.cases.validator import refusal
+from pipeproof.core.contract import Contract
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.wrappers import Steps
 from pipeproof.pipeline.step import PipelineSchedule
@@ -78,10 +79,9 @@ def _against(case: Case, schedule: PipelineSchedule, update: int, loss_fn: LossF
     """What an update of ``case`` is held against."""
     return Composed(
         loss_fn,
-        loss_divisor=divisor,
         build=partial(model_for, case),
         optimizer=schedule.optimizer,
-        max_norm=max_norm_of(case, update),
+        contract=Contract(loss_divisor=divisor, max_norm=max_norm_of(case, update)),
     )
 
 

@@ -37,7 +37,7 @@ from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
-from pipeproof.records.by_hand import addends_of, by_hand, sizes_of
+from pipeproof.records.by_hand import addends_of, enter_times, sizes_of
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
@@ -280,7 +280,7 @@ class ComposedCheck(CheckedStep):
 
     def _once_more(self, again: StagesAgain, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
         """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
-        lines, known = self._lines, (self._by.loss_divisor, self.microbatches)
+        lines, known = self._lines, (self._by.contract.loss_divisor, self.microbatches)
         left = self._own.gradients if named is None else named
         with self.noting():
             scales = dict.fromkeys((self._scale, self._by.scale))
@@ -297,7 +297,7 @@ class ComposedCheck(CheckedStep):
             everyones = [one for those in self._gather(addends, "how large gradients are") for one in those]
             again.take_sizes(sizes_of(everyones, together=lines.together))
         if again.times is not None:
-            self._ledger.remark("boundaries", by_hand(again.times))
+            enter_times(again.times, self._by.contract.loss_scale, self._ledger)
         with self.noting():
             again.as_agreed(self._snapshot)
         return here
@@ -322,8 +322,9 @@ class ComposedCheck(CheckedStep):
 
     @property
     def _scaling(self) -> LossScale | None:
-        """How losses are scaled, if a scaler says so."""
-        return None if self._by.scaler is None else LossScale(self._way.scaled, self._by.scale, self._scale)
+        """How losses are scaled, if a scaler or the contract says so."""
+        said = self._by.scaler is not None or self._by.contract.loss_scale is not None
+        return LossScale(self._way.scaled, self._by.scale, self._scale) if said else None
 
     def _by_scale(self, cause: Cause) -> Cause:
         counts = self.microbatches, self._exchange.ranks, sum(len(one.stages) for one in self._starts)
@@ -384,7 +385,7 @@ class ComposedCheck(CheckedStep):
             brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
             data = next(one for one in brought if one is not None)
             of_all = self._places, self._first, counted, no_norm
-            divisor = self._lines.own_divisor(self._by.loss_divisor, len(data))
+            divisor = self._lines.own_divisor(self._by.contract.loss_divisor, len(data))
             wholes.append(Whole(own, data, divisor, *of_all, only=self._only, by=self._by))
         which = "" if self._only is None else f"stage {self._only} of "
         title, replicas = f"{which}a step of this job, link by link", self._lines.replica_of_rank

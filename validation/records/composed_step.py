@@ -51,13 +51,13 @@ class Composed(AgainstItself):
         with noted_messages(), watching(watcher), FirstUse(()) as first_use:
             try:
                 with _told_of_its_model(model):
-                    handed = understood(order.step(model, own), order.name)
+                    handed = understood(order.step(model, own), order.name, order.contract)
             finally:
                 watcher.close()
             made = _Made(context.rank, order, handed, origin, watcher, sent_messages())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
         stages, note = made.stages(whole, bound_s)
-        by = self if handed.accumulation is None else replace(self, accumulation=handed.accumulation)
+        by = replace(self, contract=replace(self.contract, accumulation=handed.accumulation))
         named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
         check = ComposedCheck(stages, given, against=by, rename=named, timeout_s=bound_s)
         with _as_begun(stages, first_use) as moved:
@@ -90,7 +90,8 @@ class _Made:
         self._check()
         modules = self._modules
         names = [frozenset(self._names[id(module)].values()) for module in modules]
-        calls = [self.watcher.calls(module) or [] for module in modules]
+        warmup = self.order.contract.warmup
+        calls = [self.watcher.calls(module, warmup=warmup) or [] for module in modules]
         told = told_by(self.handed.actions(self.rank), calls)
         mine = Modules(names, [Flow.of(one) for one in calls], told), self.sent
         every: list[tuple[Modules, Mapping[Message, Sent]]] = exchange().gather(
@@ -126,7 +127,7 @@ class _Made:
     @cached_property
     def _names(self) -> dict[int, dict[str, str]]:
         """By the id of a watched module: what its parameters are called in the whole model, by their names in it."""
-        said = self.handed.names if self.order.names is None else self.order.names
+        said = self.handed.names if self.order.contract.names is None else self.order.contract.names
         return {
             id(module): {
                 name: renamed(said, name, rank=self.rank, chunk=chunk) or self.origin.name(holder, leaf, one) or name

@@ -8,6 +8,7 @@ import torch
 from pipeproof.cases.mixed.specimens import RANKS, MixedCase, MixedFault
 from pipeproof.cases.mixed.step import MixedPrecision, MixedStep, loss_fn, microbatches_of
 from pipeproof.cases.trial import Named, Trial, located
+from pipeproof.core.contract import Contract
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.composed_step import Composed
@@ -61,9 +62,8 @@ def against(way: MixedPrecision, step: MixedStep) -> Composed:
     """What a step is held against: each convention of its ``way`` is one value."""
     return Composed(
         loss_fn,
-        accumulation=Accumulation(torch.float32) if way.main_grad else PLAIN,
         optimizer=step.optimizer,
-        max_norm=way.max_norm,
         masters={step.named[name]: master for name, master in step.masters.items()} or None,
         scaler=step.scaler if way.scale else None,
+        contract=Contract(accumulation=Accumulation(torch.float32) if way.main_grad else PLAIN, max_norm=way.max_norm),
     )

@@ -1,6 +1,5 @@
 """The single-device model beside a running job: rank 0 makes it, with the weights of all ranks, and lays out a step."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.contract import DEFAULTS, Contract, ContractError
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.stale_call import Given
 from pipeproof.foreign.frameworks.framework import form
@@ -17,7 +17,6 @@ from pipeproof.foreign.reference_run import computed_in
 from pipeproof.foreign.task import (
     WhiteBoxError,
     check_builds,
-    check_divisor,
     check_loss_fn,
     check_module,
     name_of,
@@ -31,8 +30,8 @@ from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.record_evidence import Step
 from pipeproof.records.record_file import described, restored
-from pipeproof.records.step_record import LossFn, Pairs, moved, recorded
-from pipeproof.reference.accumulation import PLAIN, Accumulation
+from pipeproof.records.step_record import LossFn, Pairs, loss_of, moved, recipe_of, recorded
+from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.snapshot import unchanged
@@ -64,18 +63,18 @@ def _weight(name: str, rank: int) -> str:
 class SingleDevice:
     """How the reference is made: ``build()`` gives the whole model; its weights are then the job's.
 
-    ``loss_fn``, ``loss_divisor`` and ``floors`` are those of ``record_step``. Of what depends on the data, ``loss_fn``
-    is a ``LossOfAll``, and the divisor a function of the model and all microbatches. accumulation: how the job adds
-    gradients up, but for the shares of its replicas. device: where the reference computes, as ``torch.device`` has it.
-    None: where ``build`` puts the model, and where that is the host, on the device of rank 0's own weights: other
-    devices round otherwise, and autocast is for one type of them. During the step itself it lies on the host.
+    ``loss_fn`` and ``floors`` are those of ``record_step``. contract: what the job claims; ``loss_divisor``,
+    ``loss_scale`` and ``accumulation`` are read, but for the shares of its replicas. Of what depends on the data,
+    ``loss_fn`` is a ``LossOfAll``, and the contract a function of the model and all microbatches. device: where the
+    reference computes, as ``torch.device`` has it. None: where ``build`` puts the model, and where that is the host, on
+    the device of rank 0's own weights: other devices round otherwise, and autocast is for one type of them. During the
+    step itself it lies on the host.
     """
 
     build: Callable[[], nn.Module]
     loss_fn: LossFn | LossOfAll
-    loss_divisor: float | Callable[[Any, Pairs], float] | None = None
+    contract: Contract | Callable[[Any, Pairs], Contract] = DEFAULTS
     floors: bool = True
-    accumulation: Accumulation = PLAIN
     device: torch.device | str | None = None
 
     def check(self) -> None:
@@ -83,12 +82,24 @@ class SingleDevice:
         check_builds("build", self.build)
         if not isinstance(self.loss_fn, LossOfAll):
             check_loss_fn(self.loss_fn)
-        if not callable(self.loss_divisor):
-            check_divisor(self.loss_divisor)
+        if not isinstance(self.contract, Contract) and not callable(self.contract):
+            raise WhiteBoxError(f"contract is {self.contract!r}: expected a pipeproof.Contract")
         try:
             torch.device(self.device or CPU)
         except (RuntimeError, TypeError):
             raise WhiteBoxError(f"device is {self.device!r}: expected one of torch's, such as cpu or cuda:0") from None
+
+    def adding_up(self, accumulation: Accumulation | None) -> "SingleDevice":
+        """The same, of a job that adds gradients up like this, where the contract does not say how."""
+        if accumulation is None:
+            return self
+        given = self.contract
+
+        def contract(model: Any, every: Pairs) -> Contract:
+            said = given if isinstance(given, Contract) else given(model, every)
+            return said if said.accumulation is not None else replace(said, accumulation=accumulation)
+
+        return replace(self, contract=contract)
 
     def placed(self, model: nn.Module, beside: torch.device) -> nn.Module:
         """``model`` where it is to compute, the job's own weights being ``beside``."""
@@ -108,7 +119,7 @@ class ReferenceBeside:
     def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float, renamable: bool = True) -> None:
         self.source = source
         self._renamable = renamable
-        self._roots: list[object] = [source.build, source.loss_fn, source.loss_divisor]
+        self._roots: list[object] = [source.build, source.loss_fn, source.contract]
         self.model: nn.Module | None = None
         self.microbatches: Pairs = ()
         self._exchange = exchange
@@ -220,12 +231,11 @@ class ReferenceBeside:
 
     @property
     def _loss(self) -> Loss:
-        return Loss(self.loss_fn, float(len(self.microbatches) if self._divisor is None else self._divisor))
+        return loss_of(self._contract, self.loss_fn, len(self.microbatches))
 
     @property
     def _recipe(self) -> Recipe:
-        by = replace(self.source.accumulation, shares=self._shares)
-        return Recipe(self._loss, math.inf, late=self._loss.divisor if by.late else 1.0, accumulation=by)
+        return recipe_of(self._contract, self._loss, self._shares)
 
     def _made(self, held: Held, microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
@@ -235,15 +245,16 @@ class ReferenceBeside:
             source.check()
             with self.apart():
                 self.model, self.microbatches = self._with_weights(held), microbatches
-                given, divisor = source.loss_fn, source.loss_divisor
+                given, contract = source.loss_fn, source.contract
                 self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
-                self._divisor = divisor(self.model, microbatches) if callable(divisor) else divisor
+                self._contract = contract if isinstance(contract, Contract) else contract(self.model, microbatches)
+                self._contract.reads(("loss_divisor", "loss_scale", "accumulation"), "beside a SingleDevice")
                 record = recorded(self.model, microbatches, self._recipe, floors=source.floors, stages=self._stages)
                 self.model.to(CPU)  # the step needs the device's memory
             record = replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
             text = described(record, self._laid_out)
             self._laid_out = {address: tensor.cpu() for address, tensor in self._laid_out.items()}
-        except (RecordError, WhiteBoxError) as error:
+        except (RecordError, WhiteBoxError, ContractError) as error:
             return "", str(error)
         except Exception as error:  # the user's own code runs in it
             cure = _NO_ROOM if isinstance(error, torch.OutOfMemoryError) else ""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.judging.comparison import due_of
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.measured import versions
@@ -25,6 +26,7 @@ from pipeproof.records.record import (
     microbatch_digests,
 )
 from pipeproof.records.record_file import write
+from pipeproof.reference.accumulation import PLAIN
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.settings_off import settings_off
@@ -44,9 +46,8 @@ def record_step(
     microbatches: Pairs,
     *,
     loss_fn: LossFn,
-    loss_divisor: float | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    max_norm: float | None = None,
+    contract: Contract = DEFAULTS,
     floors: bool = True,
 ) -> Record:
     """What a correct training step gives: losses, gradients, their norm, and the parameters after it.
@@ -54,18 +55,30 @@ def record_step(
     The step is made on a copy: ``model`` and ``optimizer`` stay as they are, and so does what they and ``loss_fn`` lead
     to. The optimizer's state counts.
 
-    microbatches: pairs of inputs and target. loss_fn: of output and target, a microbatch's scalar loss. loss_divisor:
-    each loss is divided by this before its backward. The default is the number of microbatches. optimizer: without
-    one there are no parameters after the step. max_norm: clips. floors: measure what rounding does, by two more passes,
+    microbatches: pairs of inputs and target. loss_fn: of output and target, a microbatch's scalar loss. optimizer:
+    without one there are no parameters after the step. contract: what the step claims; ``loss_divisor``,
+    ``loss_scale``, ``accumulation`` and ``max_norm`` are read. floors: measure what rounding does, by two more passes,
     one of them in fp64, and in bf16 and fp16 by eight more. Without floors, what is a little off is "unknown".
 
-    Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, and ``LossError``
-    for a loss that cannot be differentiated.
+    Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, ``LossError`` for
+    a loss that cannot be differentiated, and ``ContractError`` for a word that is not read.
     """
-    divisor = float(len(microbatches) if loss_divisor is None else loss_divisor)
-    recipe = Recipe(Loss(loss_fn, divisor), math.inf if max_norm is None else max_norm)
+    contract.reads(("loss_divisor", "loss_scale", "accumulation", "max_norm"), "where a step is recorded")
+    recipe = recipe_of(contract, loss_of(contract, loss_fn, len(microbatches)))
     with unchanged(model, optimizer, loss_fn, microbatches):
         return recorded(model, microbatches, recipe, optimizer=optimizer, floors=floors, moves=floors)
+
+
+def loss_of(contract: Contract, loss_fn: LossFn, microbatches: int) -> Loss:
+    """The loss in a step of so many microbatches, with its divisor by ``contract``."""
+    return Loss(loss_fn, float(contract.loss_divisor or microbatches))
+
+
+def recipe_of(contract: Contract, loss: Loss, shares: tuple[tuple[int, ...], ...] = ()) -> Recipe:
+    """How a step with this ``loss`` is made by ``contract``; ``shares``: the microbatches of each replica."""
+    by = replace(contract.accumulation or PLAIN, shares=shares)
+    late = float(contract.loss_scale or 1.0) * (loss.divisor if by.late else 1.0)
+    return Recipe(loss, contract.max_norm or math.inf, late=late, accumulation=by)
 
 
 def recorded(
@@ -114,7 +127,8 @@ def _performed(
     batches = [Batch.of(*pair).to(str(next(own.parameters()).device)) for pair in microbatches]
     recipe = replace(recipe, optimizer=lambda some: stepping or sgd(some))
     orders = dict.fromkeys({0, *(one for held in stages.values() for one in held)}, range(len(batches)))
-    return Pending(_reference(own, recipe, stages).perform("train", batches, orders=orders), batches, orders)
+    expected = _reference(own, recipe, stages).perform("train", batches, orders=orders)
+    return Pending(expected, batches, orders)
 
 
 def write_record(record: Record, path: str) -> None:

@@ -31,7 +31,10 @@ class WatchedStages:
 
     def calls(self, microbatches: int) -> dict[int, list[Call]]:
         """Those of each stage that are about microbatches, of which there are so many."""
-        every = {k: counting(self._watchers[k].calls(one) or [], microbatches) for k, one in self._modules.items()}
+        warmup = self._by.contract.warmup
+        every = {k: self._watchers[k].calls(one, warmup=warmup) or [] for k, one in self._modules.items()}
+        if not warmup:
+            every = {k: counting(calls, microbatches) for k, calls in every.items()}
         losses = self.own_losses
         return {
             k: [with_own_loss(call, apart=losses[k].apart) for call in own] if k in losses else own

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 
@@ -235,7 +236,7 @@ def test_gradients_by_name_are_enough_to_know_a_copy(whitebox: WhiteBox, kind: s
     verdict = judged(whitebox, *RIGHT[kind], back=by_name)
     assert verdict.verdict == "pass", str(verdict)
     if kind == "another name":
-        verdict = judged(whitebox, *RIGHT[kind], back=by_name, names={"output": "embed"})
+        verdict = judged(whitebox, *RIGHT[kind], back=by_name, contract=Contract(names={"output": "embed"}))
         assert verdict.verdict == "pass", str(verdict)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
+from pipeproof.core.contract import Contract, ContractError
 from pipeproof.foreign import WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
@@ -152,6 +153,9 @@ def test_generators_that_are_none_are_refused(given: Any) -> None:
         Composed(LOSS, generators=given).check()
 
 
+BY_TWO = Contract(loss_divisor=2)
+
+
 def mine(model: None, microbatches: list[Any]) -> None:
     """A step that nobody calls."""
 
@@ -160,11 +164,15 @@ def mine(model: None, microbatches: list[Any]) -> None:
     ("by", "beside", "said"),
     [
         ({"loss_fn": LOSS}, {"loss_fn": LOSS}, "loss_fn is given twice, also to Composed: give it once"),
-        ({"loss_divisor": 2}, {"loss_divisor": 2}, "loss_divisor is given twice, also to Composed: give it once"),
-        ({}, {"steps": ["train"]}, "leave it out, or let reference= be a function that builds the whole model"),
-        ({}, {"optimizer": torch.optim.SGD}, "optimizer= with a Composed, which holds one step up to its gradients"),
-        ({}, {"outputs": dict}, "outputs= with a Composed"),
-        ({"max_norm": 1.0}, {}, "max_norm= of Composed goes with its optimizer: leave it out, or use check_step"),
+        ({"contract": BY_TWO}, {"contract": BY_TWO}, "contract is given twice, also to Composed: give it once"),
+        (
+            {},
+            {"contract": Contract(operations=["train"])},
+            "leave it out, or let reference= be a function that builds the whole model",
+        ),
+        ({}, {"optimizer": torch.optim.SGD}, "optimizer= with a Composed, which holds a step up to its gradients"),
+        ({}, {"contract": Contract(outputs=dict)}, "outputs of the contract is not read where a step is held against"),
+        ({"contract": Contract(max_norm=1.0)}, {}, "max_norm of the contract is not read where a step is held against"),
         ({"every": 2}, {}, "every= of Composed is about many steps"),
         ({"generators": [random.Random(0)]}, {}, "generators= of Composed is a rank's own, and no rank runs yet"),
         ({"build": 3}, {}, "build is a int"),
@@ -175,5 +183,5 @@ def test_a_step_of_ones_own_is_refused_what_is_of_a_running_job_or_of_a_whole_mo
     by: dict[str, Any], beside: dict[str, Any], said: str
 ) -> None:
     given = {"microbatches": [(torch.zeros(1), torch.zeros(1))], "ranks": 2, **beside}
-    with pytest.raises(WhiteBoxError, match=said):
+    with pytest.raises((WhiteBoxError, ContractError), match=said):
         WhiteBox(World()).validate(mine, reference=Composed(**by), **given)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
@@ -101,11 +102,9 @@ class Run:
 
 def judged(whitebox: WhiteBox, kind: type[Run], **more: Any) -> Verdict:
     steps = more.pop("steps", kind.steps)
-
-    def step(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[Any]:
-        return kind(model).through(operations)
-
-    wanted = {"reference": build, "ranks": 2, "loss_fn": loss_fn, "optimizer": sgd, "steps": steps} | more
+    wanted = {"reference": build, "ranks": 2, "loss_fn": loss_fn, "optimizer": sgd} | more
+    wanted["contract"] = Contract(operations=steps)
+    step = lambda model, operations: kind(model).through(operations)  # noqa: E731
     return whitebox.validate(step, microbatches=pairs(MICROBATCHES * len(steps)), **wanted)
 
 

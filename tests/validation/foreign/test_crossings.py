@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.survey import Places, Survey
@@ -253,7 +254,7 @@ def test_a_reference_that_scales_alike_goes_on_to_the_operation_that_is_wrong(wh
         microbatches=2 * data,
         ranks=1,
         loss_fn=small,
-        steps=["train", "train"],
+        contract=Contract(operations=["train", "train"]),
     )
     assert [(one.kind, one.microbatches) for one in verdict.cause] == [("dropped", (2,))], verdict
     assert {one.operation for one in verdict.mismatches} == {2}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import RankMade, digests
 from pipeproof.foreign.validator import other_data
@@ -151,7 +152,7 @@ def test_a_step_can_tell_the_names_and_names_comes_before_it(whitebox: WhiteBox)
         return HandedBack([], losses, gradients=gradients, names=lambda n: f"{int(n[5]) + 2 * dist.get_rank()}{n[6:]}")
 
     assert judged(whitebox, step).verdict == "pass"
-    assert judged(whitebox, step, names={"mine.": "yours."}).law("parameters-once").outcome == "fail"
+    assert judged(whitebox, step, contract=Contract(names={"mine.": "yours."})).law("parameters-once").outcome == "fail"
 
 
 def test_names_can_be_mapped_by_prefix_or_by_a_function(whitebox: WhiteBox) -> None:
@@ -161,9 +162,12 @@ def test_names_can_be_mapped_by_prefix_or_by_a_function(whitebox: WhiteBox) -> N
         return {f"rank{dist.get_rank()}.{n}": p.grad for n, p in stage.named_parameters()}, losses
 
     prefixes = {"rank0.": "", "rank1.0": "2", "rank1.1": "3"}
-    assert judged(whitebox, step, names=prefixes).verdict == "pass"
-    assert judged(whitebox, step, names=lambda n: f"{int(n[6]) + 2 * int(n[4])}{n[7:]}").verdict == "pass"
-    verdict = judged(whitebox, step, names={"rank0.": "", "rank1.": "layers."})
+    assert judged(whitebox, step, contract=Contract(names=prefixes)).verdict == "pass"
+    assert (
+        judged(whitebox, step, contract=Contract(names=lambda n: f"{int(n[6]) + 2 * int(n[4])}{n[7:]}")).verdict
+        == "pass"
+    )
+    verdict = judged(whitebox, step, contract=Contract(names={"rank0.": "", "rank1.": "layers."}))
     assert verdict.verdict == "fail"
     first = verdict.mismatches[0]
     assert (first.rank, first.parameter) == (1, "rank1.0.0.bias")

@@ -30,7 +30,7 @@ from pipeproof.pipeline.simulate import simulate
         (HandedBack([], loss_scale=0.0), "step returned 0.0 as loss_scale: expected a number above 0"),
         (HandedBack([], loss_scale="x"), "step returned 'x' as loss_scale: expected a number above 0"),  # type: ignore[arg-type]
         ((), "step returned a tuple of 0"),
-        ((one for one in ()), "step yields, and there is one step: pass steps=, the operations that it goes through"),
+        ((one for one in ()), "step yields, and there is one step: pass operations=, those that it goes through"),
         (HandedBack([], outputs=[1]), "step returned a list as outputs: expected a mapping"),
         (HandedBack([], outputs={"a": ["x"]}), "step returned a list as the output 'a': expected a list with a tensor"),
         (([], 1, 2, 3, 4), "step returned a tuple of 5"),

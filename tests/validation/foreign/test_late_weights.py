@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox
 
 ROWS = (slice(0, 4), slice(4, 8))
@@ -104,7 +105,7 @@ def test_weights_are_those_that_the_next_operation_begins_with(
         ranks=[0, 1],
         loss_fn=mse,
         optimizer=optimizer,
-        steps=["train", "train"],
+        contract=Contract(operations=["train", "train"]),
     )
     law = verdict.law("updated-parameters")
     assert (verdict.verdict, law.outcome) == (outcome, updated), verdict

@@ -17,9 +17,9 @@ from pipeproof.cases.primitives.sharded import sharded
 from pipeproof.cases.primitives.stacked import gradients_of
 from pipeproof.cases.primitives.tensor_by_hand import cut_whole, held, loss_of_parts
 from pipeproof.cases.primitives.tensor_parallel import cut
+from pipeproof.core.contract import Contract, ContractError
 from pipeproof.foreign import HandedBack, WhiteBox, Window, layerwise, watch
 from pipeproof.foreign.layerwise import Layered, off_target
-from pipeproof.foreign.matching import NamesError
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
@@ -282,14 +282,15 @@ def by_three(model: Window, given: list[Any]) -> Any:
 def test_what_validate_takes_is_handed_to_it() -> None:
     layers = [partial(linear, number) for number in range(3)]
     more: dict[str, Any] = {"layers": layers, "microbatches": pairs(), "ranks": 1, "loss_fn": loss_fn}
-    found = list(layerwise(by_three, **more, names={"my": ""}, loss_divisor=3))
+    found = list(layerwise(by_three, **more, contract=Contract(names={"my": ""}, loss_divisor=3)))
     assert [one.verdict for one in found] == ["pass"] * 2, [*map(str, found)]
-    assert {one.verdict for one in layerwise(by_three, **more, names={"my": ""})} == {"fail"}
-    assert {one.verdict for one in layerwise(by_three, **more, names={"my": "not"}, loss_divisor=3)} == {"fail"}
+    assert {one.verdict for one in layerwise(by_three, **more, contract=Contract(names={"my": ""}))} == {"fail"}
+    others = Contract(names={"my": "not"}, loss_divisor=3)
+    assert {one.verdict for one in layerwise(by_three, **more, contract=others)} == {"fail"}
     with pytest.raises(ValueError, match="timeout_s is 0: expected seconds above 0"):
         list(layerwise(by_three, **more, timeout_s=0))
-    with pytest.raises(NamesError):
-        list(layerwise(by_three, **more, names=3))  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="max_norm of the contract is not read layer by layer"):
+        list(layerwise(by_three, **more, contract=Contract(max_norm=1.0)))
 
 
 def test_a_loss_that_is_a_module_is_no_layer(whitebox: WhiteBox) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.foreign.matching import Local, NamesError, check_names, match, renamed
+from pipeproof.foreign.matching import Local, match, renamed
 
 # Two blocks of a norm, whose weights are all alike, and a linear layer.
 KNOWN = {
@@ -91,12 +91,3 @@ def test_a_function_of_three_is_given_rank_and_chunk() -> None:
     assert renamed(lambda name, width=3, depth=4: f"{name}{width}", "a", rank=1) == "a3", (
         "what has a default is its own"
     )
-
-
-@pytest.mark.parametrize("names", [3, {1: "a"}, {"a": 1}, ["a"]])
-def test_names_that_are_none_are_refused(names: object) -> None:
-    check_names(None)
-    check_names({"a": "b"})
-    check_names(str.upper)
-    with pytest.raises(NamesError, match="expected prefixes and what replaces them, or a function of a name"):
-        check_names(names)

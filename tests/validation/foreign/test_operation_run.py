@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
@@ -91,7 +92,9 @@ def in_a_copy(model: nn.Sequential, operations: Operations, *, cut: int = 2) -> 
 
 def judged(whitebox: WhiteBox, step: Any, ranks: Any = 1, *, steps: Any = STEPS, **more: Any) -> Verdict:
     wanted = {"reference": build, "loss_fn": loss_fn, "optimizer": adam} | more
-    return whitebox.validate(step, microbatches=pairs(4 * len(steps)), ranks=ranks, steps=steps, **wanted)
+    return whitebox.validate(
+        step, microbatches=pairs(4 * len(steps)), ranks=ranks, contract=Contract(operations=steps), **wanted
+    )
 
 
 RIGHT: dict[str, tuple[Any, Any]] = {

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
@@ -60,7 +61,13 @@ def run(model: nn.Module, operations: Iterator[Any], *, made: Any, times: int = 
 def judged(whitebox: WhiteBox, step: Any, optimizer: Any, steps: Any = STEPS) -> Verdict:
     microbatches = pairs(2 * len(steps))
     return whitebox.validate(
-        step, reference=build, microbatches=microbatches, ranks=1, loss_fn=loss_fn, optimizer=optimizer, steps=steps
+        step,
+        reference=build,
+        microbatches=microbatches,
+        ranks=1,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        contract=Contract(operations=steps),
     )
 
 

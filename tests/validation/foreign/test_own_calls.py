@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, check_step
+from pipeproof import Composed, Contract, check_step
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -84,7 +84,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 def step(context: RankContext, way: Way) -> Verdict:
     torch.manual_seed(context.rank)
-    by = Composed(loss_fn, loss_divisor=COUNT / way.times)
+    by = Composed(loss_fn, contract=Contract(loss_divisor=COUNT / way.times))
     stage, losses = Join(one_side=way.one_side) if context.rank else Fork(wide=way.wide, boxed=way.boxed), list[float]()
     with check_step(stage, data(), against=by, rename="{}.{}".format, timeout_s=20) as check:
         if way.tried:

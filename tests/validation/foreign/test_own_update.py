@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pipeproof.core.contract import Contract
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
@@ -122,7 +123,7 @@ def step_of(
     stages = layers(torch.tanh, torch.sin) if stages is None else stages
     own = [one for stage in stages for one in stage.parameters()]
     optimizer = make(own)
-    against = Composed(MSE, optimizer=optimizer, max_norm=max_norm)
+    against = Composed(MSE, optimizer=optimizer, contract=Contract(max_norm=max_norm))
     with check_step(dict(enumerate(stages)), DATA, against=against, rename=lambda s, n: f"{s}.{n}") as check:
         Job(stages).step()
         check.gradients()

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.foreign.task import Continued, Task, WhiteBoxError, as_steps, name_of
+from pipeproof.core.contract import Contract
+from pipeproof.foreign.task import Continued, Task, WhiteBoxError, name_of
 
 GOOD: dict[str, Any] = {
     "step": lambda model, microbatches: None,
     "reference": lambda: nn.Linear(2, 2),
     "microbatches": ((torch.ones(1, 2), torch.ones(1, 2)),),
     "loss_fn": nn.functional.mse_loss,
-    "loss_divisor": None,
 }
 
 
@@ -24,12 +24,8 @@ GOOD: dict[str, Any] = {
         ({"microbatches": ()}, "microbatches is empty"),
         ({"microbatches": (torch.ones(2),)}, "microbatch 0 is a Tensor: expected a pair"),
         ({"microbatches": ((torch.ones(2), "x"),)}, "microbatch 0 has a str in it"),
+        ({"contract": {"loss_divisor": 2}}, "contract is {'loss_divisor': 2}: expected a pipeproof.Contract"),
         ({"reference": nn.Linear(2, 2)}, "reference is a Linear: expected a function that builds it"),
-        ({"loss_divisor": 0.0}, "loss_divisor is 0.0: expected a number above 0"),
-        ({"outputs": ["logits"]}, "outputs is \\['logits'\\]: expected a function of output and target"),
-        ({"steps": ("train", "train")}, "1 microbatch for 2 operations of steps=: expected a multiple"),
-        ({"steps": ("eval",)}, "steps is \\['eval'\\]: expected at least one 'train'"),
-        ({"steps": ("train", "accumulate")}, "expected 'train' after each 'accumulate'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(more: dict[str, Any], sentence: str) -> None:
@@ -37,24 +33,10 @@ def test_what_makes_no_sense_is_refused(more: dict[str, Any], sentence: str) -> 
         Task(**GOOD | more).check()
 
 
-@pytest.mark.parametrize(
-    ("steps", "sentence"),
-    [
-        ("train", "steps is 'train': expected a list of some of 'train', 'accumulate', 'eval'"),
-        ([], "steps is \\[\\]: expected a list"),
-        (2, "steps is 2: expected a list"),
-        (["train", "test"], "steps has 'test' in it: expected some of 'train', 'accumulate', 'eval'"),
-    ],
-)
-def test_steps_that_are_none_are_refused(steps: Any, sentence: str) -> None:
-    with pytest.raises(WhiteBoxError, match=sentence):
-        as_steps(steps)
-
-
 def test_every_operation_has_its_part_of_the_microbatches() -> None:
     data = tuple((torch.full((1, 2), float(m)), torch.ones(1, 2)) for m in range(6))
-    task = Task(**GOOD | {"microbatches": data, "steps": ("train", "eval", "train")})
-    assert (task.plan, task.each) == (("train", "eval", "train"), 2)
+    task = Task(**GOOD | {"microbatches": data, "contract": Contract(operations=["train", "eval", "train"])})
+    assert (task.plan, task.counts) == (("train", "eval", "train"), (2, 2, 2))
     parts = [task.operation(number) for number in range(3)]
     assert [[int(x[0, 0]) for x, _ in part.microbatches] for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert [part.loss.divisor for part in parts] == [2.0, 2.0, 2.0]

@@ -13,6 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import Pairs, blocks, pairs
@@ -92,7 +93,13 @@ def training(model: nn.Module, operations: Iterator[tuple[str, list[Any]]], *, c
 
 def several(whitebox: WhiteBox, steps: list[str], *, clears: bool = True) -> Verdict:
     given = pairs(len(steps) * M, width=WIDTH, seed=1)
-    return judged(whitebox, partial(training, clears=clears), microbatches=given, steps=steps, optimizer=adam)
+    return judged(
+        whitebox,
+        partial(training, clears=clears),
+        microbatches=given,
+        contract=Contract(operations=steps),
+        optimizer=adam,
+    )
 
 
 def test_several_operations_of_one_schedule(whitebox: WhiteBox) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pipeproof import Composed, check_step
+from pipeproof import Composed, Contract, check_step
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.worker import RankContext
@@ -39,12 +40,16 @@ def told(context: RankContext, options: list[Options], optimizers: list[bool]) -
     return str(one_step(context, stage, Composed(LOSS, optimizer=given, **options[context.rank])))
 
 
+LATE = Contract(accumulation=Accumulation(late=True))
 UNLIKE: dict[str, tuple[list[Options], str]] = {
     "stages": ([{}, {"stages": "one by one"}], "rank 1: stages is one by one, and all on rank 0"),
     "every": ([{}, {"every": 2}], "rank 1: every is 2, and 1 on rank 0"),
     "build": ([{"build": lambda: nn.Linear(1, 1)}, {}], "rank 1: build is not given, and given on rank 0"),
     "scaler": ([{}, {"scaler": GradScaler("cpu")}], "rank 1: scaler is given, and not given on rank 0"),
-    "accumulation": ([{}, {"accumulation": Accumulation(late=True)}], "rank 1: accumulation is Accumulation(dtype="),
+    "accumulation": (
+        [{}, {"contract": LATE}],
+        "rank 1: accumulation is Accumulation(dtype=",
+    ),
 }
 
 
@@ -52,7 +57,10 @@ UNLIKE: dict[str, tuple[list[Options], str]] = {
 @pytest.mark.parametrize("case", UNLIKE)
 def test_both_values_are_named(case: str, clips: bool, simulated: World) -> None:
     options, sentence = UNLIKE[case]
-    both = [{**one, "max_norm": 1.0} if clips else one for one in options]
+    both = options
+    if clips:
+        by = [replace(one.get("contract", Contract()), max_norm=1.0) for one in options]
+        both = [{**one, "contract": contract} for one, contract in zip(options, by, strict=True)]
     said = simulated.run(told, both, [False, False], ranks=2)
     assert sentence in said[0]
     assert said[0].startswith("UNKNOWN")
@@ -109,7 +117,7 @@ def test_who_is_waited_for_in_vain_may_have_been_told_otherwise(simulated: World
 
 
 def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
-    by, began = Composed(LOSS, max_norm=1.0 if clips else math.inf), monotonic()
+    by, began = Composed(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
     found = one_step(context, stage_of(context.rank), by, given if context.rank else None)
     return str(found), monotonic() - began
 
@@ -122,11 +130,10 @@ def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World) 
     assert took_s < BOUND_S
 
 
-def test_what_is_no_accumulation_is_said_in_a_sentence() -> None:
-    late = Composed(LOSS, accumulation="late")  # type: ignore[arg-type]
-    with check_step(nn.Linear(8, 8), data(COUNT), against=late) as check:
+def test_what_is_no_contract_is_said_in_a_sentence() -> None:
+    with check_step(nn.Linear(8, 8), data(COUNT), against=Composed(LOSS, contract=3)) as check:  # type: ignore[arg-type]
         check.gradients()
-    assert "accumulation is 'late': expected an Accumulation" in str(check.verdict)
+    assert "contract is 3: expected a pipeproof.Contract" in str(check.verdict)
 
 
 @pytest.mark.parametrize("stage", [nn.LazyLinear(8), nn.Linear(8, 8, device="meta")])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof import Composed, Contract
 from pipeproof.foreign.composed_parts import Whole
 from pipeproof.judging.verdict import Verdict
-from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -253,7 +253,7 @@ UNKNOWN: dict[str, tuple[Callable[[], Job], str]] = {
 @pytest.mark.parametrize("max_norm", [math.inf, 0.1])
 def test_what_nobody_knows_is_said_of_all_laws_that_need_it(case: str, max_norm: float) -> None:
     job, sentence = UNKNOWN[case]
-    verdict = checked(job(), max_norm=max_norm)
+    verdict = checked(job(), contract=Contract(max_norm=max_norm))
     laws = {one.name: one.outcome for one in verdict.laws}
     assert verdict.verdict == "unknown", str(verdict)
     assert sentence in str(verdict)
@@ -360,7 +360,7 @@ def test_a_crash_of_ours_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told_otherwise(context: RankContext, numbers: Sequence[int], max_norms: Sequence[float]) -> str:
     module, rank = nn.Linear(8, 8), context.rank
-    against = Composed(MSE, max_norm=max_norms[rank])
+    against = Composed(MSE, contract=Contract(max_norm=max_norms[rank]))
     named = {"rename": lambda stage, name: f"{rank}.{name}"}
     with check_step({numbers[rank]: module}, DATA, against=against, timeout_s=10.0, **named) as check:  # type: ignore[arg-type]
         check.gradients()

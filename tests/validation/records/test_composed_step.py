@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from pipeproof import Composed, World
+from pipeproof import Composed, Contract, World
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
@@ -252,4 +252,7 @@ def test_names_that_are_no_names_of_the_whole_model_are_told_by_names(simulated:
     assert verdict.verdict == "unknown"
     assert "names= gives each weight its name in the whole model" in str(verdict)
     names = lambda name, rank, module: f"{2 * rank + int(name[0])}{name[1:]}"  # noqa: E731
-    assert judged(whitebox, local_names, Composed(loss_fn, build=build_model), names=names).verdict == "pass"
+    assert (
+        judged(whitebox, local_names, Composed(loss_fn, build=build_model), contract=Contract(names=names)).verdict
+        == "pass"
+    )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, SingleDevice, World, check_step
+from pipeproof import Composed, Contract, SingleDevice, World, check_step
 from pipeproof.foreign import FlatShard
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -128,7 +128,8 @@ def bucketed(context: RankContext, composed: bool, cut: int, fault: str) -> Verd
     """Two replicas, of whose flat gradients each has what lies on its side of ``cut``, and says nothing of the rest."""
     rank, model = context.rank, deep()
     data = pairs(4, width=WIDTH)[2 * rank : 2 * rank + 2]
-    source = Composed(loss_fn, loss_divisor=4) if composed else SingleDevice(deep, loss_fn, 4)
+    by = Contract(loss_divisor=4)
+    source = Composed(loss_fn, contract=by) if composed else SingleDevice(deep, loss_fn, by)
     with check_step({0: model}, data, against=source, timeout_s=20.0) as check:
         losses = [loss_fn(model(inputs), target) for inputs, target in data]
         torch.stack(losses).sum().div(4).backward()

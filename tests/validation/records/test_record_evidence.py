@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pipeproof.cases.case import Case
+from pipeproof.core.contract import Contract
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.case_record import expected_record
@@ -45,7 +46,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def recorded() -> Record:
     model = build()
-    return record_step(model, data(), loss_fn=loss_fn, optimizer=sgd(model), max_norm=0.3)
+    return record_step(model, data(), loss_fn=loss_fn, optimizer=sgd(model), contract=Contract(max_norm=0.3))
 
 
 def backward(model: nn.Module, microbatches: Pairs, *, divisor: float = M, skipped: Sequence[int] = ()) -> list[float]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pipeproof import Composed, check_step
+from pipeproof import Composed, Contract, check_step
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 
@@ -86,6 +86,8 @@ def test_a_microbatch_that_a_stage_ran_without_gradients_is_dropped_there() -> N
 
 
 def test_a_microbatch_that_all_stages_ran_again_is_doubled() -> None:
-    verdict = checked(Job(layers(torch.tanh, torch.sin), [*DATA, DATA[0]]), given=DATA, loss_divisor=4)
+    verdict = checked(
+        Job(layers(torch.tanh, torch.sin), [*DATA, DATA[0]]), given=DATA, contract=Contract(loss_divisor=4)
+    )
     (cause,) = verdict.cause
     assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", None, (0,)), str(verdict)

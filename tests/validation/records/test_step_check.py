@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from pipeproof import Contract, SingleDevice
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline import PipelineSchedule
 from pipeproof.records import checked_step
 from pipeproof.records.record import Record
-from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import CheckError, check_step
 from pipeproof.records.step_record import record_step, write_record
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
@@ -40,7 +40,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def expected(model: nn.Module, microbatches: Pairs) -> Record:
-    return record_step(model, microbatches, loss_fn=loss_fn, optimizer=sgd(model), max_norm=0.5)
+    return record_step(model, microbatches, loss_fn=loss_fn, optimizer=sgd(model), contract=Contract(max_norm=0.5))
 
 
 def step(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare import compare
@@ -50,7 +51,11 @@ def test_it_is_the_step_that_a_plain_loop_makes(model: Tied) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(2):  # the second with a state
         record = record_step(
-            model, MICROBATCHES, loss_fn=loss_fn, loss_divisor=12.0, optimizer=optimizer, max_norm=0.1
+            model,
+            MICROBATCHES,
+            loss_fn=loss_fn,
+            contract=Contract(loss_divisor=12.0, max_norm=0.1),
+            optimizer=optimizer,
         ).operations[0]
         for name, parameter in model.named_parameters(remove_duplicate=False):
             assert same_bits(record.before[name], parameter.detach())

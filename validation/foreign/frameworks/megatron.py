@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, around
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing, telling
@@ -302,7 +303,7 @@ def validate(
         reference=whole,
         microbatches=data,
         ranks=MEGATRON.mesh(ranks),
-        loss_divisor=_divisor(whole, data),
+        contract=Contract(loss_divisor=_divisor(whole, data)),
         optimizer=optimizer,
     )
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.framework import Named, Packed, form, unwrapped
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, observing
 from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
@@ -184,7 +185,7 @@ def validate(
         microbatches=[(how.pack(given), labels) for given, labels in microbatches],
         ranks=TORCHTITAN.mesh(ranks),
         loss_fn=UnitLoss(loss_fn, tokens),
-        loss_divisor=1,
+        contract=Contract(loss_divisor=1),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.frameworks.framework import Named, Packed, around, unwrapped
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
@@ -165,7 +166,7 @@ def validate(
         microbatches=[pair_of(how, one) for one in microbatches],
         ranks=ranks,
         loss_fn=CausalLoss.of(whole().itself, [one["labels"] for one in microbatches], loss) if microbatches else None,
-        loss_divisor=by,
+        contract=Contract(loss_divisor=by),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.unchecked import Unchecked
-from pipeproof.reference.accumulation import PLAIN
 
 NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
 _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
@@ -149,7 +148,7 @@ def _check_of(made: JobStep | None, composed: Composed | None, timeout_s: float,
     microbatches: Pairs | None = None
     name: Rename = own_name
     if made is not None:
-        against = replace(made.against, accumulation=made.step.accumulation or PLAIN)
+        against = made.against.adding_up(made.step.accumulation)
         stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
     if isinstance(against, Composed):
         return ComposedCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s, turn=turn)

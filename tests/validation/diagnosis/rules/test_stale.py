@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
@@ -130,7 +131,7 @@ def judged(whitebox: WhiteBox, way: Way, steps: list[str]) -> Verdict:
 
     make = partial(sgd, rate=way.rate)
     wanted = {"reference": partial(build, narrow=way.narrow), "ranks": 2, "loss_fn": loss_fn, "optimizer": make}
-    return whitebox.validate(step, microbatches=pairs(3 * len(steps)), steps=steps, **wanted)
+    return whitebox.validate(step, microbatches=pairs(3 * len(steps)), contract=Contract(operations=steps), **wanted)
 
 
 TRAIN, EVAL = ["train", "train"], ["train", "eval"]

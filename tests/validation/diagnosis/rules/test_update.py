@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.update import update
 from pipeproof.foreign import WhiteBox
@@ -42,7 +43,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_a_factor_that_is_the_right_one_is_no_clipping() -> None:
     model = build()
-    record = record_step(model, data(), loss_fn=loss_fn, optimizer=optimizer_of(model), max_norm=0.5)
+    record = record_step(model, data(), loss_fn=loss_fn, optimizer=optimizer_of(model), contract=Contract(max_norm=0.5))
     job = build()
     optimizer, losses = optimizer_of(job), []
     with check_step(job, data(), against=record) as check:

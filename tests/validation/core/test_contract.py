@@ -1,0 +1,260 @@
+"""What a contract may say, and the sentence where it may not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeproof import Contract, ContractError
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.accumulation import Accumulation
+from tests.support.pipeline_here import DATA, Job, checked, layers
+from tests.support.steps import blocks, loss_fn, pairs
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"loss_divisor": 0.0}, "loss_divisor is 0.0: expected a number above 0"),
+        ({"loss_divisor": float("nan")}, "loss_divisor is nan: expected a number above 0"),
+        ({"loss_scale": -2}, "loss_scale is -2: expected a number above 0"),
+        ({"loss_scale": True}, "loss_scale is True: expected a number above 0"),
+        ({"max_norm": "1"}, "max_norm is '1': expected a number above 0"),
+        ({"accumulation": torch.float32}, "accumulation is torch.float32: expected an Accumulation"),
+        ({"operations": "train"}, "operations is 'train': expected a list"),
+        ({"operations": 2}, "operations is 2: expected a list"),
+        ({"operations": ["train", "test"]}, "operations has 'test' in it: expected some of 'train', 'accumulate'"),
+        ({"operations": ["eval"]}, "operations is \\['eval'\\]: expected at least one 'train'"),
+        ({"operations": ["train", "accumulate"]}, "expected 'train' after each 'accumulate'"),
+        ({"operations": [("train", 0)]}, "operations has 0 microbatches for 'train': expected a number from 1"),
+        ({"operations": [("train",)]}, "operations has \\('train',\\) in it"),
+        ({"operations": [("train", 2), "eval"]}, "expected how many microbatches each of them has, or none"),
+        ({"outputs": ["logits"]}, "outputs is \\['logits'\\]: expected a function of output and target"),
+        ({"routers": 3}, "routers is 3: expected the name of the modules that choose experts"),
+        ({"routers": ["a", ""]}, "routers is \\['a', ''\\]"),
+        ({"warmup": -1}, "warmup is -1: expected how many first calls are no microbatch's, from 0"),
+        ({"warmup": 1.0}, "warmup is 1.0"),
+        ({"names": 3}, "names is 3: expected prefixes and what replaces them, or a function of a name"),
+        ({"names": {"a": 1}}, "names is {'a': 1}"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_said(said: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ContractError, match=sentence):
+        Contract(**said)
+
+
+def test_every_word_has_a_value_that_is_taken() -> None:
+    said = Contract(
+        loss_divisor=3,
+        loss_scale=1024.0,
+        accumulation=Accumulation(torch.float32),
+        max_norm=float("inf"),
+        operations=[["train", 3], ("eval", 1)],  # type: ignore[list-item]
+        outputs=dict,
+        routers="gate",
+        names={"a": "b"},
+        warmup=2,
+    )
+    assert (said.operations, said.routers) == ((("train", 3), ("eval", 1)), ("gate",))
+    assert Contract(names=str.upper).plan == ("train",)
+    assert isinstance(ContractError(), ValueError)
+
+
+@pytest.mark.parametrize(
+    ("operations", "count", "parts"),
+    [
+        ((), 3, [[0, 1, 2]]),
+        (["train", "eval"], 4, [[0, 1], [2, 3]]),
+        ([("train", 1), ("accumulate", 3), ("train", 2)], 6, [[0], [1, 2, 3], [4, 5]]),
+    ],
+)
+def test_microbatches_are_dealt_in_order(operations: Any, count: int, parts: list[list[int]]) -> None:
+    assert [[*part] for part in Contract(operations=operations).parts(count)] == parts
+
+
+@pytest.mark.parametrize(
+    ("operations", "sentence"),
+    [
+        (["train", "eval"], "3 microbatches for 2 operations: expected a multiple"),
+        ([("train", 1), ("eval", 3)], "operations want 1 \\+ 3 microbatches, and there are 3"),
+    ],
+)
+def test_microbatches_that_cannot_be_dealt_are_refused(operations: Any, sentence: str) -> None:
+    with pytest.raises(ContractError, match=sentence):
+        Contract(operations=operations).parts(3)
+
+
+def test_a_word_that_nothing_reads_is_refused() -> None:
+    Contract(loss_divisor=2).reads(("loss_divisor",), "here")
+    with pytest.raises(ContractError, match="max_norm of the contract is not read here: say it there"):
+        Contract(loss_divisor=2, max_norm=1.0).reads(("loss_divisor",), "here", "say it there")
+
+
+# What words do to a verdict: a step that does what its contract says passes, and one that does not is told so.
+
+SCALE, BOUND = 1024.0, 0.05
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a watched model on one rank: losses are scaled by ``times``, sums divided by ``by``, then clipped."""
+
+    times: float = 1.0
+    by: float = 1.0
+    clips: float | None = None
+    handed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+        stage, optimizer, losses = watch(model), sgd(model), []
+        for x, target in microbatches:
+            losses.append(loss_fn(stage(x), target))
+            (losses[-1] * self.times).backward()
+        for one in model.parameters():
+            assert one.grad is not None, "all are trained"
+            one.grad /= self.by
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        if self.clips is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clips)
+        optimizer.step()
+        return HandedBack(model, losses, gradients=gradients, **self.handed)
+
+
+def judged(whitebox: WhiteBox, step: Step, **said: Any) -> Verdict:
+    given = {"reference": blocks, "microbatches": pairs(4), "ranks": 1, "loss_fn": loss_fn, "optimizer": sgd}
+    return whitebox.validate(step, contract=Contract(**said), **given)
+
+
+LATE = Accumulation(late=True)
+RIGHT: dict[str, tuple[Step, dict[str, Any]]] = {
+    "loss_divisor": (Step(times=0.5), {"loss_divisor": 2}),
+    "loss_scale": (Step(times=SCALE / 4, by=SCALE), {"loss_scale": SCALE}),
+    "loss_scale, handed back, too": (
+        Step(times=SCALE / 4, by=SCALE, handed={"loss_scale": SCALE}),
+        {"loss_scale": SCALE},
+    ),
+    "accumulation": (Step(by=4.0), {"accumulation": LATE}),
+    "max_norm": (Step(times=0.25, clips=BOUND), {"max_norm": BOUND}),
+    "max_norm, handed back alone": (Step(times=0.25, clips=BOUND, handed={"max_norm": BOUND}), {}),
+}
+
+
+@pytest.mark.parametrize("word", RIGHT)
+def test_a_step_that_does_what_it_claims_passes(whitebox: WhiteBox, word: str) -> None:
+    step, said = RIGHT[word]
+    verdict = judged(whitebox, step, **said)
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("gradient").exact == 8, "bit for bit"
+
+
+WRONG: dict[str, tuple[Step, dict[str, Any], str, str]] = {  # the law that is broken, and the kind of cause
+    "no divisor": (Step(), {}, "gradient", "scale"),
+    "another divisor": (Step(times=0.25), {"loss_divisor": 2}, "gradient", "scale"),
+    "not unscaled": (Step(times=SCALE / 4), {"loss_scale": SCALE}, "gradient", "not-unscaled"),
+    "clipped, and none was said": (Step(times=0.25, clips=BOUND), {}, "updated-parameters", "update"),
+    "not clipped": (Step(times=0.25), {"max_norm": BOUND}, "updated-parameters", "clip"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_step_that_does_not_fails(whitebox: WhiteBox, name: str) -> None:
+    step, said, law, kind = WRONG[name]
+    verdict = judged(whitebox, step, **said)
+    assert verdict.verdict == "fail", verdict
+    assert verdict.law(law).outcome == "fail", verdict
+    assert [cause.kind for cause in verdict.cause] == [kind], verdict
+
+
+@pytest.mark.parametrize(
+    ("said", "handed"),
+    [
+        ({"loss_scale": SCALE}, {"loss_scale": 2.0}),
+        ({"max_norm": BOUND}, {"max_norm": 1.0}),
+        ({"accumulation": LATE}, {"accumulation": Accumulation(torch.float64)}),
+    ],
+)
+def test_what_is_handed_back_may_not_contradict_the_contract(
+    whitebox: WhiteBox, said: dict[str, Any], handed: dict[str, Any]
+) -> None:
+    verdict, (word,) = judged(whitebox, Step(times=0.25, handed=handed), **said), said
+    assert verdict.verdict == "unknown"
+    assert f"handed back {word}=" in verdict.headline
+    assert f"declare {word}=" in verdict.headline
+
+
+OTHER = "losses were multiplied by 2, and the contract says loss_scale=1024: declare loss_scale=2, if that is meant"
+TAKEN = "losses were multiplied by 1024 and gradients divided by it: that was taken as meant"
+
+
+@pytest.mark.parametrize(
+    ("times", "by", "said", "kinds", "note"),
+    [
+        (SCALE, SCALE, {"loss_scale": SCALE}, [], ""),
+        (SCALE, SCALE, {}, [], TAKEN),
+        (SCALE, None, {"loss_scale": SCALE}, ["not-unscaled"], ""),
+        (2.0, 2.0, {"loss_scale": SCALE}, None, OTHER),
+    ],
+)
+def test_a_composed_check_reads_the_loss_scale(
+    times: float, by: float | None, said: dict[str, Any], kinds: list[str] | None, note: str
+) -> None:
+    """``by``: what gradients are divided by at last; None: they are not."""
+    job = Job(layers(torch.tanh, torch.tanh), DATA[:2], times=times if by is None else times / 2, late=by)
+    verdict = checked(job, contract=Contract(**said))
+    assert verdict.verdict == ("unknown" if kinds is None else "fail" if kinds else "pass"), verdict
+    assert [cause.kind for cause in verdict.cause] == (kinds or []), verdict
+    assert verdict.law("boundaries").note == note
+
+
+@dataclass
+class Warm(Job):
+    """Runs its first microbatches first, and clears what that gave."""
+
+    first: int = 0
+
+    def step(self) -> list[float]:
+        for m in range(self.first):
+            self._train(m, *self.data[m])
+        for stage in self.stages:
+            stage.zero_grad()
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("first", "warmup", "kinds"),
+    [(1, 1, []), (2, 2, []), (1, 0, ["doubled"]), (2, 1, ["doubled"]), (1, 2, ["dropped"])],
+)
+def test_first_calls_that_are_no_microbatchs_have_to_be_said_in_a_composed_check(
+    first: int, warmup: int, kinds: list[str]
+) -> None:
+    verdict = checked(Warm(layers(torch.tanh, torch.tanh), first=first), contract=Contract(warmup=warmup))
+    assert (verdict.verdict == "pass") == (not kinds), verdict
+    assert [cause.kind for cause in verdict.cause] == kinds, verdict
+
+
+def warmed(model: nn.Module, microbatches: list[Any]) -> HandedBack:
+    """A step whose model is called once before it."""
+    stage = watch(model)
+    loss_fn(stage(microbatches[0][0]), microbatches[0][1]).backward()
+    model.zero_grad()
+    losses = [loss_fn(stage(x), target) for x, target in microbatches]
+    (sum(losses) / len(losses)).backward()
+    return HandedBack(model, losses)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "note"), [(1, ""), (0, "1 call of stage 0 beside those"), (2, "and every result is right: first rank 0")]
+)
+def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, warmup: int, note: str) -> None:
+    given = {"reference": blocks, "microbatches": pairs(4), "ranks": 1, "loss_fn": loss_fn}
+    verdict = whitebox.validate(warmed, contract=Contract(warmup=warmup), **given)
+    assert verdict.verdict == "pass", verdict
+    assert note in (law := verdict.law("microbatches")).note
+    assert bool(law.note) == bool(note)
