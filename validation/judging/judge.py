@@ -19,6 +19,7 @@ from pipeproof.judging.ledger import NOWHERE, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measured_floors import MeasuredFloors
 from pipeproof.judging.measuring import ran_of
+from pipeproof.judging.nudged import doubt_rounding
 from pipeproof.judging.oracle import Answer
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.routes import RouteJudge
@@ -350,12 +351,14 @@ def judged(required: Requirements, observed: Observed, *, measure: bool = False)
         at = Judge(required, observed)
         crash = at.judged()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
-    verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision, seconds=perf_counter() - began)
+        verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision)
+        verdict = doubt_rounding(verdict.before_its_end(crash), required.oracle.moved, required.oracle.products)
     trained = [k for k, name in enumerate(required.plan) if name == "train"]
     verdict = replace(verdict, mismatches=tuple(_named(one, required.plan) for one in verdict.mismatches))
     number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
     measured = replace(verdict.measured, ran=ran_of(observed, number))
-    return replace(verdict, bindings=required.bindings, floor=floor, measured=measured).before_its_end(crash)
+    seconds = perf_counter() - began
+    return replace(verdict, bindings=required.bindings, floor=floor, measured=measured, seconds=seconds)
 
 
 def _named(one: Mismatch, plan: Sequence[str]) -> Mismatch:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeproof.judging.floors import Floors
+from pipeproof.judging.nudged import Nudged
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.tolerance import Precision, precision_among
 from pipeproof.reference.data import Batch
@@ -29,6 +31,12 @@ class Oracle(Protocol):
 
     def answer(self, number: int, orders: Orders) -> Answer:
         """Operation ``number`` of the plan, with each stage's backwards in the order given. Asked in order, once."""
+
+    def moved(self, number: int) -> Nudged | None:
+        """How far weights that are one rounding off move operation ``number``; None where nobody knows."""
+
+    def products(self, number: int) -> OtherProducts | None:
+        """The products of operation ``number`` that the ranks rounded otherwise; None where there are none."""
 
 
 def precision_of_reference(reference: Reference) -> Precision:
@@ -69,3 +77,9 @@ class LiveOracle:
         if name == "train":
             self._pending.clear()
         return answer
+
+    def moved(self, number: int) -> None:
+        """Nobody asks that of our own runtime: it is held to bits."""
+
+    def products(self, number: int) -> None:
+        """Our own runtime computes in this process's own way."""
