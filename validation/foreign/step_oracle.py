@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import Optimizing
 from pipeproof.foreign.reference_run import SecondModel
@@ -89,13 +91,19 @@ class StepOracle:
         return OtherProducts.among(own, [made.products for made in one.found.made])
 
     def _updated(self, one: OperationRun, expected: Expected) -> Answer:
-        updated = partial(self._task.updated, one.reference, by=self._optimizer, max_norm=one.found.max_norm)
-        expected = replace(expected, parameters=updated(expected.gradients))
-        pending = [*self._pending[:-1], replace(self._pending[-1], expected=expected)]
+        optimizer = self._optimizer
+        updated = partial(self._task.updated, one.reference, by=optimizer, max_norm=one.found.max_norm)
+
+        def follow(gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
+            parameters = updated(gradients)
+            if optimizer is not None:  # what floors ask for later begins where this one began
+                self._optimizer = optimizer.next()
+            return one.reference.norm(gradients), parameters
+
+        known = None if optimizer is None else updated
+        floors = Floors(one.reference, self._pending, updated=known)
         self._pending, self._sums = [], {}
-        if self._optimizer is not None:  # what floors ask for later begins where this one began
-            self._optimizer = self._optimizer.next()
-        return Answer(expected, Floors(one.reference, pending, updated=updated), math.inf)
+        return Answer(expected, floors, math.inf, follow)
 
 
 def laws_of(task: Task) -> tuple[str, ...]:
