@@ -134,10 +134,12 @@ class Reference:
         *,
         orders: Mapping[Stage, Sequence[int]],
         max_norm: float | None = None,
+        update: bool = True,
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips this step in place of the recipe's.
+        ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends with the norm: ``step`` takes
+        the rest.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":
@@ -149,7 +151,11 @@ class Reference:
         self._sums = self.accumulate(contributions, orders=orders, onto=self._sums)
         loss = _total(losses) / divisor
         expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
-        return self._update(expected, max_norm or self.recipe.max_norm) if operation == "train" else expected
+        if operation != "train":
+            return expected
+        gradients, self._sums = self.total(self._sums), {}
+        expected = replace(expected, gradients=gradients, norm=self.norm(gradients))
+        return replace(expected, parameters=self.step(gradients, max_norm)) if update else expected
 
     def before_update(
         self,
@@ -278,14 +284,14 @@ class Reference:
         """Whether the stage of ``name`` has a use of its own: of a module in several stages the first has them all."""
         return self._sites[name][0] == self._sites[self._first[name]][0]
 
-    def _update(self, expected: Expected, max_norm: float) -> Expected:
-        gradients = self.total(self._sums)
-        norm, self._sums = self.norm(gradients), {}
-        parameters = self.step(gradients, clip_factor(norm, max_norm))
-        return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
+    def step(
+        self, gradients: Mapping[Site, Gradient], max_norm: float | None = None, *, norm: float | None = None
+    ) -> dict[Site, Tensor]:
+        """Take a step with these gradients, clipped as in ``perform``: what becomes of every parameter.
 
-    def step(self, gradients: Mapping[Site, Gradient], factor: float) -> dict[Site, Tensor]:
-        """Take a step with ``factor`` times these gradients: what becomes of every parameter."""
+        ``norm``: they are clipped as if that were theirs.
+        """
+        factor = clip_factor(self.norm(gradients) if norm is None else norm, max_norm or self.recipe.max_norm)
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else (gradient * factor).to(parameter.dtype)

@@ -190,6 +190,10 @@ def test_rooms_import_only_rooms_before_them() -> None:
 def test_an_arrow_back_up_is_seen() -> None:
     low = Source("validation/judging/x.py", "def f():\n    from validation.cases.case import Case")
     assert list(upwards(low)) == ["line 2 imports validation.cases.case: judging comes before cases"]
+    for detects in ("judging", "observers"):  # outcomes do not hang on explanations
+        explains = Source(f"validation/{detects}/x.py", "import validation.diagnosis.diagnose")
+        (complaint,) = upwards(explains)
+        assert complaint.endswith(f": {detects} comes before diagnosis")
     high = Source("validation/records/x.py", "from validation.cases.case import Case\nimport validation")
     assert list(upwards(high)) == []
 

@@ -25,7 +25,7 @@ from pipeproof.diagnosis.rules.outputs import outputs, untold
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
 from pipeproof.diagnosis.rules.report import order_told, report, unreported
 from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
-from pipeproof.diagnosis.rules.stale import decided, old_weights, stale
+from pipeproof.diagnosis.rules.stale import old_weights, stale
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.together import together
 from pipeproof.diagnosis.rules.update import clip, update
@@ -33,17 +33,10 @@ from pipeproof.diagnosis.sights import measured
 from pipeproof.diagnosis.uncovered import with_uncovered
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
-from pipeproof.judging.nudged import Nudges, unproven
-from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import LATE
 from pipeproof.observers.sketch import UNSOUGHT
-
-_HELD = (
-    "no fault is proven: the weights of before were tried, and do not give what was seen; other kernels, as for other "
-    "shapes, may; fp32 tells rounding from a fault"
-)
 
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
@@ -58,9 +51,6 @@ def explained(evidence: Evidence) -> Verdict:
     if any(gradient is not None and gradient.is_complex() for gradient in evidence.gradients.values()):
         return replace(evidence.verdict, undecided=(UNSOUGHT,))
     with one_thread():
-        evidence = replace(evidence, verdict=decided(evidence))
-        if evidence.verdict.verdict == "unknown" and all(one.held for one in evidence.verdict.mismatches):
-            return replace(evidence.verdict, undecided=(_HELD,))
         found = followed(evidence, RULES)
         or_message = any(cause.kind == "wrong-message" for one in found.alternatives for cause in one)
         located = [on_rank(cause, evidence) for cause in of_replicas(found.cause, evidence)]
@@ -77,27 +67,19 @@ def explained(evidence: Evidence) -> Verdict:
     return replace(found, undecided=(*found.undecided, untold))
 
 
-def sought(
-    verdict: Verdict,
-    look: Callable[[], Verdict],
-    *,
-    moved: Nudges = lambda _: None,
-    products: OtherProducts | None = None,
-) -> Verdict:
+def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
     """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
 
-    What fails never depends on code of the user's own, which may run in its explanation; but where no cause explains
-    it, and rounding may, it is unknown: ``moved`` is how far that goes, in an operation, and ``products`` are those
-    that were computed otherwise.
+    What fails never depends on an explanation, in which code of the user's own may run. Of what is unknown, causes that
+    leave something open are but one explanation.
     """
     try:
         found = look()
     except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
-        found = verdict.without_cause(Crash.of(error))
-    try:
-        return unproven(found, moved, products)
-    except Exception:  # the model runs once more
-        return found
+        return verdict.without_cause(Crash.of(error))
+    if found.verdict == "unknown" and found.cause and found.undecided:
+        return replace(found, cause=(), alternatives=(found.cause, *found.alternatives), cells=None)
+    return found
 
 
 def _begun(evidence: Evidence) -> bool:

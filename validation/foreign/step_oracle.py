@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import Optimizing
 from pipeproof.foreign.reference_run import SecondModel
@@ -14,10 +16,12 @@ from pipeproof.judging.floors import Floors
 from pipeproof.judging.judge import scenarios
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.oracle import Answer, precision_of_reference
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.tolerance import Precision
 from pipeproof.observers.observed import Observed
+from pipeproof.reference.products import products_in, sorts_in
 from pipeproof.reference.step import Expected, Gradient, Site
 
 LAWS = (
@@ -80,14 +84,26 @@ class StepOracle:
         """How far weights that are one rounding off move operation ``number``; None where that is no update."""
         return self._floors[number].moved if number in self._floors else None
 
+    def products(self, number: int) -> OtherProducts | None:
+        """The products that any rank rounded otherwise than the reference does in operation ``number``."""
+        one = self._runs[number]
+        own = products_in(next(one.run.model.parameters()).device, sorts_in(one.run.model))
+        return OtherProducts.among(own, [made.products for made in one.found.made])
+
     def _updated(self, one: OperationRun, expected: Expected) -> Answer:
-        updated = partial(self._task.updated, one.reference, by=self._optimizer, max_norm=one.found.max_norm)
-        expected = replace(expected, parameters=updated(expected.gradients))
-        pending = [*self._pending[:-1], replace(self._pending[-1], expected=expected)]
+        optimizer = self._optimizer
+        updated = partial(self._task.updated, one.reference, by=optimizer, max_norm=one.found.max_norm)
+
+        def follow(gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
+            parameters = updated(gradients)
+            if optimizer is not None:  # what floors ask for later begins where this one began
+                self._optimizer = optimizer.next()
+            return one.reference.norm(gradients), parameters
+
+        known = None if optimizer is None else updated
+        floors = Floors(one.reference, self._pending, updated=known)
         self._pending, self._sums = [], {}
-        if self._optimizer is not None:  # what floors ask for later begins where this one began
-            self._optimizer = self._optimizer.next()
-        return Answer(expected, Floors(one.reference, pending, updated=updated), math.inf)
+        return Answer(expected, floors, math.inf, follow)
 
 
 def laws_of(task: Task) -> tuple[str, ...]:
@@ -100,8 +116,8 @@ def laws_of(task: Task) -> tuple[str, ...]:
 
 def required_of(
     title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, observed: Observed, *, halted: str
-) -> tuple[Requirements, StepOracle]:
-    """What must hold of what is ``observed`` in ``runs``, with its oracle.
+) -> Requirements:
+    """What must hold of what is ``observed`` in ``runs``.
 
     ``halted``: why later operations are not compared.
     """
@@ -113,14 +129,13 @@ def required_of(
     every, plan = scenarios(task.plan), task.plan[: len(runs)]
     later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
     laws = laws_of(task)
-    oracle = StepOracle(judged, runs)
-    required = Requirements(
+    return Requirements(
         title,
         laws,
         plan,
         tuple(len(one.made) for one in runs),
         found.due,
-        oracle,
+        StepOracle(judged, runs),
         found.tied,
         skipped=dict(skipped(observed)),
         missed=dict(missed(found, observed, unlike, first.routing.untold)) | dict.fromkeys(later, halted),
@@ -137,4 +152,3 @@ def required_of(
         results_decide=True,
         mode_matters=lambda: second.mode_matters([one.loss for one in first.made], first.run.batches),
     )
-    return required, oracle

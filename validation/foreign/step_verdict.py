@@ -14,12 +14,9 @@ from pipeproof.foreign.routing import Routing
 from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unrouted import unrouted
-from pipeproof.judging.judge import judged, one_thread
-from pipeproof.judging.nudged import Nudges
-from pipeproof.judging.other_products import OtherProducts
+from pipeproof.judging.judge import judged
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
-from pipeproof.reference.products import products_in, sorts_in
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
 _UNUSED = "the experts that were seen to be chosen are not those that the ranks computed with"
@@ -91,8 +88,7 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
     if scale is not None:  # types as narrow as fp16 round what is scaled otherwise
         runs = [replace(one, scale=scale.losses) for one in runs]
     observed = observed_of(runs, [one.passages() for one in runs])
-    required, oracle = required_of(title, task, runs, second, observed, halted=halted)
-    verdict = judged(required, observed)
+    verdict = judged(required_of(title, task, runs, second, observed, halted=halted), observed)
     number = _first_wrong(verdict)
     verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
     if watched and missed:
@@ -100,10 +96,10 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
     if not verdict.mismatches:
         return verdict
     one = runs[number]
-    return _explained(verdict, one, Beside.of(one, second.like(one.task), runs[:number][::-1]), oracle.moved)
+    return _explained(verdict, one, Beside.of(one, second.like(one.task), runs[:number][::-1]))
 
 
-def _explained(verdict: Verdict, one: OperationRun, beside: Beside, moved: Nudges) -> Verdict:
+def _explained(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:
     """``verdict`` with its cause, sought in the operation that disagrees first."""
     known = one.passages(undivided=True)
     if one.run.crash is not None:
@@ -120,10 +116,7 @@ def _explained(verdict: Verdict, one: OperationRun, beside: Beside, moved: Nudge
         notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
         return with_notes(explanation, notes)
 
-    own = products_in(next(one.run.model.parameters()).device, sorts_in(one.run.model))
-    products = OtherProducts.among(own, [made.products for made in one.found.made])
-    with one_thread():
-        return sought(verdict, told, moved=moved, products=products)
+    return sought(verdict, told)
 
 
 def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:

@@ -5,7 +5,7 @@ It asks for one tensor at a time, so a job that holds one stage can be judged wh
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -168,6 +168,16 @@ class Comparison:
         place = self._at("loss", rank=rank, stage=first.stage, microbatch=first.microbatch, action=str(first))
         told = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
         self.ledger.hold(place, False, math.nan, self.due.losses[microbatch], what="not-finite", told=told)
+
+    def total_of(self, losses: Iterable[tuple[Sequence[float], Sequence[int] | None]]) -> None:
+        """Let that loss of the whole step be due which follows from the ``losses`` of shares, where all are known."""
+        every, seen = self.due.losses, dict[int, float]()
+        for some, share in losses:
+            seen |= zip(range(len(every)) if share is None else share, some, strict=False)
+        if self.due.loss is None or not any(one.law == "loss" for one in self.ledger.mismatches):
+            return
+        if len(seen) == len(every) and all(map(math.isfinite, (*seen.values(), *every))) and math.fsum(every):
+            self.due = replace(self.due, loss=self.due.loss * math.fsum(seen.values()) / math.fsum(every))
 
     def loss(self, seen: float, *, share: Sequence[int] | None = None, rank: int | None = None) -> None:
         """What the losses are together after division: of all, or of a share of them as if these were all."""

@@ -175,7 +175,8 @@ class Floors:
         made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
         totals = ((self._total(one), [m.loss for m in one[-1]]) for one in made if one is not None)
         due, norm, least = self._last, self._reference.norm, self._precision.least
-        return Nudged.measured(due, totals, unit=narrow.unit, least=least, norm=norm, updated=self._updated)
+        updated = self._updated if due.parameters else None  # else what is due follows from the very gradients
+        return Nudged.measured(due, totals, unit=narrow.unit, least=least, norm=norm, updated=updated)
 
     def _excused(self, gap: float) -> float:
         """How much of the gap to nudged numbers may be rounding, as a floor that is multiplied by our own factor."""
@@ -261,6 +262,15 @@ class Floors:
         expected, *others = [total for total in totals if total is not None]
         return Makeup.measured(expected, others, self._parts(site), factor=self._precision.factor)
 
+    def settled(self, site: Site) -> Floor:
+        """The floor of what the optimizer makes of one parameter with the very gradient that it was given."""
+        floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
+        if self._updated is None or floor.noise or site not in self._due:
+            return floor
+        # Fused kernels have settings in fp32: one less beta to the second has few digits then.
+        settled = self._moved(site, self._settled) / floor.precision.factor
+        return replace(floor, rounding=max(floor.rounding, settled))
+
     def update(self, site: Site) -> Floor:
         """The floor of what is made of one parameter."""
         floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
@@ -300,8 +310,13 @@ class Floors:
 
     def _moved(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:
         """How far apart two updates are, relative to the one that is due."""
-        due, before = self._last.parameters[site], self._last.before[site[1]]
-        return error(parameters[site], due, base=before, rounded=True)
+        return error(parameters[site], self._due[site], base=self._last.before[site[1]], rounded=True)
+
+    @cached_property
+    def _due(self) -> Mapping[Site, Tensor]:
+        if self._last.parameters or self._updated is None:
+            return self._last.parameters
+        return self._updated(self._last.gradients, norm=self._last.norm)
 
     def _again(self, site: Site) -> Gradient:
         return self._nudged_total.get(site)

@@ -19,14 +19,15 @@ from pipeproof.judging.ledger import NOWHERE, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measured_floors import MeasuredFloors
 from pipeproof.judging.measuring import ran_of
+from pipeproof.judging.nudged import doubt_rounding
 from pipeproof.judging.oracle import Answer
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.routes import RouteJudge
-from pipeproof.judging.tolerance import FP32, Precision, error, precision_of, rounded_to, same_bits
+from pipeproof.judging.tolerance import FP32, Precision, error, precision_of, rounded_to, same_bits, stands_for_none
 from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.observed import Observed
-from pipeproof.reference.step import Expected, Site
+from pipeproof.reference.step import Expected, Gradient, Site
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
@@ -215,6 +216,7 @@ class Judge:
         self._buffers(at, expected)
         if name == "train":
             self._gradients(at, expected)
+            self._follow(at, answer)
             self._norms(at)
             self._updates(at, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
@@ -259,12 +261,14 @@ class Judge:
         placement, n_ranks = self._observed.schedule.placement, self._observed.schedule.n_ranks
         first, adds = self._observed.first_nonfinite(at.number), expected.operation == "accumulate"
         broken = None if first is None else (first, placement[first.stage])
-        for rank, operations in enumerate(self._observed.ranks):
-            own = operations[at.number]
+        ranks = [operations[at.number] for operations in self._observed.ranks]
+        for rank, own in enumerate(ranks):
             # accumulate() reports losses where they are known, and no whole one.
             knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
             if (own.losses or self._required.every_rank) and knows:
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
+        at.total_of([(own.losses, own.share) for own in ranks])
+        for rank, own in enumerate(ranks):
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
                 continue  # a sum of what is no number is none either: where that comes from is told
             if own.loss is not None or (self._required.every_rank and not adds):
@@ -317,6 +321,31 @@ class Judge:
                 place = self._place.site("tied-copies", at.number, at.scenarios, other)
                 at.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
 
+    def _follow(self, at: Comparison, answer: Answer) -> None:
+        """Let the norm and the weights be due that follow from the gradients that were observed.
+
+        Where these are right, so is the reference's norm, within its envelope.
+        """
+        assert answer.follow is not None, "asked of a training step"
+        norm, parameters = answer.follow(self._given(at.number, answer.expected))
+        wrong = any(one.law in ("presence", "gradient") for one in at.ledger.mismatches)
+        named = {name: parameter for (_, name), parameter in parameters.items()}
+        at.due = replace(at.due, norm=norm if wrong else at.due.norm, parameters=named)
+
+    def _given(self, number: int, expected: Expected) -> dict[Site, Gradient]:
+        """The gradients that the optimizer was given: those that were observed, and of others the reference's.
+
+        Where there are none at all, they were cleared before anybody saw them.
+        """
+        observed, given = self._observed.gradients(number), dict(expected.gradients)
+        if all(one is None for one in observed.values()):
+            return given
+        for site, due in expected.gradients.items():
+            seen, like = observed.get(site, due), expected.before[site[1]]
+            if not (stands_for_none(seen) and stands_for_none(due)) and (seen is None or seen.shape == like.shape):
+                given[site] = None if seen is None else seen.detach().to(like.device)
+        return given
+
     def _norms(self, at: Comparison) -> None:
         for rank, operations in enumerate(self._observed.ranks):
             seen = operations[at.number].norm
@@ -328,9 +357,10 @@ class Judge:
             return
         observed = self._observed.parameters(at.number)
         held = {site for site in self._required.due if site[0] != NOWHERE}
-        unseen = sorted(name for stage, name in (expected.parameters.keys() & held) - observed.keys())
+        due = {site for site in expected.gradients if site[1] in at.due.parameters}
+        unseen = sorted(name for stage, name in (due & held) - observed.keys())
         at.ledger.leave_out("updated-parameters", unseen, "not seen after the step")
-        for site in sorted(expected.parameters.keys() & observed.keys()):
+        for site in sorted(due & observed.keys()):
             at.parameter(site[1], observed[site], **self._where(site))
         self._copies(at, "parameter", observed)
         norm = expected.norm or 0.0
@@ -350,12 +380,14 @@ def judged(required: Requirements, observed: Observed, *, measure: bool = False)
         at = Judge(required, observed)
         crash = at.judged()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
-    verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision, seconds=perf_counter() - began)
+        verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision)
+        verdict = doubt_rounding(verdict.before_its_end(crash), required.oracle.moved, required.oracle.products)
     trained = [k for k, name in enumerate(required.plan) if name == "train"]
     verdict = replace(verdict, mismatches=tuple(_named(one, required.plan) for one in verdict.mismatches))
     number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
     measured = replace(verdict.measured, ran=ran_of(observed, number))
-    return replace(verdict, bindings=required.bindings, floor=floor, measured=measured).before_its_end(crash)
+    seconds = perf_counter() - began
+    return replace(verdict, bindings=required.bindings, floor=floor, measured=measured, seconds=seconds)
 
 
 def _named(one: Mismatch, plan: Sequence[str]) -> Mismatch:

@@ -231,13 +231,13 @@ class Ledger:
     ) -> None:
         """Enter two tensors that are ``size`` apart; ``sizes`` says them in numbers, where they do not agree."""
         size = self._blind(place, allowed, size, outcome)
-        held = outcome == "pass" and self._is_held(place, size, allowed)
-        outcome = "unknown" if held else outcome
+        if outcome == "pass" and self._is_held(place, size, allowed):
+            outcome = "unknown"
         self._enter(place, outcome, size=size, floor=allowed)
         limit = allowed.limit or None
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
         if outcome != "pass":
-            self._differ(place.mismatch(*sizes(), "tensor", error=size, limit=limit, held=held))
+            self._differ(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
         if outcome != "fail":
             self._lead(place, lambda: sizes()[0].factor, allowed)
 
@@ -268,14 +268,14 @@ class Ledger:
         outcome = allowed.number(size)
         allowed = allowed.reached(size, outcome)
         size = self._blind(place, allowed, size, outcome)
-        held = outcome == "pass" and place.where.microbatch is not None and self._is_held(place, size, allowed)
-        outcome = "unknown" if held else outcome
+        if outcome == "pass" and place.where.microbatch is not None and self._is_held(place, size, allowed):
+            outcome = "unknown"
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
             numbers: tuple[Value, Value] = float(observed), float(expected)
             limit = allowed.limit or None
-            self._differ(place.mismatch(*numbers, "number", error=size, limit=limit, held=held))
+            self._differ(place.mismatch(*numbers, "number", error=size, limit=limit))
 
     def forget(self, laws: Sequence[str]) -> None:
         """Take out those of ``laws`` of which nothing at all was said."""

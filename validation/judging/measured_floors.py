@@ -43,7 +43,7 @@ class MeasuredFloors:
     def update(self, name: str) -> Floor:
         if name in self.wide or self.floors is None:
             return self.gradient(name)
-        return self.floors.update(self.sites[name])
+        return self.floors.settled(self.sites[name])
 
-    def slope(self, name: str) -> Tensor | None:
-        return None if name in self.wide or self.floors is None else self.floors.slope(self.sites[name])
+    def slope(self, _: str) -> None:
+        """What is due follows from the very gradient."""

@@ -71,8 +71,7 @@ class Mismatch:
     is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
     which may itself be wrong; None where that was the model. ``doing``: what the operation does, where the plan has
     several. ``output`` is the name of one that a step handed back, ``router`` that of the module that chose experts.
-    ``step``: of a run of many, its number there. ``held``: a narrow type would excuse it, had not all before it been
-    bit for bit. Fields that do not apply are None.
+    ``step``: of a run of many, its number there. Fields that do not apply are None.
     """
 
     law: str
@@ -93,7 +92,6 @@ class Mismatch:
     output: str | None = None
     router: str | None = None
     step: int | None = None
-    held: bool = False
 
     @property
     def seen(self) -> str:

@@ -21,7 +21,6 @@ from pipeproof.reference.step import Expected, Gradient, Site
 # times as far.
 _AS_FAR = 1.5
 _AS_LED = 4.0
-_COMPUTED = "computation"  # the cause of what is right before a stage and not behind it, as by other products
 _MOVES = ("loss", "gradient", "grad-norm", "updated-parameters")  # laws of what does
 _NOTE = (
     "no fault is proven: weights that are one rounding off move it as far, as where a unit near zero is on in one run "
@@ -103,24 +102,27 @@ def _reach(found: dict[str, float], name: str, far: float) -> None:
 Nudges = Callable[[int], Nudged | None]  # of an operation, from 0; None where nobody knows
 
 
-def unproven(verdict: Verdict, moved: Nudges, products: OtherProducts | None = None) -> Verdict:
-    """``verdict``; unknown where no cause explains all that is first wrong, and rounding may.
+def doubt_rounding(
+    verdict: Verdict, moved: Nudges, products: Callable[[int], OtherProducts | None] = lambda _: None
+) -> Verdict:
+    """``verdict``; unknown where rounding may be all that is first wrong. What explains it has no part in that.
 
-    ``products``: those that were computed otherwise. ``moved`` is costly, and so asked for last.
+    Both are asked for an operation: ``moved`` how far rounding goes there, which is costly, and so asked for last,
+    ``products`` for those that were computed otherwise.
     """
-    decided = {cause.kind for cause in verdict.cause} if not verdict.undecided else set()
-    if verdict.verdict != "fail" or verdict.stopped or decided - {_COMPUTED}:
+    wrong = list(_failing(verdict)) if verdict.verdict == "fail" and not verdict.stopped else []
+    first = min((one.operation for one in verdict.mismatches), default=0)  # what is wrong later follows from that
+    wrong = [one for one in wrong if one.operation == first]
+    if not wrong:
         return verdict
-    first = min(one.operation for one in verdict.mismatches)  # what is wrong later follows from that
-    wrong = [one for one in _failing(verdict) if one.operation == first]
-    if wrong and products is not None and products.explain(verdict, wrong):
-        return _in_doubt(verdict, products.note)
-    if not wrong or decided or any(one.law not in _MOVES for one in wrong):
+    try:
+        other = products(first - 1)
+        if other is not None and other.explain(verdict, wrong):
+            return _in_doubt(verdict, other.note)
+        found = moved(first - 1) if all(one.law in _MOVES for one in wrong) else None
+    except Exception:  # no one type: the user's model runs once more
         return verdict
-    found = moved(first - 1)
-    if found is None or not all(map(found.explains, wrong)):
-        return verdict
-    return _in_doubt(verdict, _NOTE)
+    return verdict if found is None or not all(map(found.explains, wrong)) else _in_doubt(verdict, _NOTE)
 
 
 def _failing(verdict: Verdict) -> Iterator[Mismatch]:
@@ -138,15 +140,11 @@ def _about(one: Mismatch | Compared) -> tuple[object, ...]:
 
 
 def _in_doubt(verdict: Verdict, why: str) -> Verdict:
-    """``verdict``, of which nothing proves a fault: what might be its cause is only one of the explanations."""
+    """``verdict``, of which nothing proves a fault."""
     laws = tuple(
         replace(law, outcome="unknown", note="; ".join(filter(None, [why, law.note]))) if law.outcome == "fail" else law
         for law in verdict.laws
     )
     every = verdict.measured.compared
     every = tuple(replace(one, outcome="unknown") if one.outcome == "fail" else one for one in every)
-    others = (verdict.cause, *verdict.alternatives) if verdict.cause else verdict.alternatives
-    measured = replace(verdict.measured, compared=every)
-    return replace(
-        verdict, verdict=overall(laws), laws=laws, cause=(), alternatives=others, cells=None, measured=measured
-    )
+    return replace(verdict, verdict=overall(laws), laws=laws, measured=replace(verdict.measured, compared=every))

@@ -2,22 +2,31 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from torch import Tensor
+
 from pipeproof.judging.floors import Floors
+from pipeproof.judging.nudged import Nudged
+from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.tolerance import Precision, precision_among
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Expected, Reference
+from pipeproof.reference.step import Expected, Gradient, Reference, Site
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one operation must give. ``floors`` are those of a training step; ``max_norm`` is what it clips to."""
+    """What one operation must give. ``floors`` are those of a training step; ``max_norm`` is what it clips to.
+
+    ``follow``: the norm and the parameters that follow from gradients; asked once, for those that were observed.
+    """
 
     expected: Expected
     floors: Floors | None
     max_norm: float
+    follow: Callable[[Mapping[Site, Gradient]], tuple[float, Mapping[Site, Tensor]]] | None = None
 
 
 class Oracle(Protocol):
@@ -29,6 +38,12 @@ class Oracle(Protocol):
 
     def answer(self, number: int, orders: Orders) -> Answer:
         """Operation ``number`` of the plan, with each stage's backwards in the order given. Asked in order, once."""
+
+    def moved(self, number: int) -> Nudged | None:
+        """How far weights that are one rounding off move operation ``number``; None where nobody knows."""
+
+    def products(self, number: int) -> OtherProducts | None:
+        """The products of operation ``number`` that the ranks rounded otherwise; None where there are none."""
 
 
 def precision_of_reference(reference: Reference) -> Precision:
@@ -61,11 +76,21 @@ class LiveOracle:
     def answer(self, number: int, orders: Mapping[int, Sequence[int]]) -> Answer:
         """Perform operation ``number``."""
         name, batches, max_norm = self._plan[number], self._batches(number), self._max_norm(number)
-        expected = self._reference.perform(name, batches, orders=orders, max_norm=max_norm)
+        expected = self._reference.perform(name, batches, orders=orders, update=False)
         if name == "eval":
             return Answer(expected, None, max_norm)
         self._pending.append(Pending(expected, batches, orders))
-        answer = Answer(expected, Floors(self._reference, tuple(self._pending)), max_norm)
-        if name == "train":
-            self._pending.clear()
-        return answer
+        floors = Floors(self._reference, tuple(self._pending))
+        if name != "train":
+            return Answer(expected, floors, max_norm)
+        self._pending.clear()
+        return Answer(expected, floors, max_norm, partial(self._follow, max_norm))
+
+    def _follow(self, max_norm: float, gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
+        return self._reference.norm(gradients), self._reference.step(gradients, max_norm)
+
+    def moved(self, number: int) -> None:
+        """Nobody asks that of our own runtime: it is held to bits."""
+
+    def products(self, number: int) -> None:
+        """Our own runtime computes in this process's own way."""

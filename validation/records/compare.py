@@ -13,6 +13,7 @@ from pipeproof.diagnosis.evidence import Evidence, failing
 from pipeproof.judging.comparison import leave_out
 from pipeproof.judging.judge import Where, concluded
 from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.nudged import doubt_rounding
 from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import JUDGED, Crash, Verdict
 from pipeproof.records.case_record import case_of, remade
@@ -58,9 +59,8 @@ def compare(
     if not verdict.mismatches or not verdict.judged:
         return verdict
     others = OtherProducts.among(expected.products, [seen.products])
-    return sought(
-        verdict, lambda: explained(evidence_of(verdict, expected, seen)), moved=expected.moved, products=others
-    )
+    verdict = doubt_rounding(verdict, expected.moved, lambda _: others)
+    return sought(verdict, lambda: explained(evidence_of(verdict, expected, seen)))
 
 
 def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, str]) -> Crash | None:

@@ -17,7 +17,7 @@ from pipeproof.diagnosis.stale_call import WithWeights
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage as HeldStage
-from pipeproof.judging.nudged import Nudges
+from pipeproof.judging.nudged import Nudges, doubt_rounding
 from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
@@ -231,22 +231,22 @@ def explained(
     kept: Kept,
     exchange: Exchange,
     *,
-    look: Callable[[], Evidence],
+    look: Callable[[Verdict], Evidence],
     moved: Nudges,
     products: OtherProducts | None,
     bound_s: float,
 ) -> Verdict:
     """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.
 
-    ``moved`` and ``products`` are those of ``sought``. Every rank calls this, and waits for rank 0 no longer than the
-    bound in seconds.
+    ``moved`` and ``products`` are those of ``doubt_rounding``, which rank 0 asks before it explains anything. Every
+    rank calls this, and waits for rank 0 no longer than the bound in seconds.
     """
     try:
         for address, tensor in kept.tensors.items():
             exchange.give(address, tensor)
-        mine = None
-        if exchange.rank == 0:
-            mine = sought(verdict, lambda: explained_evidence(look()), moved=moved, products=products)
+        mine = doubt_rounding(verdict, moved, lambda _: products) if exchange.rank == 0 else None
+        verdict = exchange.gather(mine, what="how far rounding goes", bound_s=bound_s)[0]
+        mine = sought(verdict, lambda: explained_evidence(look(verdict))) if exchange.rank == 0 else None
         found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
     except RanksAbsent as absent:
         return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))

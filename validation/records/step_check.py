@@ -304,7 +304,7 @@ class StepCheck(CheckedStep):
                 verdict,
                 self._kept,
                 self._exchange,
-                look=lambda: self._checked(parts).evidence(verdict),
+                look=lambda judged: self._checked(parts).evidence(judged),
                 moved=self._record.moved if self._beside is None else self._beside.moved,
                 products=OtherProducts.among(self._record.products, [part.products for part in parts]),
                 bound_s=self._bound_s,

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.cases.case import FULL_PLAN, Case
-from pipeproof.cases.data import model_for
+from pipeproof.cases.data import max_norm_of, model_for
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
+from pipeproof.cases.stages import owners
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.judge import LAWS, one_thread, scenarios
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.observers.recording import Site
 from pipeproof.reference.model import DTYPES, Model, build_model
-from pipeproof.reference.step import Recipe
+from pipeproof.reference.step import Recipe, Reference
 from pipeproof.worlds.world import World
 from tests.support.steps import blocks, loss_fn, pairs
 
@@ -49,6 +50,16 @@ def scaled(factor: float) -> Change:
     return change
 
 
+def wrong_gradient(case: Case, observed: Observed, factor: float, *, operation: int = 0) -> Observed:
+    """``observed`` with a gradient that is off from the backward on: norm and update are those of it."""
+    model, found = model_for(case), altered(observed, scaled(factor), operation=operation)
+    reference = Reference(model, owner=owners(model, case.split), recipe=Recipe())
+    for number in (k for k in range(operation + 1) if case.plan[k] == "train"):
+        gradients = found.gradients(number)
+        norm, parameters = reference.norm(gradients), reference.step(gradients, max_norm_of(case, number))
+    return altered(found, lambda seen: replace(seen, norm=norm, parameters=parameters), operation=operation)
+
+
 def failing(verdict: Verdict) -> set[str]:
     return {law.name for law in verdict.laws if law.outcome == "fail"}
 
@@ -65,20 +76,20 @@ def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observ
 
 
 def test_rounding_is_a_pass_of_the_second_tier(observed: Observed) -> None:
-    verdict = judge(CASE, altered(observed, scaled(1 + 2**-22)))
+    verdict = judge(CASE, wrong_gradient(CASE, observed, 1 + 2**-22))
     assert (verdict.verdict, verdict.tier) == ("pass", "fp32")
     assert 1e-7 < verdict.law("gradient").worst < 1e-6
 
 
 def test_more_than_rounding_and_less_than_surely_a_fault_is_unknown(observed: Observed) -> None:
-    verdict = judge(CASE, altered(observed, scaled(1.00005)))
+    verdict = judge(CASE, wrong_gradient(CASE, observed, 1.00005))
     assert (verdict.verdict, verdict.tier, verdict.exit_status) == ("unknown", "none", 3)
     assert verdict.mismatches[0].parameter == SLOT[1]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, 1 / 3])
 def test_a_wrong_gradient_names_the_law_and_the_parameter(observed: Observed, factor: float) -> None:
-    verdict = judge(CASE, altered(observed, scaled(factor)))
+    verdict = judge(CASE, wrong_gradient(CASE, observed, factor))
     assert verdict.verdict == "fail"
     assert failing(verdict) == {"gradient"}
     assert [(m.law, m.parameter, m.rank, m.stage, m.operation) for m in verdict.mismatches] == [
@@ -87,7 +98,7 @@ def test_a_wrong_gradient_names_the_law_and_the_parameter(observed: Observed, fa
 
 
 def test_later_scenarios_are_not_judged_after_a_disagreement(observed: Observed) -> None:
-    verdict = judge(CASE, altered(observed, scaled(2.0), operation=1))
+    verdict = judge(CASE, wrong_gradient(CASE, observed, 2.0, operation=1))
     assert failing(verdict) == {"gradient", "second-step"}
     assert verdict.mismatches[0].operation == 2
     assert verdict.law("eval").outcome == verdict.law("accumulation").outcome == "unknown"
@@ -98,7 +109,7 @@ def test_later_scenarios_are_not_judged_after_a_disagreement(observed: Observed)
     ("operation", "law"), [(1, "second-step"), (3, "accumulation"), (5, "eval")], ids=["second", "accumulated", "eval"]
 )
 def test_a_later_step_fails_the_law_of_its_scenario(observed: Observed, operation: int, law: str) -> None:
-    assert failing(judge(CASE, altered(observed, scaled(2.0), operation=operation))) == {"gradient", law}
+    assert failing(judge(CASE, wrong_gradient(CASE, observed, 2.0, operation=operation))) == {"gradient", law}
 
 
 def test_the_scenarios_of_a_plan() -> None:
@@ -266,14 +277,14 @@ def test_other_dtypes_are_judged_bit_for_bit_too(world: World, dtype: str, doubt
     assert gradient is not None
     assert gradient.dtype is DTYPES[dtype]
     assert judge(case, seen).tier == "bitwise"
-    assert judge(case, altered(seen, scaled(doubtful))).verdict == "unknown"
-    assert failing(judge(case, altered(seen, scaled(2.0)))) == {"gradient"}
+    assert judge(case, wrong_gradient(case, seen, doubtful)).verdict == "unknown"
+    assert failing(judge(case, wrong_gradient(case, seen, 2.0))) == {"gradient"}
 
 
 def test_the_tier_below_bitwise_is_named_after_the_dtype(world: World) -> None:
     case = replace(CASE, dtype="bf16", plan=("train",))
     seen = observe(case, world)
-    verdict = judge(case, altered(seen, scaled(1 + 2.0**-7)))
+    verdict = judge(case, wrong_gradient(case, seen, 1 + 2.0**-7))
     assert (verdict.verdict, verdict.tier) == ("pass", "bf16")
     wide = altered(seen, lambda s: replace(s, gradients=_cast(s.gradients, torch.float32)))
     assert judge(case, wide).law("gradient").exact == 0  # the same numbers in another dtype are not the same bits

@@ -14,7 +14,6 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.stale_call import Given
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import FP32, error, same_bits
-from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.reference.step import Gradient
 
 _NEARER = FP32.factor  # times as near to what old weights give as to what is due: by chance nothing is
@@ -41,27 +40,12 @@ def old_weights(evidence: Evidence) -> list[Cause]:
     return [] if found is None else [found.cause(evidence)]
 
 
-def decided(evidence: Evidence) -> Verdict:
-    """The verdict; a fail where what is off only by what rounding may do is, bit for bit, what old weights give."""
-    verdict = evidence.verdict
-    found = _found(evidence) if verdict.verdict == "unknown" else None
-    if found is None or not found.exact:
-        return verdict
-    wrong = {one.law for one in verdict.mismatches}
-    laws = tuple(replace(law, outcome="fail") if law.name in wrong else law for law in verdict.laws)
-    return replace(verdict, verdict=overall(laws), laws=laws)
-
-
 @dataclass(frozen=True)
 class _OldWeights:
-    """``stages`` that computed with the weights of an ``operation`` before, from 1 on; 0: of a step of another check.
-
-    ``exact``: with these the reference gives all that was observed bit for bit.
-    """
+    """``stages`` that computed with weights of an ``operation`` before, from 1 on; 0: of a step of another check."""
 
     stages: tuple[int, ...]
     operation: int
-    exact: bool
 
     def cause(self, evidence: Evidence) -> Cause:
         when = f"operation {self.operation}" if self.operation else "the last checked step that was bit for bit"
@@ -87,7 +71,7 @@ def _found(evidence: Evidence) -> _OldWeights | None:
             other = {name: earlier[name] for name in names - same}
             given = play(other) if other else None
             if given is not None and seen.is_nearer(given):
-                return _OldWeights(stages, max(0, number - ago), seen.is_that(given))
+                return _OldWeights(stages, max(0, number - ago))
     return None
 
 
@@ -127,12 +111,6 @@ class _Seen:
         losses = [(torch.tensor(pair, dtype=torch.float64), given.of(m)) for m, pair in self.losses.items()]
         numbers = all(_is_nearer(one[:1], one[1:], one.new_tensor([played])) for one, played in losses)
         return numbers and all(_is_nearer(*pair, given.gradients.get(name)) for name, pair in self.gradients.items())
-
-    def is_that(self, given: Given) -> bool:
-        """Whether all of it is what was ``given``, bit for bit."""
-        played = ((one, given.gradients.get(name)) for name, (one, _) in self.gradients.items())
-        same = all(other is not None and same_bits(one, other) for one, other in played)
-        return same and all(found == given.of(microbatch) for microbatch, (found, _) in self.losses.items())
 
 
 def _is_nearer(seen: Tensor, due: Tensor, played: Gradient) -> bool:

@@ -1,0 +1,92 @@
+"""What passes, fails and stays unknown does not hang on its explanation: without one, each outcome is the same."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import pytest
+from truth_axes import axes
+from truth_faults import FAULTS
+from truth_mixtures import mixtures
+from truth_rights import rights
+
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.trial import smallest_of
+from pipeproof.cases.validator import validate
+from pipeproof.diagnosis import diagnose
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.world import World
+from tests.support.sweeps import sampled
+from tests.validation.diagnosis.rules.test_stale import AROUND, EVAL, TRAIN, judged
+from tests.validation.judging.test_nudged import loss_fn, mixed_step, narrow, pairs, step_in_halves
+
+FOREIGN = (
+    "right: halves in bf16",
+    "bf16: stage four times",
+    "plain: one lost",
+    "iterators: norms reduced twice",
+    "classes: steps of accumulation forgotten",
+    "tied: one lost",
+    "scaled loss: last loss counts four times",
+    "plain: sent in bf16",
+    "fp64: one parameter negated",
+    "ddp: never reduced",
+    "zero 3: shards never reduced",
+    "ep: norm without experts",
+)
+OWN = (
+    "microbatch-dropped",
+    "clip-never",
+    "gradients-not-cleared",
+    "tied-not-reduced",
+    "updated-twice",
+    "norm-of-rank",
+    "activations-rounded",
+    "evaluation-in-training-mode",
+)
+Row = Callable[[WhiteBox, World], Verdict]
+
+
+def foreign(title: str, whitebox: WhiteBox, world: World) -> Verdict:
+    every: Iterator[Any] = (one for group in (FAULTS, mixtures(), rights(), axes()) for one in group)
+    verdict: Verdict = next(one for one in every if one.title == title).verdict(whitebox, watched=True)
+    return verdict
+
+
+def own(name: str, whitebox: WhiteBox, world: World) -> Verdict:
+    return validate(smallest_of(SPECIMENS[name]), world)
+
+
+def one_step(step: Callable[..., Any], whitebox: WhiteBox, world: World) -> Verdict:
+    return whitebox.validate(step, reference=narrow, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
+
+
+ROWS: Mapping[str, Row] = {
+    **{title: partial(foreign, title) for title in FOREIGN},
+    **{name: partial(own, name) for name in OWN},
+    "old weights": lambda whitebox, _: judged(whitebox, AROUND, TRAIN),
+    "old weights in an evaluation": lambda whitebox, _: judged(whitebox, AROUND, EVAL),
+    "a unit near zero": partial(one_step, step_in_halves),
+    "a gradient mixed in bf16": partial(one_step, mixed_step),
+}
+
+
+def raises(*_: object) -> NoReturn:
+    raise RuntimeError("there is no explanation")
+
+
+def outcomes(verdict: Verdict) -> tuple[str, dict[str, str]]:
+    return verdict.verdict, {law.name: law.outcome for law in verdict.laws}
+
+
+@pytest.mark.parametrize("name", sampled(ROWS, 2))
+def test_each_outcome_is_the_same_without_an_explanation(
+    name: str, whitebox: WhiteBox, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained = ROWS[name](whitebox, world)
+    monkeypatch.setattr(diagnose, "followed", raises)
+    alone = ROWS[name](whitebox, world)
+    assert outcomes(alone) == outcomes(explained), f"{explained}\n{alone}"
+    assert not alone.cause
+    assert alone.verdict == "pass" or "there is no explanation" in alone.unsought
