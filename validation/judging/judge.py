@@ -259,12 +259,13 @@ class Judge:
         placement, n_ranks = self._observed.schedule.placement, self._observed.schedule.n_ranks
         first, adds = self._observed.first_nonfinite(at.number), expected.operation == "accumulate"
         broken = None if first is None else (first, placement[first.stage])
-        for rank, operations in enumerate(self._observed.ranks):
-            own = operations[at.number]
+        every = [operations[at.number] for operations in self._observed.ranks]
+        for rank, own in enumerate(every):
             # accumulate() reports losses where they are known, and no whole one.
             knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
             if (own.losses or self._required.every_rank) and knows:
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
+        for rank, own in enumerate(every):
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
                 continue  # a sum of what is no number is none either: where that comes from is told
             if own.loss is not None or (self._required.every_rank and not adds):
