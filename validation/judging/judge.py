@@ -145,6 +145,13 @@ class Judge:
         self._results(at, answer)
         decisive = "gradient" if answer.expected.gradients else "loss"
         right = bool(results.entered(decisive, number)) and not (results.failed or self.ledger.failed)
+        routes = results.empty_copy()
+        RouteJudge(routes, number, laws, answer).judge(self._observed)
+        if right and self._required.results_decide:
+            routes.set_aside(
+                routes.mismatches, self._scenarios, "every result is right: it was not computed with these"
+            )
+        results.join(routes)
         if same_start or right:
             execution.crossings(number, laws)
         self._conclude(number, execution, results, right=right and self._required.results_decide)
@@ -206,12 +213,11 @@ class Judge:
         return Comparison(due, allowed, results, number=number, scenarios=laws)
 
     def _results(self, at: Comparison, answer: Answer) -> None:
-        """What the operation gave: losses, outputs, routes, buffers, gradients, norm and weights."""
+        """What the operation gave: losses, outputs, buffers, gradients, norm and weights."""
         number, expected, results = at.number, answer.expected, at.ledger
         name = self._required.plan[number]
         self._losses(at, expected)
         self._outputs(at, answer)
-        RouteJudge(results, number, at.scenarios, answer).judge(self._observed)
         self._buffers(at, expected)
         if name == "train":
             self._gradients(at, expected)
