@@ -100,8 +100,10 @@ class JobSight:
 
 def _as_given(losses: Sequence[float], order: Sequence[int]) -> Sequence[float]:
     """``losses`` in the order of what was given, which was drawn in this one; each may have been cut into as many."""
-    times, rest = divmod(len(losses), len(order) or len(losses))
-    return [losses[order.index(k) * times + n] for k in range(len(order)) for n in range(times)] if not rest else losses
+    if not order or len(losses) % len(order):
+        return losses
+    times = len(losses) // len(order)
+    return [losses[order.index(k) * times + n] for k in range(len(order)) for n in range(times)]
 
 
 @dataclass(frozen=True)
