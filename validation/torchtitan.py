@@ -100,5 +100,5 @@ def _step(
         build = partial(Whole, reference, how.names)
         against = SingleDevice(build, LossOfAll(of_all), contract=Contract(loss_divisor=1.0), floors=floors)
     pairs = None if microbatches is None else [(how.pack(given), labels) for given, labels in microbatches]
-    given_rows = [content_of_rows([given["input"]]) for given, _ in microbatches or ()]
+    given_rows = [content_of_rows([given["input"], labels]) for given, labels in microbatches or ()]
     return JobStep(step, pairs, against, given_rows)

@@ -36,6 +36,7 @@ REPLICATED = {  # on four
     "plain record": ("--model", "plain", "--record", "plain"),
     "tied record": ("--model", "tied", "--record", "tied"),
     "all given": ("--given", "all"),
+    "total": ("--fault", "total"),
 }
 
 
@@ -152,6 +153,10 @@ def test_replicas_against_a_record_and_what_nobody_said(replicated: dict[str, En
     ):
         statuses, (verdict,) = replicated[run]
         assert (statuses, verdict[: len(words)]) == ({status}, words), verdict
+    statuses, (verdict,) = replicated["total"]
+    assert statuses == {3}
+    assert verdict.startswith("UNKNOWN loss: what the losses of some of the replicas are together may be theirs or")
+    assert re.search(r"pass +parameters-once, presence, gradient, replicas: 48 compared", verdict)
     statuses, (verdict,) = replicated["all given"]
     assert statuses == {3}
     assert verdict.startswith("UNKNOWN loss: whose losses these are nobody says: pass each replica the microbatches")

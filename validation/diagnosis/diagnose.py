@@ -19,7 +19,6 @@ from pipeproof.diagnosis.rules.besides import besides, besides_backwards
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, no_update, other_weights, partition, weights
 from pipeproof.diagnosis.rules.loss_scale import by_scale
-from pipeproof.diagnosis.rules.misrouted import misrouted
 from pipeproof.diagnosis.rules.norms import norm, of_no_known_norm
 from pipeproof.diagnosis.rules.outputs import outputs, untold
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
@@ -220,7 +219,6 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(update, clears("updated-parameters", ("update",), "the optimizer did what it should")),
     Rule(buffers, clears("buffers", ("buffers",), "what forwards leave behind is right")),
     Rule(report, clears("loss", ("report",), "every reported loss is right"), left=unreported),
-    Rule(misrouted),
     Rule(outputs, clears("outputs", (), "every named output is right"), left=untold),
     _attributed(_recorded),
 )

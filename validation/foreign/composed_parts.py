@@ -65,12 +65,11 @@ _OF_ALL_STAGES = ("loss", "grad-norm", "updated-parameters")
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank reported of a step: losses in the order of its microbatches (``in_order``), their sum, the norm."""
+    """What a rank reported of a step: losses in the order of its microbatches, their sum, the norm."""
 
     losses: tuple[float, ...] | None = None
     loss: float | None = None
     norm: float | None = None
-    in_order: bool = True
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class Whole:
         for rank, part in enumerate(self.parts):
             for told in part.told:
                 if told.losses is not None and known:
-                    at.losses(told.losses, rank=rank, in_order=told.in_order)
+                    at.losses(told.losses, rank=rank)
                 if told.loss is not None and known:
                     nearest = min((made.loss, *self.everybodys), key=partial(_apart, told.loss))
                     whole = Comparison(replace(due, loss=nearest), self._of_losses, ledger)

@@ -10,7 +10,8 @@ from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.reference_run import ReferenceRun
 from pipeproof.foreign.routing import UNROUTED, Routing
 from pipeproof.foreign.task import Continued, Task
-from pipeproof.judging.mismatch import Mismatch
+from pipeproof.judging.floors import Floors
+from pipeproof.judging.pending import Pending
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.step import Contribution, Reference
@@ -75,10 +76,23 @@ class OperationRun:
         run = ReferenceRun(task, model, found.replicas, owner=found.owner, surveyed=found.watched)
         return replace(self, task=task, run=run)
 
-    def following_before(self, wrong: Sequence[Mismatch], operation: int) -> "OperationRun":
-        """As ``following``, but no further than up to the first router that chose ``wrong`` in a microbatch."""
-        routers = {(one.router, one.microbatch) for one in wrong if one.operation == operation}
-        return replace(self, routing=self.routing.before(routers, self.made)).following
+    @property
+    def explained(self) -> "OperationRun":
+        """As ``following``, as far as rounding explains what the ranks chose.
+
+        From the first router of a microbatch on whose choice it does not, the reference goes by its own scores.
+        """
+        following = self.following
+        routing = self.routing.with_wrong(following.made, lambda *at: following.floors.scores(*at))
+        return replace(self, routing=routing).following if routing.wrong else following
+
+    @cached_property
+    def floors(self) -> Floors:
+        """What rounding does to what this operation gives by itself."""
+        every, sites = range(len(self.made)), (*self.found.copies, *((at, "") for at in self.found.owner.values()))
+        orders = {stage: every for stage, _ in sites}
+        expected = self.reference.before_update(self.run.batches, self.made, orders=orders)
+        return Floors(self.reference, [Pending(expected, self.run.batches, orders)])
 
     def continued(self) -> Continued | None:
         """The reference as the next operation begins: with the weights and the buffers that the ranks have.

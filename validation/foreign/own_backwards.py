@@ -20,6 +20,7 @@ def together(chain: Chain, stages: Mapping[int, StageSeen], own: Mapping[int, li
     found, calls = dict(stages), dict(own)
     several = {stage for (stage, _), inputs in chain.consumers.items() if stage is not None and len(inputs) > 1}
     several |= {stage for stage, seen in chain.stages.items() if any(one.apart or one.varied for one in seen.calls)}
+    several |= {stage for stage, _ in chain.sources.untold}
     several |= {stage for stage, seen in chain.stages.items() if seen.outside is not None and stage != chain.last}
     for stage in sorted(several, reverse=True):
         sent = [_sent_back(chain, found, stage, m) for m in chain.orders[stage].numbers]
@@ -30,10 +31,12 @@ def together(chain: Chain, stages: Mapping[int, StageSeen], own: Mapping[int, li
 
 
 def _sent_back(chain: Chain, stages: Mapping[int, StageSeen], stage: int, microbatch: int) -> dict[int, list[Sketch]]:
-    """What the consumers of each output of ``stage`` handed back of a microbatch, whole and in parts."""
+    """What the consumers of each output of ``stage``, or what may be some, handed back of a microbatch."""
     found: dict[int, list[Sketch]] = {}
-    for (of, number), inputs in chain.consumers.items():
-        for consumer, at in inputs if of == stage else ():
+    perhaps = chain.sources.unsure.items()
+    for of, number in {source for source in (*chain.consumers, *chain.sources.untold) if source[0] == stage}:
+        inputs = {*chain.consumers.get((of, number), ()), *(at for at, those in perhaps if (of, number) in those)}
+        for consumer, at in sorted(inputs):
             pairs = zip(stages[consumer].calls, chain.orders[consumer].numbers, strict=True)
             for call in (call for call, m in pairs if m == microbatch and at in call.input_gradients):
                 found.setdefault(number, []).extend([call.input_gradients[at], *call.in_parts.get(at, ())])

@@ -1,13 +1,16 @@
 """Which experts the ranks chose, by the routers and the microbatches of the reference."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from functools import partial
+from itertools import islice
 from math import inf
 
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.stages_in_order import Stage
 from pipeproof.foreign.token_order import LESS, in_order, joined, short
+from pipeproof.judging.routes import explained
+from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route, Routes
 from pipeproof.pipeline.sizes import some
@@ -21,10 +24,14 @@ _Calls = Sequence[Mapping[str, Sequence[Route]]]  # of a stage, by the reference
 
 @dataclass(frozen=True)
 class Routing:
-    """What every rank's routers chose; ``untold``: why that of some is not compared, in words."""
+    """What every rank's routers chose; ``untold``: why that of some is not compared, in words.
+
+    ``wrong``: the routers, each with a microbatch, whose choices rounding does not explain.
+    """
 
     ranks: Mapping[int, Mapping[Routed, Sequence[Route]]] = field(default_factory=dict)
     untold: str = ""
+    wrong: Collection[tuple[str, int]] = frozenset()
 
     @staticmethod
     def of(found: Assembled, made: Sequence[Contribution]) -> "Routing":
@@ -46,25 +53,38 @@ class Routing:
             untold = ["the reference's modules of these names call no topk, argmax or max in their forward"]
         return Routing(ranks, untold[0] if untold else "")
 
-    def before(self, wrong: Collection[tuple[str | None, int | None]], made: Sequence[Contribution]) -> "Routing":
-        """The same, without what was chosen in a microbatch by a router that is ``wrong`` there, and by later ones."""
-        right = {
-            (name, m)
-            for m, one in enumerate(made)
-            for name in takewhile(lambda name, m=m: (name, m) not in wrong, one.choices)  # type: ignore[misc]
-        }
+    def with_wrong(self, made: Sequence[Contribution], floor: Callable[[int, str, int], Floor]) -> "Routing":
+        """The same, with what is ``wrong``, and without what later routers chose for the microbatch: that follows.
+
+        ``made``: by a reference that chose as the ranks. ``floor``: of a microbatch's scores, by router and choice.
+        """
+        wrong, kept = set[tuple[str, int]](), set[tuple[str, int]]()
+        for m, (one, told) in enumerate(zip(made, self._first(len(made)), strict=True)):
+            for name, choices in one.choices.items():
+                kept.add((name, m))
+                pairs = enumerate(zip(told.get(name, ()), choices, strict=False))
+                if not all(explained(route, choice, partial(floor, m, name, n)) for n, (route, choice) in pairs):
+                    wrong.add((name, m))
+                    break
         ranks = {
-            rank: {at: every for at, every in routes.items() if (at.router, at.microbatch) in right}
+            rank: {at: every for at, every in routes.items() if (at.router, at.microbatch) in kept}
             for rank, routes in self.ranks.items()
         }
-        return replace(self, ranks=ranks)
+        return replace(self, ranks=ranks, wrong=wrong)
 
     def told(self, microbatches: int) -> tuple[dict[str, Chosen], ...]:
+        """By microbatch, what each router chose on the first rank that has it, but for what is ``wrong``."""
+        return tuple(
+            {name: [one.chosen_TK for one in every] for name, every in routes.items() if (name, m) not in self.wrong}
+            for m, routes in enumerate(self._first(microbatches))
+        )
+
+    def _first(self, microbatches: int) -> tuple[dict[str, Sequence[Route]], ...]:
         """By microbatch, what each router chose on the first rank that has it."""
-        found: tuple[dict[str, Chosen], ...] = tuple({} for _ in range(microbatches))
+        found: tuple[dict[str, Sequence[Route]], ...] = tuple({} for _ in range(microbatches))
         for routes in (self.ranks[rank] for rank in sorted(self.ranks)):
             for at, every in routes.items():
-                found[at.microbatch].setdefault(at.router, [one.chosen_TK for one in every])
+                found[at.microbatch].setdefault(at.router, every)
         return found
 
     def differs(self, made: Sequence[Contribution]) -> bool:

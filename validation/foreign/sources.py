@@ -6,7 +6,6 @@ from functools import cached_property
 
 import torch
 
-from pipeproof.foreign.equal_sources import Wired, by_what_flowed
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.sketch import Sketch
@@ -25,20 +24,20 @@ class Sources:
     @property
     def of_inputs(self) -> dict[tuple[int, int], Source]:
         """Where each stage's inputs come from, by their numbers, as far as that is known."""
-        return self._wired.sources
+        return self._wired[0]
 
     @property
     def unsure(self) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
-        """The inputs that may be any of these equal outputs, where at most what flowed back tells which."""
-        return self._wired.unsure
+        """The inputs that may be any of these equal outputs."""
+        return self._wired[1]
 
     @property
     def untold(self) -> Collection[tuple[int, int]]:
         """The outputs of which nobody knows what should have flowed back to them."""
-        return self._wired.untold
+        return {output for those in self.unsure.values() for output in those}
 
     @cached_property
-    def _wired(self) -> Wired:
+    def _wired(self) -> tuple[dict[tuple[int, int], Source], Mapping[tuple[int, int], Sequence[tuple[int, int]]]]:
         found: dict[tuple[int, int], Source] = {}
         for source_of in (self._as_sent, self._of_its_form):  # what came as it was sent leaves less to guess from
             for stage, number in self.places_in:
@@ -46,12 +45,13 @@ class Sources:
                     continue
                 if (source := source_of(stage, number, set(found.values()))) is not None:
                     found[stage, number] = self._first_of(source)
-        wired = by_what_flowed(self.stages, found, self._equal(found))
-        found = wired.sources
+        equal = self._equal(found)
+        forced = _one_each(equal, {source for at, source in found.items() if at not in equal and self._flows(*at)})
+        found |= forced
         for stage, at in self._unreceived(found):
             if (due := self._due_at(stage, at, found)) is not None:
                 found[stage + 1, due] = stage, at
-        return wired
+        return found, {} if forced else equal
 
     def _equal(self, sources: Mapping[tuple[int, int], Source]) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """Of inputs that gradients flow through, and that may be any of several equal outputs: these.
@@ -165,6 +165,20 @@ class Sources:
     def inputs(self, stage: int) -> int:
         """How many inputs a stage has."""
         return max((len(call.inputs) for call in self.stages[stage].calls), default=0)
+
+
+def _one_each(
+    equal: Mapping[tuple[int, int], Sequence[tuple[int, int]]], used: Collection[Source]
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """The one way in which each of ``equal`` outputs goes to one input, but for those that are ``used``; else none."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for at in sorted(equal):
+        free = [output for output in equal[at] if output not in used and output not in found.values()]
+        if len(free) != 1:
+            return {}
+        found[at] = free[0]
+    left = {output for those in equal.values() for output in those} - {*used, *found.values()}
+    return {} if left else found
 
 
 def _forms(tensors: Sequence[Sketch]) -> set[tuple[tuple[int, ...], bool]]:

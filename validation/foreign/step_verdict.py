@@ -5,21 +5,19 @@ from dataclasses import replace
 
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Line
+from pipeproof.diagnosis.rules.misrouted import misrouted
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.holders import at_holders
 from pipeproof.foreign.lines import from_the_first_wrong
 from pipeproof.foreign.operation_run import OperationRun, observed_of
 from pipeproof.foreign.reference_run import SecondModel
-from pipeproof.foreign.routing import Routing
 from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
-from pipeproof.foreign.unrouted import unrouted
 from pipeproof.judging.judge import judged
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
-_UNUSED = "the experts that were seen to be chosen are not those that the ranks computed with"
 
 
 def judged_runs(
@@ -36,23 +34,7 @@ def judged_runs(
         return undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
     if unknown := _unknown_output(task, runs) or _unseen_sums(runs):
         return undecided(title, unknown)
-    if task.routers:
-        verdict = _with_routes(title, task, [one.routed for one in runs], second, halted)
-    else:
-        verdict = _judged(title, task, runs, second, halted)
-    return _with_hint(verdict, runs, second)
-
-
-def _with_hint(verdict: Verdict, runs: Sequence[OperationRun], second: SecondModel) -> Verdict:
-    """``verdict``, and where experts may have been chosen otherwise by rounding, if no other cause is known."""
-    if verdict.verdict != "fail" or {one.kind for one in verdict.cause} - {"computation"}:
-        return verdict
-    one = runs[_first_wrong(verdict)]
-    try:
-        hint = unrouted(second.like(one.task), one.run.batches)
-    except Exception:  # no one type: it is the user's code that runs, and no verdict depends on it
-        return verdict
-    return replace(verdict, undecided=(*verdict.undecided, hint)) if hint else verdict
+    return _judged(title, task, [one.routed for one in runs] if task.routers else runs, second, halted)
 
 
 def _first_wrong(verdict: Verdict) -> int:
@@ -60,43 +42,45 @@ def _first_wrong(verdict: Verdict) -> int:
     return min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
 
 
-def _with_routes(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
-    """The verdict where the reference chooses the experts that the ranks chose, as far as rounding explains these.
-
-    Where it does not, the reference goes by its own scores from there on, so that a fault before a router shows as what
-    it is. Unless all else is right: then the ranks computed with experts that they should not have chosen.
-    """
-    following = [one.following for one in runs]
-    verdict = _judged(title, task, following, second, halted)
-    if verdict.verdict == "pass" or all(one is other for one, other in zip(following, runs, strict=True)):
-        return verdict
-    own = _judged(title, task, [replace(one, routing=Routing(untold=_UNUSED)) for one in runs], second, halted)
-    misrouted = [one for one in verdict.mismatches if one.law in ROUTED]
-    if own.verdict == "pass" or not misrouted or len(misrouted) == len(verdict.mismatches):
-        return own if own.verdict == "pass" else verdict
-    right = [one.following_before(misrouted, number) for number, one in enumerate(runs, 1)]
-    if any(one.task is not other.task for one, other in zip(right, runs, strict=True)):
-        own = _judged(title, task, right, second, halted)
-    laws = tuple(verdict.law(one.name) if one.name in ROUTED else one for one in own.laws)
-    mismatches = (*own.mismatches, *misrouted) if own.cause else (*misrouted, *own.mismatches)
-    return replace(own, laws=laws, mismatches=mismatches, verdict=overall(laws))
-
-
 def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
-    """The verdict, with its cause, on ``runs`` as they are."""
-    watched, missed, scale = runs[0].found.watched, runs[0].found.missed, runs[0].found.loss_scale
-    if scale is not None:  # types as narrow as fp16 round what is scaled otherwise
-        runs = [replace(one, scale=scale.losses) for one in runs]
-    observed = observed_of(runs, [one.passages() for one in runs])
-    verdict = judged(required_of(title, task, runs, second, observed, halted=halted), observed)
+    """The verdict, with its cause; the reference chooses experts as the ranks did, as far as rounding explains that."""
+    if runs[0].found.loss_scale is not None:  # types as narrow as fp16 round what is scaled otherwise
+        runs = [replace(one, scale=runs[0].found.loss_scale.losses) for one in runs]
+    following = [one.explained for one in runs] if task.routers else runs
+    verdict = _compared(title, task, following, second, halted)
     number = _first_wrong(verdict)
-    verdict = at_holders(_of_first_ranks(verdict), runs[number].found, runs[number].made)
-    if watched and missed:
-        verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, missed))
-    if not verdict.mismatches:
+    one = following[number]
+    verdict = at_holders(_of_first_ranks(verdict), one.found, one.made)
+    if runs[0].found.watched and runs[0].found.missed:
+        verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, runs[0].found.missed))
+    routed = tuple(one for one in verdict.mismatches if one.law in ROUTED)
+    others = tuple(one for one in verdict.mismatches if one.law not in ROUTED)
+    if routed and _is_right(title, task, runs, second, halted):
+        return replace(verdict, mismatches=(*routed, *others), cause=(misrouted(routed),))
+    if not others:
         return verdict
-    one = runs[number]
-    return _explained(verdict, one, Beside.of(one, second.like(one.task), runs[:number][::-1]))
+    beside = Beside.of(one, second.like(one.task), following[:number][::-1])
+    found = _explained(replace(verdict, mismatches=others), one, beside)
+    laws = tuple(verdict.law(law.name) if law.name in ROUTED else law for law in found.laws)
+    mismatches = (*found.mismatches, *routed) if found.cause else (*routed, *found.mismatches)
+    return replace(found, laws=laws, mismatches=mismatches, verdict=overall(laws)) if routed else found
+
+
+def _is_right(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> bool:
+    """Whether the choices of experts alone are wrong: all else is what the reference gives with these."""
+    try:
+        played = _compared(title, task, [one.following for one in runs], second, halted)
+    except Exception:  # no one type: it is the user's code that runs, and no verdict depends on it
+        return False
+    return not played.stopped and all(one.law in ROUTED for one in played.mismatches)
+
+
+def _compared(
+    title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str
+) -> Verdict:
+    """The verdict on ``runs`` as they are."""
+    observed = observed_of(runs, [one.passages() for one in runs])
+    return judged(required_of(title, task, runs, second, observed, halted=halted), observed)
 
 
 def _explained(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:

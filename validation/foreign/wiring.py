@@ -12,7 +12,7 @@ from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.pipeline.sizes import some
 
 _LAW = "boundaries"
-_UNSURE = ", and at most what flowed back tells which: check a later step, in which they differ"
+_UNSURE = "{} are equal, so gradients cannot be traced to one of them: check a later step, in which they differ"
 _UNUSED_TARGET = (
     "without loss_fn= a stage needs the target, and none was given it: call one with it, or pass None for it"
 )
@@ -50,12 +50,10 @@ def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> 
     for one in data:
         if one not in instead:
             ledger.remark(_LAW, f"{_name(one)} went to no stage")
-    unsure: dict[tuple[Source, ...], list[str]] = {}
-    for (stage, number), those in chain.sources.unsure.items():
-        unsure.setdefault(tuple(sorted(those)), []).append(f"input {number} of stage {stage}")
-    for equal, inputs in unsure.items():
-        may_be = f"{' and '.join(inputs)} may be any of {', '.join(map(place_of, equal))}, which are equal"
-        ledger.doubt(_LAW, f"{may_be}{_UNSURE}")
+    for those in chain.sources.unsure.values():
+        stages = sorted({stage for stage, _ in those})
+        which = f"outputs of stages {listed(stages)}" if len(stages) > 1 else f"several outputs of stage {stages[0]}"
+        ledger.doubt(_LAW, _UNSURE.format(which))
     for told in _exchanged(chain):
         ledger.remark(_LAW, told)
 

@@ -106,6 +106,7 @@ class Comparison:
         self.scenarios = scenarios
         self._zeros: list[str] = []  # parameters that have them where no gradient is due
         self._nones: list[str] = []  # parameters without a gradient where zeros are due
+        self._losses: dict[int, float] = {}  # those that were reported, by microbatch
         self.trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
 
     def onto(self, ledger: Ledger) -> "Comparison":
@@ -124,9 +125,8 @@ class Comparison:
         share: Sequence[int] | None = None,
         rank: int | None = None,
         broken: tuple[Action, int] | None = None,
-        in_order: bool = True,
     ) -> None:
-        """The losses of all microbatches, or of a share of them; ``in_order``: they come as these do.
+        """The losses of all microbatches, or of a share of them, in the order of these.
 
         ``broken``: the first action whose output was not finite, and its rank, where that is known.
         """
@@ -136,32 +136,14 @@ class Comparison:
         if len(seen) != len(share):
             self.ledger.hold(self._at("loss", rank=rank), False, len(seen), len(share), what="losses")
             return
-        if not in_order:
-            share = self._order_of(seen, share)
+        self._losses |= zip(share, seen, strict=True)
         for microbatch, one in zip(share, seen, strict=True):
             if broken is not None and math.isnan(one):
                 self._not_finite(microbatch, *broken)
             else:
-                self._loss_of(microbatch, one, self.ledger, rank=rank)
-
-    def _loss_of(self, microbatch: int, seen: float, ledger: Ledger, *, rank: int | None = None) -> None:
-        place = self._at("loss", microbatch=microbatch, rank=rank)
-        ledger.numbers(place, seen, self.due.losses[microbatch], partial(self._allowed.loss, microbatch))
-
-    def _order_of(self, seen: Sequence[float], share: Sequence[int]) -> Sequence[int]:
-        """The microbatches of ``share`` in the order in which all losses are right; where there is none, as they are.
-
-        Who sees losses come, and not whose they are, cannot blame their order: gradients are compared in any case.
-        """
-        by_size = iter(sorted(share, key=self.due.losses.__getitem__))
-        found = {place: next(by_size) for place in sorted(range(len(seen)), key=seen.__getitem__)}
-        for order in (share, [found[place] for place in range(len(seen))]):
-            trial = Ledger(["loss", *self.scenarios])
-            for microbatch, one in zip(order, seen, strict=True):
-                self._loss_of(microbatch, one, trial)
-            if not trial.failed:
-                return order
-        return share
+                place = self._at("loss", microbatch=microbatch, rank=rank)
+                due = self.due.losses[microbatch]
+                self.ledger.numbers(place, one, due, partial(self._allowed.loss, microbatch))
 
     def _not_finite(self, microbatch: int, first: Action, rank: int) -> None:
         """A microbatch's loss is NaN since action ``first`` on ``rank`` put out something that is not finite."""
@@ -169,23 +151,13 @@ class Comparison:
         told = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
         self.ledger.hold(place, False, math.nan, self.due.losses[microbatch], what="not-finite", told=told)
 
-    def total_of(self, losses: Iterable[tuple[Sequence[float], Sequence[int] | None]]) -> None:
-        """Let that loss of the whole step be due which follows from the ``losses`` of shares, where all are known."""
-        every, seen = self.due.losses, dict[int, float]()
-        for some, share in losses:
-            seen |= zip(range(len(every)) if share is None else share, some, strict=False)
-        if self.due.loss is None or not any(one.law == "loss" for one in self.ledger.mismatches):
-            return
-        if len(seen) == len(every) and all(map(math.isfinite, (*seen.values(), *every))) and math.fsum(every):
-            self.due = replace(self.due, loss=self.due.loss * math.fsum(seen.values()) / math.fsum(every))
-
-    def loss(self, seen: float, *, share: Sequence[int] | None = None, rank: int | None = None) -> None:
-        """What the losses are together after division: of all, or of a share of them as if these were all."""
+    def loss(self, seen: float, *, rank: int | None = None) -> None:
+        """What the losses of all microbatches are together after division: of those that were reported, if all were."""
         wanted, every = self.due.loss, self.due.losses
         if wanted is not None and self._losses_are_known():
-            if share and wanted and math.fsum(every):
-                own = wanted * math.fsum(every[k] for k in share) / math.fsum(every) * len(every) / len(share)
-                wanted = min(wanted, own, key=lambda one: abs(one - seen))
+            reported = tuple(self._losses.get(microbatch, math.nan) for microbatch in range(len(every)))
+            if reported != every and all(map(math.isfinite, reported)) and math.fsum(every):
+                wanted *= math.fsum(reported) / math.fsum(every)
             self.ledger.numbers(self._at("loss", rank=rank), seen, wanted, self._allowed.total)
 
     def norm(self, seen: float, *, rank: int | None = None) -> None:

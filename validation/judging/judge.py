@@ -146,6 +146,13 @@ class Judge:
         self._results(at, answer)
         decisive = "gradient" if answer.expected.gradients else "loss"
         right = bool(results.entered(decisive, number)) and not (results.failed or self.ledger.failed)
+        routes = results.empty_copy()
+        RouteJudge(routes, number, laws, answer).judge(self._observed)
+        if right and self._required.results_decide:
+            routes.set_aside(
+                routes.mismatches, self._scenarios, "every result is right: it was not computed with these"
+            )
+        results.join(routes)
         if same_start or right:
             execution.crossings(number, laws)
         self._conclude(number, execution, results, right=right and self._required.results_decide)
@@ -207,12 +214,11 @@ class Judge:
         return Comparison(due, allowed, results, number=number, scenarios=laws)
 
     def _results(self, at: Comparison, answer: Answer) -> None:
-        """What the operation gave: losses, outputs, routes, buffers, gradients, norm and weights."""
+        """What the operation gave: losses, outputs, buffers, gradients, norm and weights."""
         number, expected, results = at.number, answer.expected, at.ledger
         name = self._required.plan[number]
         self._losses(at, expected)
         self._outputs(at, answer)
-        RouteJudge(results, number, at.scenarios, answer).judge(self._observed)
         self._buffers(at, expected)
         if name == "train":
             self._gradients(at, expected)
@@ -261,14 +267,13 @@ class Judge:
         placement, n_ranks = self._observed.schedule.placement, self._observed.schedule.n_ranks
         first, adds = self._observed.first_nonfinite(at.number), expected.operation == "accumulate"
         broken = None if first is None else (first, placement[first.stage])
-        ranks = [operations[at.number] for operations in self._observed.ranks]
-        for rank, own in enumerate(ranks):
+        every = [operations[at.number] for operations in self._observed.ranks]
+        for rank, own in enumerate(every):
             # accumulate() reports losses where they are known, and no whole one.
             knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
             if (own.losses or self._required.every_rank) and knows:
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
-        at.total_of([(own.losses, own.share) for own in ranks])
-        for rank, own in enumerate(ranks):
+        for rank, own in enumerate(every):
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
                 continue  # a sum of what is no number is none either: where that comes from is told
             if own.loss is not None or (self._required.every_rank and not adds):

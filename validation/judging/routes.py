@@ -5,7 +5,7 @@ rounding may put them, on this very run; else it went wrong.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +93,16 @@ class RouteJudge:
             else _changed(counts, routers, ("expert choice", "changed", "changed"))
             for of_tokens, counts in self._counts.items()
         )
+
+
+def explained(route: Route, choice: Choice, floor: Callable[[], Floor]) -> bool:
+    """Whether rounding may be why tokens went where they did, for each that went elsewhere than its scores say."""
+    seen_TK = route.chosen_TK
+    other_T = ~same_T(seen_TK, choice.own_TK.cpu())
+    if not other_T.any():
+        return True
+    measured = floor()
+    return all(measured.outcome(off) != "fail" for off in _off(choice, seen_TK, measured)[other_T].tolist())
 
 
 def _changed(counts: Counter[str], routers: int, words: tuple[str, str, str]) -> str:

@@ -102,11 +102,10 @@ class CheckedStep(ABC):
         losses: Sequence[float] | None = None,
         loss: float | None = None,
         norm: float | None = None,
-        in_order: bool = True,
     ) -> None:
-        """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm.
+        """Compare what this rank knows: the losses of its microbatches, undivided; what they are together; the norm.
 
-        ``in_order``: losses come as microbatches were given to the check. Else they may be in any order.
+        ``losses`` come in the order in which microbatches were given to the check.
         """
 
     @abstractmethod

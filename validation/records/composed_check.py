@@ -138,12 +138,11 @@ class ComposedCheck(CheckedStep):
         losses: Sequence[float] | None = None,
         loss: float | None = None,
         norm: float | None = None,
-        in_order: bool = True,
     ) -> None:
         with self.noting():
             known = None if losses is None else tuple(losses_of(losses))
             whole = None if loss is None else number("loss", loss)
-            self._told.append(Told(known, whole, None if norm is None else number("norm", norm), in_order))
+            self._told.append(Told(known, whole, None if norm is None else number("norm", norm)))
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
         self._close()

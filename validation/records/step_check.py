@@ -60,6 +60,11 @@ from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import RanksAbsent
 
+_TOTAL_OF_SOME = (
+    "what the losses of some of the replicas are together may be theirs or that of all: report the losses alone, each "
+    "replica those of its microbatches"
+)
+
 
 class StepCheck(CheckedStep):
     """A step held against a record, or against the model beside the job."""
@@ -135,11 +140,10 @@ class StepCheck(CheckedStep):
         losses: Sequence[float] | None = None,
         loss: float | None = None,
         norm: float | None = None,
-        in_order: bool = True,
     ) -> None:
-        """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm.
+        """Compare what this rank knows: the losses of its microbatches, undivided; what they are together; the norm.
 
-        ``in_order``: losses come as microbatches were given to the check. Else they may be in any order.
+        ``losses`` come in the order in which microbatches were given to the check.
         """
         if self._at is None or self._expected is None:
             return
@@ -150,9 +154,12 @@ class StepCheck(CheckedStep):
                 told = "whose losses these are nobody says: pass each replica the microbatches it runs"
                 self._ledger.doubt("loss", told)
             elif known is not None:
-                self._at.losses(known, share=share, rank=rank, in_order=in_order)
-            if loss is not None:
-                self._at.loss(number("loss", loss), share=share, rank=rank)
+                self._at.losses(known, share=share, rank=rank)
+            whole = None if loss is None else number("loss", loss)
+            if whole is not None and share is not None and len(share) < len(self._expected.losses):
+                self._ledger.doubt("loss", _TOTAL_OF_SOME)
+            elif whole is not None:
+                self._at.loss(whole, rank=rank)
             if norm is not None:
                 self._norm = number("norm", norm)
                 self._at.norm(self._norm, rank=rank)

@@ -42,7 +42,6 @@ class Unchecked(CheckedStep):
         losses: Sequence[float] | None = None,
         loss: float | None = None,
         norm: float | None = None,
-        in_order: bool = True,
     ) -> None:
         """Nothing is compared."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeproof.foreign.routing import Routing
+from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route
 from pipeproof.reference.choices import Choice
@@ -46,6 +47,18 @@ def test_routers_are_paired_stage_by_stage_whatever_they_are_called() -> None:
     flipped = Routing.of(found({"router": OWN}, {"": [OWN[0], OWN[1].flip(0)]}), made())
     assert flipped.differs(made())
     assert [sorted(told) for told in flipped.told(2)] == [["a.gate", "b.gate"]] * 2
+
+
+def test_from_a_wrong_choice_on_the_reference_goes_by_its_own_scores() -> None:
+    wrong = [OWN[0], OWN[1].flip(0)]
+    both = found({"first": wrong, "second": wrong})
+    both.owner = {"a.gate.weight": 0, "b.gate.weight": 0}
+    routing = Routing.of(both, made()).with_wrong(made(), lambda microbatch, router, choice: Floor(0.0, 1e-7, 1.0))
+    assert routing.wrong == {("a.gate", 1)}
+    kept = {Routed(0, "a.gate", 0), Routed(0, "a.gate", 1), Routed(0, "b.gate", 0)}
+    assert {*routing.ranks[0]} == kept, "what a later router chose follows from it"
+    assert [sorted(told) for told in routing.told(2)] == [["a.gate", "b.gate"], []]
+    assert not routing.differs(made())
 
 
 def test_microbatches_in_another_order_are_known_by_where_their_tokens_go() -> None:

@@ -235,11 +235,8 @@ def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
     assert (check.verdict.verdict, law.checked, law.left_out) == ("unknown", 1, ("bias",))
 
 
-@pytest.mark.parametrize(
-    ("order", "in_order", "outcome"),
-    [([0, 1], False, "pass"), ([1, 0], False, "pass"), ([1, 0], True, "fail"), ([0, 0], False, "fail")],
-)
-def test_losses_that_nobody_says_the_order_of_may_come_in_any(order: list[int], in_order: bool, outcome: str) -> None:
+@pytest.mark.parametrize(("order", "outcome"), [([0, 1], "pass"), ([1, 0], "fail"), ([0, 0], "fail")])
+def test_losses_come_in_the_order_of_what_was_given(order: list[int], outcome: str) -> None:
     plain = nn.Linear(2, 2)
     record = record_step(plain, DATA, loss_fn=mse)
     with check_step(plain, DATA, against=record) as check:
@@ -249,9 +246,41 @@ def test_losses_that_nobody_says_the_order_of_may_come_in_any(order: list[int], 
             (loss / 2).backward()
             losses.append(loss.item())
         check.gradients()
-        check.report(losses=[losses[place] for place in order], in_order=in_order)
+        check.report(losses=[losses[place] for place in order])
     assert check.verdict.law("loss").outcome == outcome, str(check.verdict)
     assert check.verdict.law("gradient").outcome == "pass"
+
+
+@pytest.mark.parametrize(
+    ("reported", "total", "wrong"),
+    [
+        ([1.0, 2.0], 1.5, ()),
+        ([1.0, 2.0], 1.6, (None,)),
+        ([1.0, 4.0], 2.5, (1,)),  # the total of what was reported: the loss alone is wrong
+        ([1.0, 4.0], 1.5, (1, None)),  # what the reference has is not nearer: it is no total of these
+        (None, 1.5, ()),  # of losses that nobody reported it is the reference's
+        (None, 2.5, (None,)),
+        ([-2.0, 1.0], -0.5, (0, 1)),
+    ],
+)
+def test_a_total_is_that_of_the_losses_that_were_reported(
+    reported: list[float] | None, total: float, wrong: tuple[int | None, ...]
+) -> None:
+    ledger = Ledger(["loss"])
+    at = Comparison(Due("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
+    if reported is not None:
+        at.losses(reported)
+    at.loss(total)
+    assert tuple(one.microbatch for one in ledger.mismatches) == wrong
+
+
+def test_a_total_beside_the_losses_of_a_share_is_that_of_all() -> None:
+    ledger = Ledger(["loss"])
+    at = Comparison(Due("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
+    at.losses([2.0], share=[1])
+    at.loss(1.5)
+    at.loss(2.0)
+    assert [one.found for one in ledger.mismatches] == [2.0]
 
 
 def test_floors_that_are_no_number_excuse_nothing() -> None:

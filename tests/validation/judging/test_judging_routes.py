@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.routes import LAW, RouteJudge
+from pipeproof.judging.routes import LAW, RouteJudge, explained
 from pipeproof.judging.tolerance import FP32, Floor
 from pipeproof.judging.verdict import LawResult
 from pipeproof.observers.observed import Routed
@@ -57,6 +57,21 @@ def entered(choices: list[Choice], *seen: list[list[list[int]]], floor: Floor = 
 def test_tokens_are_told_apart_by_what_rounding_does(seen: list[list[int]], outcome: str, told: str) -> None:
     _, law = judged(seen)
     assert (law.outcome, law.note, law.exact) == (outcome, told, int(seen == OWN.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ([[0], [0], [0], [0]], True),
+        ([[0], [1], [0], [1]], True),
+        ([[0], [1], [1], [0]], True),  # what may be rounding
+        ([[1], [0], [0], [0]], False),
+        ([[1], [1], [1], [1]], False),  # one is enough
+    ],
+)
+def test_rounding_explains_a_choice_where_no_token_is_off_by_more(seen: list[list[int]], told: bool) -> None:
+    route = Route(torch.tensor(seen), torch.float32)
+    assert explained(route, Choice(SCORES, OWN, OWN), lambda: FLOOR) is told
 
 
 def test_the_token_that_is_furthest_off_is_named() -> None:

@@ -79,9 +79,15 @@ def unreported(evidence: Evidence) -> Sequence[str]:
     return (_UNTOLD,) if evidence.playable is None and _reported(evidence) else ()
 
 
+def _wrong(evidence: Evidence) -> list[Mismatch]:
+    """The losses of microbatches that are wrong; where none is, the totals."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
+    return [m for m in found if m.microbatch is not None] or found
+
+
 def _reported(evidence: Evidence) -> list[Cause]:
     """Losses that are reported otherwise than the stages computed them."""
-    found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
+    found = _wrong(evidence)
     upstream = ("gradient", "presence", "updated-parameters", "buffers")
     if not found or any(map(evidence.differs, upstream)) or not _computed_right(evidence):
         return []
@@ -113,7 +119,7 @@ def _ratio(found: Sequence[Mismatch]) -> float | None:
 
 
 def _numbers(evidence: Evidence) -> list[Mismatch]:
-    found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
+    found = _wrong(evidence)
     return found if all(m.what == "number" and math.isfinite(_seen(m)) for m in found) else []
 
 

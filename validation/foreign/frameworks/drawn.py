@@ -35,6 +35,7 @@ class Drawn:
     def __init__(self) -> None:
         self.fence = Fence()
         self._drawn: list[Content] = []
+        self._targets: list[Content] = []
 
     @looking
     def note(self, microbatch: Any) -> None:
@@ -46,6 +47,11 @@ class Drawn:
         """Note what goes into a pipeline that cuts it itself."""
         self._drawn.extend(frozenset([row]) for row in content_of_rows(tensors))
 
+    @looking
+    def note_targets(self, tensors: Iterable[Any]) -> None:
+        """Note the rows of targets, which tell the order of what is drawn where its inputs are not seen."""
+        self._targets.extend(frozenset([row]) for row in content_of_rows(tensors))
+
     def noting(self, source: Any) -> Any:
         """``source``, from which the job draws, noting what it does; None stays None."""
         return None if source is None else _Noted(source, self)
@@ -55,6 +61,16 @@ class Drawn:
         known = frozenset[tuple[bytes, int]]().union(*given)
         some = [one for one in given if one]
         return bool(known) and any(not one <= known and not any(its <= one for its in some) for one in self._drawn)
+
+    def order(self, given: Sequence[Content]) -> Sequence[int]:
+        """Which of the microbatches ``given`` was drawn first, which next; empty where content does not tell."""
+        found: list[int] = []
+        for one in self._drawn or self._targets:
+            own = [k for k, its in enumerate(given) if its and (one <= its or its <= one)]
+            if len(own) != 1:
+                return ()
+            found += own if own != found[-1:] else []
+        return found if sorted(found) == [*range(len(given))] else ()
 
 
 class _Noted:

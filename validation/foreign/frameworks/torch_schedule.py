@@ -77,6 +77,7 @@ def _step_noted(
         for inputs in (given, *(named.get("arg_mbs") or ())):
             if inputs:
                 drawn.note_rows(inputs[:1])
+        drawn.note_targets([named.get("target"), *(named.get("target_mbs") or ())])
         found = named.get("losses")
         found = [] if found is None else found
         call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner

@@ -69,7 +69,8 @@ class JobSight:
             if 0 < 2 * self._count <= len(losses):  # no fault of a framework's runs every microbatch once more
                 raise RecordError(_TOO_MANY.format(len(losses), self._count))
             if losses:
-                self._check.report(losses=losses, in_order=False)  # the job may draw them in another
+                order = self._step.drawn.order(self._given)  # the job may draw them in another
+                self._check.report(losses=_as_given(losses, order))
 
     def norm(self, norm: Any) -> None:
         """Compare the norm that was told."""
@@ -94,6 +95,14 @@ class JobSight:
                 self.complete()
         except WhiteBoxError as unfinished:
             self._check.refuse(str(unfinished))
+
+
+def _as_given(losses: Sequence[float], order: Sequence[int]) -> Sequence[float]:
+    """``losses`` in the order of what was given, which was drawn in this one; each may have been cut into as many."""
+    if not order or len(losses) % len(order):
+        return losses
+    times = len(losses) // len(order)
+    return [losses[order.index(k) * times + n] for k in range(len(order)) for n in range(times)]
 
 
 @dataclass(frozen=True)

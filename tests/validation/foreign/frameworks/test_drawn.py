@@ -31,6 +31,20 @@ def test_rows_are_known_however_they_are_joined() -> None:
     assert drawn.is_other_than([content_of_rows([torch.arange(6).view(3, 2)])])
 
 
+def test_content_tells_the_order_in_which_it_was_drawn() -> None:
+    drawn, given = Drawn(), contents(GIVEN)
+    assert not drawn.order(given), "nothing was drawn here"
+    for number in (2, 0, 1):
+        drawn.note(GIVEN[number])
+    assert drawn.order(given) == [2, 0, 1]
+    assert not drawn.order([*given, *given[:1]]), "two are alike"
+    assert not drawn.order(given[:2]), "more was drawn"
+    targets = Drawn()
+    targets.note_targets([None, torch.tensor([[4], [5], [0], [1]])])
+    assert targets.order([content_of_rows([torch.tensor([[k], [k + 1]])]) for k in (0, 4)]) == [1, 0]
+    assert not targets.is_other_than(given), "other targets are no other data"
+
+
 def test_a_source_keeps_what_it_is() -> None:
     class Source(list[int]):
         epoch = 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.foreign.frameworks.drawn import Drawn, contents
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
@@ -27,7 +28,8 @@ class Job:
     """A job with a hook before its optimizer, that an adapter sets while a step is watched."""
 
     def __init__(self) -> None:
-        self.model, self.losses = build(), list[float]()
+        self.model, self.losses, self.drawn = build(), list[float](), Drawn()
+        self.draws: list[int] = [0, 1, 2]
         self.before: Callable[[], None] = lambda: None
         self.after_complete: Callable[[], None] = lambda: None  # of the optimizer's, before it forms the norm
 
@@ -47,9 +49,11 @@ class Job:
     def step(self, factor: float = 1.0) -> None:
         self.losses.clear()
         self.model.zero_grad()
-        for inputs, target in pairs(3, width=8):
+        data = pairs(3, width=8)
+        for inputs, target in (data[number] for number in self.draws):
             loss = loss_fn(self.model(inputs), target)
             self.losses.append(loss.item())
+            self.drawn.note((inputs, target))
             (loss * factor / 3).backward()
         self.before()
 
@@ -61,8 +65,10 @@ class Job:
             "gradients": lambda: {one: one.grad for one in self.model.parameters()},
             "losses": lambda: self.losses,
             "watching": self.watching,
+            "drawn": self.drawn,
         }
-        return JobStep(FrameworkStep(**given | changed), pairs(3, width=8), against)
+        data = pairs(3, width=8)
+        return JobStep(FrameworkStep(**given | changed), data, against, contents(data))
 
 
 def judged(job: Job, *, factor: float = 1.0, steps: int = 1, **changed: Any) -> Verdict:
@@ -81,6 +87,15 @@ def test_a_right_step_passes_with_losses_gradients_and_norm() -> None:
         "gradient": 4,
         "grad-norm": 1,
     }
+
+
+@pytest.mark.parametrize(("losses", "outcome"), [(slice(None), "pass"), (slice(None, None, -1), "fail")])
+def test_losses_are_those_of_what_the_job_drew_in_this_order(losses: slice, outcome: str) -> None:
+    job = Job()
+    job.draws = [2, 0, 1]
+    verdict = judged(job, losses=lambda: job.losses[losses])
+    assert verdict.law("loss").outcome == outcome, str(verdict)
+    assert verdict.law("gradient").outcome == "pass"
 
 
 def test_a_wrong_step_is_named() -> None:
