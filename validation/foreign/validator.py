@@ -203,7 +203,7 @@ class WhiteBox:
         model = first.built(self.world.device)
         task.check_routers(model)
         known = contents(model)
-        second, ahead = SecondModel(first, self.world.device, known), ReferenceRun(first, model, replicas)
+        second, ahead = SecondModel(first, self.world.device, model), ReferenceRun(first, model, replicas)
         updates, name = task.optimizer is not None or bool(task.steps), name_of(task.step)
         order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates, task.steps)
         order = replace(order, routers=task.routers)
