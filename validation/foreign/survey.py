@@ -37,17 +37,19 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
         self.gather = gather
         self._contents: dict[str, dict[int, bytes]] = {}
         self._by_content: dict[bytes, list[tuple[str, int]]] = {}
-        self._sketches: dict[bytes, Sketch] = {}
-        self._found: dict[str, Mapping[int, Sketch]] = {}
+        self._sketches: dict[str, dict[int, Sketch]] = {}
+        self._recognised: dict[bytes, Sketch] = {}
         self._computed: torch.dtype | None = None
 
     def __getitem__(self, place: str) -> Mapping[int, Sketch]:
-        if place not in self._found:
-            contents = self._contents[place]
-            if self.gather is not None and not self._sketches.keys() >= {*contents.values()}:
+        contents, made = self._contents[place], self._sketches.setdefault(place, {})
+        if len(made) < len(contents):
+            if self.gather is not None and not self._recognised.keys() >= {*contents.values()}:
                 self.gather()
-            self._found[place] = {microbatch: self._sketches[one] for microbatch, one in contents.items()}
-        return self._found[place]
+            for microbatch in contents.keys() - made.keys():
+                made[microbatch] = replace(self._recognised[contents[microbatch]], computed=self._computed)
+            self._sketches[place] = made = {microbatch: made[microbatch] for microbatch in contents}
+        return made
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._contents)
@@ -69,26 +71,25 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
     def add(self, place: str, microbatch: int, seen: Sketch) -> None:
         """What is ``seen`` passed there."""
         self._note(place, microbatch, seen.digest)
-        self._sketches[seen.digest] = replace(seen, computed=self._computed)
+        self._sketches.setdefault(place, {})[microbatch] = replace(seen, computed=self._computed)
 
     def _note(self, place: str, microbatch: int, content: bytes) -> None:
         contents = self._contents.setdefault(place, {})
         if contents.get(microbatch) != content:
             contents[microbatch] = content
             self._by_content.setdefault(content, []).append((place, microbatch))
-            self._found.pop(place, None)
 
     def computed_in(self, dtype: torch.dtype) -> None:
         """What passes, and what will be noted, is known to be computed in ``dtype``, narrower than its own."""
         self._computed = dtype
-        self._found.clear()
-        self._sketches = {content: replace(one, computed=dtype) for content, one in self._sketches.items()}
+        for made in self._sketches.values():
+            made |= {microbatch: replace(one, computed=dtype) for microbatch, one in made.items()}
 
     def recognise(self, seen: Sketch) -> bool:
         """Whether ``seen`` passes anywhere, bit for bit: then it is the sketch of what does, and none is gathered."""
         known = seen.digest in self._by_content
         if known:
-            self._sketches.setdefault(seen.digest, replace(seen, computed=self._computed))
+            self._recognised.setdefault(seen.digest, seen)
         return known
 
     def holding(self, seen: Sketch) -> Sequence[tuple[str, int]]:
