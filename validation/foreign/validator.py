@@ -18,9 +18,8 @@ from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.late_weights import with_late_weights
-from pipeproof.foreign.layerwise import Build, Layered
 from pipeproof.foreign.matching import Names, NamesError, check_names
-from pipeproof.foreign.mutate import Mutated, mutated
+from pipeproof.foreign.mutation import Mutated, mutated
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, run_step
@@ -29,6 +28,7 @@ from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
 from pipeproof.foreign.task import Outputs, ReferenceRaised, Task, WhiteBoxError, as_names, as_steps, name_of
+from pipeproof.foreign.windows import Build, Layered
 from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.digest import contents

@@ -18,9 +18,9 @@ from pipeproof.cases.primitives.stacked import gradients_of
 from pipeproof.cases.primitives.tensor_by_hand import cut_whole, held, loss_of_parts
 from pipeproof.cases.primitives.tensor_parallel import cut
 from pipeproof.foreign import HandedBack, WhiteBox, Window, layerwise, watch
-from pipeproof.foreign.layerwise import Layered, off_target
 from pipeproof.foreign.matching import NamesError
 from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.foreign.windows import Layered, off_target
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
 
