@@ -231,11 +231,10 @@ def _sums(flat: Tensor) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    """Signs (4, 65521), the same in every process; a byte each on a device, which a model may fill but for that."""
+    """Signs (4, 65521), the same in every process; a byte each, for a model that is looked at may have little more."""
     generator = torch.Generator().manual_seed(_DIRECTIONS * _ROW)
     drawn = torch.randint(2, (_DIRECTIONS, _ROW), generator=generator, device="cpu")
-    signs = (1 - 2 * drawn).to(torch.int8).to(device)
-    return signs.double() if signs.is_cpu else signs
+    return (1 - 2 * drawn).to(torch.int8).to(device)
 
 
 def _turns(rows: int) -> Tensor:
