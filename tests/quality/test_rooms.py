@@ -254,11 +254,25 @@ def test_a_test_of_nothing_is_seen() -> None:
     assert found == ["reference/test_laws.py", "test_misc.py"]
 
 
-def loads_torch(code: str, *, path: Path = ROOT) -> bool:
-    """Whether torch is loaded after ``code`` in a fresh interpreter started at ``path``."""
-    script = f"{code}\nimport sys\nprint('torch' in sys.modules)"
+def loaded(code: str, *, path: Path = ROOT) -> list[str]:
+    """The modules that are loaded after ``code`` in a fresh interpreter started at ``path``."""
+    script = f"{code}\nimport sys\nprint(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], cwd=path, capture_output=True, text=True, check=True)
-    return ran.stdout.splitlines()[-1] == "True"
+    return ran.stdout.splitlines()[-1].split()
+
+
+def loads_torch(code: str, *, path: Path = ROOT) -> bool:
+    return "torch" in loaded(code, path=path)
+
+
+@pytest.mark.pipeproof_ranks  # it starts processes
+def test_a_rank_of_the_white_box_loads_no_judge() -> None:
+    used = "import pipeproof.foreign.rank\nfrom pipeproof.foreign import FlatShard, HandedBack, Operation, watch"
+    ours = {name for name in loaded(used) if name.startswith("pipeproof.")}
+    assert len(ours) <= 120
+    judging = {"pipeproof.foreign.validator", "pipeproof.diagnosis.diagnose", "pipeproof.judging.judge"}
+    assert judging & ours == set()
+    assert judging <= {*loaded("from pipeproof import whitebox\nwhitebox.validate")}
 
 
 @pytest.mark.pipeproof_ranks  # it starts processes

@@ -1,29 +1,44 @@
-"""Judging a training step that is not ours: it runs on real ranks beside the reference and hands back what it made."""
+"""Judging a training step that is not ours: it runs on real ranks beside the reference and hands back what it made.
 
-from pipeproof.foreign.handed_back import FlatShard as FlatShard
-from pipeproof.foreign.handed_back import HandedBack as HandedBack
-from pipeproof.foreign.layerwise import Window as Window
-from pipeproof.foreign.mutate import LetPass as LetPass
-from pipeproof.foreign.mutate import Mutated as Mutated
-from pipeproof.foreign.mutate import under_test as under_test
-from pipeproof.foreign.on_a_world import layerwise as layerwise
-from pipeproof.foreign.on_a_world import mutate as mutate
-from pipeproof.foreign.on_a_world import validate as validate
-from pipeproof.foreign.operations import Operation as Operation
-from pipeproof.foreign.validator import WhiteBox as WhiteBox
-from pipeproof.observers.watching import watch as watch
+All of it loads when first used: a rank needs no judge.
+"""
 
-__all__ = [
-    "FlatShard",
-    "HandedBack",
-    "LetPass",
-    "Mutated",
-    "Operation",
-    "WhiteBox",
-    "Window",
-    "layerwise",
-    "mutate",
-    "under_test",
-    "validate",
-    "watch",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeproof.foreign.handed_back import FlatShard as FlatShard
+    from pipeproof.foreign.handed_back import HandedBack as HandedBack
+    from pipeproof.foreign.mutation import LetPass as LetPass
+    from pipeproof.foreign.mutation import Mutated as Mutated
+    from pipeproof.foreign.mutation import under_test as under_test
+    from pipeproof.foreign.on_a_world import layerwise as layerwise
+    from pipeproof.foreign.on_a_world import mutate as mutate
+    from pipeproof.foreign.on_a_world import validate as validate
+    from pipeproof.foreign.operations import Operation as Operation
+    from pipeproof.foreign.validator import WhiteBox as WhiteBox
+    from pipeproof.foreign.windows import Window as Window
+    from pipeproof.observers.watching import watch as watch
+
+_HOMES = {
+    "FlatShard": "foreign.handed_back",
+    "HandedBack": "foreign.handed_back",
+    "LetPass": "foreign.mutation",
+    "Mutated": "foreign.mutation",
+    "Operation": "foreign.operations",
+    "WhiteBox": "foreign.validator",
+    "Window": "foreign.windows",
+    "layerwise": "foreign.on_a_world",
+    "mutate": "foreign.on_a_world",
+    "under_test": "foreign.mutation",
+    "validate": "foreign.on_a_world",
+    "watch": "observers.watching",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"pipeproof.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'pipeproof.foreign' has no attribute {name!r}")

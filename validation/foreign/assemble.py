@@ -266,7 +266,7 @@ class Assembled:
         ways = [(forward, one) for call in calls for one in (*call.inputs, *call.outputs)]
         flowed = [[*call.output_gradients.values(), *call.input_gradients.values()] for call in calls]
         ways += [(backward, one) for every in flowed for one in every]
-        return all(not one.norm or where.holding(one) for where, one in ways)
+        return all([where.recognise(one) or not one.norm for where, one in ways])  # each, whatever becomes of others
 
     def observed(self, known: Sequence[Mapping[int, Passed]]) -> Observed:
         """What was produced; ``known``: what passed the boundaries of stages, by line."""

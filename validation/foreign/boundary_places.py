@@ -92,7 +92,7 @@ def _at(stages: Stages, stage: int, where: str, number: int) -> Iterator[str]:
 
 
 def _fits(column: Column, place: str) -> bool:
-    known = column.places.by_place.get(place, {})
+    known = column.places.get(place, {})
     forms = {(one.shape, one.dtype) for one in known.values()}
     return bool(known) and all(one is None or (one.shape, one.dtype) in forms for one in column.seen)
 
@@ -108,7 +108,7 @@ def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[st
         for stage, columns in stages.items()
         for where in (GIVEN, MADE)
     }
-    flowing = {stage: [place for place in at[stage, GIVEN] if place in backward.by_place] for stage in stages}
+    flowing = {stage: [place for place in at[stage, GIVEN] if place in backward] for stage in stages}
     times = Counter(place for given in flowing.values() for place in given)
     divided = {
         stage: frozenset(given if len(given) > 1 else (place for place in given if times[place] > 1))
@@ -144,9 +144,9 @@ class _Flow:
         scales = ("", REPLICA) if self.scale is None else (self.scale,)
         here = {place + scale for place in places for scale in scales}
         own = [place for place in column.places.usual(column.seen) if place in here]
-        if not own and not (places and places[0] in column.places.by_place):
+        if not own and not (places and places[0] in column.places):
             return column
-        due = [place + scales[0] for place in places if place + scales[0] in column.places.by_place]
+        due = [place + scales[0] for place in places if place + scales[0] in column.places]
         return replace(column, own=tuple(own) or column.own, place=[*own, *due, *places][0], judged=bool(own))
 
     def missed(self, came: Sequence[Column]) -> Iterator[Column]:
@@ -156,7 +156,7 @@ class _Flow:
         for tensor in self._of.values():
             where, what = _FLOWS.get(tensor.where, ("", ""))
             place = next(iter(self._places(tensor)), "")
-            if where and (where, tensor.number) not in there and place in backward.by_place:
+            if where and (where, tensor.number) not in there and place in backward:
                 name = f"{what} {tensor.number}" if tensor.number else what
                 nothing = (None,) * len(tensor.seen)
                 yield Column(
@@ -169,7 +169,7 @@ class _Flow:
         if tensor.place not in self.divided:
             return tensor.place, *tensor.own
         part = handed_on(tensor.place, self.stage)
-        return (part,) if part in backward.by_place else ()
+        return (part,) if part in backward else ()
 
     @property
     def _of(self) -> Mapping[tuple[str, int], Column]:

@@ -37,7 +37,7 @@ class Column:
     @property
     def known(self) -> Mapping[int, Sketch]:
         """What passes there in the reference, by microbatch."""
-        return self.places.by_place.get(self.place, {})
+        return self.places.get(self.place, {})
 
     @property
     def is_whole_numbers(self) -> bool:

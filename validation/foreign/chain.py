@@ -120,7 +120,7 @@ class Chain:
         """
         limits: dict[tuple[int, int, int], float] = {}
         for (stage, number), those in self.consumers.items():
-            parts = [handed.by_place.get(_handed(*one), {}) for one in those]
+            parts = [handed.get(_handed(*one), {}) for one in those]
             for m in set(parts[0]).intersection(*parts[1:]):
                 whole, *others = [part[m] for part in parts]
                 alike = all((one.shape, one.dtype) == (whole.shape, whole.dtype) for one in others)
@@ -205,7 +205,7 @@ class Chain:
             rows = [getattr(call, part) for call in calls]
             members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
             places, elsewhere, named = self._flow(stage, where, again=again, sent=sent)
-            due = {number for number, place in named.items() if place in places.by_place}
+            due = {number for number, place in named.items() if place in places}
             for number in sorted(set().union(due, *members)):
                 seen = tuple(member.get(number) for member in members)
                 place = named.get(number, "")

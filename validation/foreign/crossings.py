@@ -354,7 +354,7 @@ def _anywhere(column: Column, seen: Sketch) -> Iterator[tuple[str, int, str, Ske
     flows = (column.places, column.elsewhere)
     activation, gradient = flows if column.where in (*FORWARD_POINTS, KEPT) else reversed(flows)
     for flow, of in ((activation, ""), (gradient, "gradient of ")) if seen.norm else ():
-        yield from ((place, owner, of, flow.by_place[place][owner]) for place, owner in flow.find(seen))
+        yield from ((place, owner, of, flow[place][owner]) for place, owner in flow.find(seen))
 
 
 def _rounded(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | None:

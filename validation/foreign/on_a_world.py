@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.foreign.composed import AgainstItself
-from pipeproof.foreign.layerwise import Build
-from pipeproof.foreign.mutate import Mutated
+from pipeproof.foreign.mutation import Mutated
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Step
 from pipeproof.foreign.validator import WhiteBox
+from pipeproof.foreign.windows import Build
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.worker import RankContext

@@ -12,9 +12,9 @@ from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.survey import Both, Survey
 from pipeproof.foreign.task import ReferenceRaised, Task
 from pipeproof.judging.judge import one_thread
-from pipeproof.judging.tolerance import FP32, scalar_error
+from pipeproof.judging.tolerance import FP32, same_bits, scalar_error
 from pipeproof.judging.verdict import Crash, raised
-from pipeproof.observers.digest import contents
+from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import types_in
@@ -36,10 +36,10 @@ def computed_in(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> torch
 
 
 class SecondModel:
-    """A second model of ``task``, beside one with the contents ``known``; an iterable of one step, which builds it."""
+    """A second model of ``task``, beside its ``first``; an iterable of one step, which builds it."""
 
-    def __init__(self, task: Task, device: str, known: Mapping[str, bytes]) -> None:
-        self._task, self._device, self._known = task, device, known
+    def __init__(self, task: Task, device: str, first: nn.Module) -> None:
+        self._task, self._device, self._first = task, device, first
 
     def __iter__(self) -> Iterator[str]:
         yield self.other_weights
@@ -56,8 +56,10 @@ class SecondModel:
     @cached_property
     def other_weights(self) -> str:
         """The first parameter in which the two differ, in words; empty if none does."""
-        own = contents(self.model)
-        name = next((name for name in {**self._known, **own} if self._known.get(name) != own.get(name)), "")
+        models = self._first, self.model
+        known, own = ({n: held_here(p) for n, p in one.named_parameters(remove_duplicate=False)} for one in models)
+        alike = {name for name in known.keys() & own.keys() if same_bits(known[name], own[name])}
+        name = next((name for name in {**known, **own} if name not in alike), "")
         seed = "seed it, e.g. torch.manual_seed(0) inside"
         return name and f"called twice it gave other weights, first {name}: {seed}"
 
@@ -108,9 +110,11 @@ class ReferenceRun:
         self._task, self.model, self._replicas = task, model, replicas
         self._late = late
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._survey = Survey(model, replicas=replicas.count) if surveyed else None
-        each = {name: number for number, name in enumerate(self._parameters)}
-        self._coming = self.reference(each if owner is None else owner).contributing(self.batches)
+        self._survey = Survey(model, replicas=replicas.count, again=self._survey_again) if surveyed else None
+        if owner is not None and self._survey is not None:
+            self._survey.settle()
+        self._own = self.reference({name: k for k, name in enumerate(self._parameters)} if owner is None else owner)
+        self._coming = self._own.contributing(self.batches)
         self._made: list[Contribution] = []
         self._failure: Exception | None = None
         self._left: dict[str, Tensor] = {}
@@ -137,6 +141,9 @@ class ReferenceRun:
         begun = bool(self._made or self._failure)
         uses = {(id(parameter), owner[name]) for name, parameter in self._parameters.items()}
         if begun and len(uses) == len(self._parameters):
+            self._survey = self._survey if watched else None
+            if self._survey is not None:
+                self._survey.settle()
             return self
         model = self._built() if begun else self.model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
@@ -209,6 +216,15 @@ class ReferenceRun:
             return
         except Exception as error:  # no one type: a fault of ours, which no verdict may depend on
             self.crash = Crash.of(error)
+
+    def _survey_again(self) -> None:
+        """Look once more where what passes, with all that a diagnosis reads."""
+        assert self._survey is not None, "only a survey asks for it"
+        model = self._built()
+        coming = self._own.of(model).contributing(self.batches)
+        with one_thread():
+            for number, batch in enumerate(self.batches):
+                self._survey.watch(number, batch, lambda: next(coming), other=model)
 
     def _next(self) -> Contribution:
         number = len(self._made)

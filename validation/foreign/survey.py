@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.diagnosis.sketches import of_sketches
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.observed import INPUT
-from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.sketch import Sketch, digest_of_values, sketch
 from pipeproof.reference.data import Batch
 from pipeproof.reference.handed_on import Cut, Graph
 from pipeproof.reference.outputs import outputs_noted
@@ -26,28 +27,70 @@ _FEW = 16  # numbers that are soon like others by chance
 Result = TypeVar("Result")
 
 
-class Places:
-    """Sketches by place, one for each microbatch; a place is a module's n-th output, or the model's n-th input."""
+class Places(Mapping[str, Mapping[int, Sketch]]):
+    """Sketches by place, one for each microbatch; a place is a module's n-th output, or the model's n-th input.
 
-    def __init__(self) -> None:
-        self.by_place: dict[str, dict[int, Sketch]] = {}
+    Where contents alone were noted, ``gather`` notes what passed as sketches, once that is asked for.
+    """
+
+    def __init__(self, gather: Callable[[], None] | None = None) -> None:
+        self.gather = gather
+        self._contents: dict[str, dict[int, bytes]] = {}
         self._by_content: dict[bytes, list[tuple[str, int]]] = {}
+        self._sketches: dict[str, dict[int, Sketch]] = {}
+        self._recognised: dict[bytes, Sketch] = {}
         self._computed: torch.dtype | None = None
+
+    def __getitem__(self, place: str) -> Mapping[int, Sketch]:
+        contents, made = self._contents[place], self._sketches.setdefault(place, {})
+        if len(made) < len(contents):
+            if self.gather is not None and not self._recognised.keys() >= {*contents.values()}:
+                self.gather()
+            for microbatch in contents.keys() - made.keys():
+                made[microbatch] = replace(self._recognised[contents[microbatch]], computed=self._computed)
+            self._sketches[place] = made = {microbatch: made[microbatch] for microbatch in contents}
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._contents)
 
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """``tensor`` passed there."""
+        if self.gather is None:
+            self.sketched(place, microbatch, tensor)
+        else:
+            self._note(place, microbatch, digest_of_values(tensor))
+
+    def sketched(self, place: str, microbatch: int, tensor: Tensor) -> None:
+        """The same, of what no one gathers."""
         self.add(place, microbatch, sketch(tensor))
 
     def add(self, place: str, microbatch: int, seen: Sketch) -> None:
         """What is ``seen`` passed there."""
-        self.by_place.setdefault(place, {})[microbatch] = replace(seen, computed=self._computed)
-        self._by_content.setdefault(seen.digest, []).append((place, microbatch))
+        self._note(place, microbatch, seen.digest)
+        self._sketches.setdefault(place, {})[microbatch] = replace(seen, computed=self._computed)
+
+    def _note(self, place: str, microbatch: int, content: bytes) -> None:
+        contents = self._contents.setdefault(place, {})
+        if contents.get(microbatch) != content:
+            contents[microbatch] = content
+            self._by_content.setdefault(content, []).append((place, microbatch))
 
     def computed_in(self, dtype: torch.dtype) -> None:
         """What passes, and what will be noted, is known to be computed in ``dtype``, narrower than its own."""
         self._computed = dtype
-        for seen in self.by_place.values():
-            seen |= {microbatch: replace(one, computed=dtype) for microbatch, one in seen.items()}
+        for made in self._sketches.values():
+            made |= {microbatch: replace(one, computed=dtype) for microbatch, one in made.items()}
+
+    def recognise(self, seen: Sketch) -> bool:
+        """Whether ``seen`` passes anywhere, bit for bit: then it is the sketch of what does, and none is gathered."""
+        known = seen.digest in self._by_content
+        if known:
+            self._recognised.setdefault(seen.digest, seen)
+        return known
 
     def holding(self, seen: Sketch) -> Sequence[tuple[str, int]]:
         """Every (place, microbatch) whose tensor ``seen`` is bit for bit, where it is more than zeros."""
@@ -58,7 +101,7 @@ class Places:
         if seen.digest in self._by_content:
             yield from self._by_content[seen.digest]
             return
-        for place, sketches in self.by_place.items():
+        for place, sketches in self.items():
             for microbatch, known in sketches.items():
                 if seen.is_like(known):
                     yield place, microbatch
@@ -79,7 +122,7 @@ class Places:
                 numbers, ones = found.setdefault(place, (set(), set()))
                 numbers.add(microbatch)
                 ones.add(k)  # a mask that all microbatches have is one all the same
-                apart.setdefault(place, []).append(one.distance(self.by_place[place][microbatch]))
+                apart.setdefault(place, []).append(one.distance(self[place][microbatch]))
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
         short = any(math.prod(one.shape) < _FEW and one.digest not in self._by_content for one in there)
@@ -97,6 +140,7 @@ def _is_coarse(dtype: torch.dtype) -> bool:
 
 
 Both = tuple[Places, Places]  # of tensors, and of gradients
+_Noting = Callable[[Places, str, int, Tensor], None]
 
 
 def handed_on(place: str, stage: int) -> str:
@@ -113,20 +157,29 @@ def is_part(place: str, whole: str) -> bool:
 class Survey:
     """Looks where in ``model`` what passes, while it is trained on one microbatch after another.
 
-    A replica whose share is to be averaged with others has gradients that are ``replicas`` times as large.
+    A replica whose share is to be averaged with others has gradients that are ``replicas`` times as large. ``again``:
+    watches all once more, where more than contents is asked for; without it sketches are noted at once.
     """
 
-    def __init__(self, model: nn.Module, *, replicas: int = 1) -> None:
-        self.places: Both = Places(), Places()
+    def __init__(self, model: nn.Module, *, replicas: int = 1, again: Callable[[], None] | None = None) -> None:
+        gather = None if again is None else self._gathered
+        self.places: Both = Places(gather), Places(gather)
         self._model = model
         self._replicas = replicas
+        self._again = again
+        self._kept: list[tuple[Places, str, int, Tensor]] | None = None if again is None else []
+        self._room = 0  # bytes: no more than the gradients of the microbatches, which are kept too
 
-    def watch(self, microbatch: int, batch: Batch, train: Callable[[], Result]) -> Result:
-        """What ``train`` returns, which trains the model on ``batch``."""
+    def watch(
+        self, microbatch: int, batch: Batch, train: Callable[[], Result], *, other: nn.Module | None = None
+    ) -> Result:
+        """What ``train`` returns, which trains the model on ``batch``, or an ``other`` that is like it."""
         forward, _ = self.places
+        self._room += sum(one.nbytes for one in self._model.parameters() if one.requires_grad)
         for number, tensor in enumerate(batch.inputs):
-            forward.note(f"{INPUT} {number}", microbatch, tensor)
-        with outputs_noted(self._model, lambda place, tensor: self._note(place, microbatch, tensor)):
+            self._see(forward, f"{INPUT} {number}", microbatch, tensor)
+        model = self._model if other is None else other
+        with outputs_noted(model, lambda place, tensor: self._note(place, microbatch, tensor)):
             return train()
 
     def look_again(
@@ -140,20 +193,41 @@ class Survey:
             for stage, cut in cuts.items() if loss.item() == expected else ():
                 for place, gradient in graph.handed_on(loss / divisor, cut).items():
                     if gradient is not None:
-                        self._flowed(handed_on(place, stage), microbatch, gradient)
+                        self._flowed(handed_on(place, stage), microbatch, gradient, note=Places.sketched)
 
     def _note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """A module has put out ``tensor``; its gradient is noted when it flows."""
         forward, _ = self.places
-        forward.note(place, microbatch, tensor)
+        self._see(forward, place, microbatch, tensor)
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._flowed(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch
+            flowed = partial(self._flowed, place, microbatch, note=self._see)
+            tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
 
-    def _flowed(self, place: str, microbatch: int, gradient: Tensor) -> None:
+    def _flowed(self, place: str, microbatch: int, gradient: Tensor, *, note: _Noting) -> None:
         _, backward = self.places
-        backward.note(place, microbatch, gradient)
+        note(backward, place, microbatch, gradient)
         if self._replicas > 1:
-            backward.note(f"{place}{REPLICA}", microbatch, gradient * self._replicas)
+            note(backward, f"{place}{REPLICA}", microbatch, gradient * self._replicas)
+
+    def _see(self, places: Places, place: str, microbatch: int, tensor: Tensor) -> None:
+        """``tensor`` passed there; it is kept as it is while there is room, until it is known whether anybody asks."""
+        if self._kept is None or tensor.layout != torch.strided or self._room < tensor.nbytes:
+            places.note(place, microbatch, tensor)
+        else:
+            self._room -= tensor.nbytes
+            self._kept.append((places, place, microbatch, tensor.detach().clone()))
+
+    def settle(self) -> None:
+        """Note what is kept, and from now on whatever passes at once."""
+        kept, self._kept = self._kept or (), None
+        for places, place, microbatch, tensor in kept:
+            places.note(place, microbatch, tensor)
+
+    def _gathered(self) -> None:
+        assert self._again is not None, "asked for where contents alone are noted"
+        for places in self.places:
+            places.gather = None
+        self._again()
 
 
 class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch

@@ -19,9 +19,8 @@ from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.late_weights import with_late_weights
-from pipeproof.foreign.layerwise import Build, Layered
 from pipeproof.foreign.matching import NamesError
-from pipeproof.foreign.mutate import Mutated, mutated
+from pipeproof.foreign.mutation import Mutated, mutated
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, run_step
@@ -30,6 +29,7 @@ from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
 from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
+from pipeproof.foreign.windows import Build, Layered
 from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.digest import contents
@@ -192,7 +192,7 @@ class WhiteBox:
         model = first.built(self.world.device)
         task.check_routers(model)
         known = contents(model)
-        second, ahead = SecondModel(first, self.world.device, known), ReferenceRun(first, model, replicas)
+        second, ahead = SecondModel(first, self.world.device, model), ReferenceRun(first, model, replicas)
         updates = task.optimizer is not None or bool(task.contract.operations)
         name, told = name_of(task.step), replace(task.contract, outputs=None)  # the reference alone gives those
         order = Order(task.step, task.reference, task.microbatches, told, name, known, replicas, updates)

@@ -136,14 +136,14 @@ class Sketch:
 
 def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     """The sketch of ``tensor``: ``known`` itself, where it is one of an equal tensor. It is made where that lies."""
-    content = digest(_unsigned(tensor))
+    content = digest_of_values(tensor)
     if known is not None and known.digest == content:
         return known
     flat = _countable(tensor)
     size, *projections = _sums(flat).tolist()
     narrow = list(_narrow(flat, tensor.dtype)) if is_rounded(tensor.dtype) and size == size else []
     own = tensor if narrow and tensor.dtype in (torch.float32, torch.float64) else None
-    said = frozenset() if own is None else frozenset(digest(_unsigned(own.to(ROUNDED_TO[name]))) for name in narrow)
+    said = frozenset() if own is None else frozenset(digest_of_values(own.to(ROUNDED_TO[name])) for name in narrow)
     form = tuple(tensor.shape), tensor.dtype, content
     return Sketch(*form, size, tuple(projections), next(iter(narrow), ""), _bits(tensor), said)
 
@@ -182,10 +182,10 @@ def _countable(tensor: Tensor) -> Tensor:
     return flat.to(wide)
 
 
-def _unsigned(tensor: Tensor) -> Tensor:
-    """``tensor``, but that no zero has a sign: whoever adds up messages loses that, and it is equal without."""
+def digest_of_values(tensor: Tensor) -> bytes:
+    """That of ``tensor``, but that no zero has a sign: whoever adds up messages loses that, and it is equal without."""
     found = plain(tensor)
-    return found + 0.0 if found.dtype in _ADDED else found
+    return digest(found + 0.0 if found.dtype in _ADDED else found)
 
 
 def _bits(tensor: Tensor) -> int:
@@ -218,11 +218,11 @@ def _sums(flat: Tensor) -> Tensor:
     """
     even, rest = flat.numel() // _ROW * _ROW, flat.numel() % _ROW
     signs, last = _signs(flat.device), flat[even:].double()
-    found, square = last @ signs[:rest].double(), last.square().sum()
+    found, square = signs[:, :rest].double() @ last, last @ last
     if even:
-        wide, sums = signs.double(), list[Tensor]()
+        signs, sums = signs.double(), list[Tensor]()
         for part in wide_rows(flat[:even], _ROW):
-            sums.append(part @ wide)
+            sums.append(part @ signs.T)
             square = square + part.square_().sum()
         rows = torch.cat(sums)
         found = found + (rows * _turns(len(rows)).to(flat.device)).sum(0)
@@ -231,10 +231,10 @@ def _sums(flat: Tensor) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    """Signs (65521, 4), the same in every process; a byte each, for a model that is looked at may have little more."""
+    """Signs (4, 65521), the same in every process; a byte each, for a model that is looked at may have little more."""
     generator = torch.Generator().manual_seed(_DIRECTIONS * _ROW)
     drawn = torch.randint(2, (_DIRECTIONS, _ROW), generator=generator, device="cpu")
-    return (1 - 2 * drawn).T.to(torch.int8, memory_format=torch.contiguous_format).to(device)
+    return (1 - 2 * drawn).to(torch.int8).to(device)
 
 
 def _turns(rows: int) -> Tensor:

@@ -12,7 +12,7 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.task import ReferenceRaised, Task
-from pipeproof.observers.digest import contents
+from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.reference.step import Recipe, Reference, Site
 from tests.support.steps import WIDTH, loss_fn
 from tests.support.two_ranks import all_forward_all_backward, data, half, model_of
@@ -79,7 +79,7 @@ def test_stages_that_are_told_late_get_what_they_would_have_got(owner: dict[str,
         assert equal(one.gradients, wanted)
     assert run.places is not None
     forward, backward = run.places
-    assert len(forward.by_place["output 0 of last"]) == len(backward.by_place["output 0 of last"]) == MICROBATCHES
+    assert len(forward["output 0 of last"]) == len(backward["output 0 of last"]) == MICROBATCHES
 
 
 def test_a_run_that_has_not_begun_is_surveyed_only_for_who_watches() -> None:
@@ -88,6 +88,44 @@ def test_a_run_that_has_not_begun_is_surveyed_only_for_who_watches() -> None:
     assert run is not ahead
     assert run.places is None
     assert len(run.made(APART)) == MICROBATCHES
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["before the ranks end", "after"])
+def test_sketches_are_gathered_only_of_what_nobody_has(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    made: list[Sketch] = []
+
+    def counted(tensor: Tensor) -> Sketch:
+        made.append(sketch(tensor))
+        return made[-1]
+
+    monkeypatch.setattr("pipeproof.foreign.survey.sketch", counted)
+    task, place = task_of(), "output 0 of last"
+    begun = run_of(task)
+    if ahead:
+        next(begun)
+    run = begun.settled(APART, watched=True)
+    run.made(APART)
+    assert run.places is not None
+    assert made == []
+    forward, backward = run.places
+    model = task.built("cpu")
+    seen = [sketch(model(batch.inputs[0])) for batch in task.batches(model)]
+    assert all(forward.recognise(one) for one in seen)
+    assert [*forward[place].values()] == seen
+    assert made == [], "what was seen is what passes: that is known by its content"
+    assert not forward.recognise(sketch(torch.ones(2, 4)))
+    gathered = backward[place]
+    assert len(made) == len({*made}) == MICROBATCHES * 5, "an input, two outputs and their gradients"
+    assert [one.digest for one in gathered.values()] == [
+        one.digest for one in made if any(at == place for at, _ in backward.holding(one))
+    ]
+
+
+def test_a_run_that_nobody_watched_keeps_nothing_of_what_passed() -> None:
+    ahead = run_of(task_of())
+    next(ahead)
+    assert ahead.settled(APART, watched=False) is ahead
+    assert ahead.places is None
 
 
 def test_what_the_reference_raises_is_kept_until_it_is_asked_for() -> None:
@@ -121,7 +159,7 @@ def twin_of(build: Callable[[], nn.Module]) -> tuple[SecondModel, float, Task]:
     """A second, the loss of the first model, and their task."""
     task = Task(lambda model, data: None, build, (PAIR,), nn.functional.mse_loss, None)
     model = task.built("cpu")
-    second = SecondModel(task, "cpu", contents(model))
+    second = SecondModel(task, "cpu", model)
     assert len(list(second)) == 1
     return second, task.loss.function(model(PAIR[0]), PAIR[1]).item(), task
 

@@ -19,8 +19,8 @@ from pipeproof.cases.primitives.tensor_by_hand import cut_whole, held, loss_of_p
 from pipeproof.cases.primitives.tensor_parallel import cut
 from pipeproof.core.contract import Contract, ContractError
 from pipeproof.foreign import HandedBack, WhiteBox, Window, layerwise, watch
-from pipeproof.foreign.layerwise import Layered, off_target
 from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.foreign.windows import Layered, off_target
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
 
