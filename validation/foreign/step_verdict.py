@@ -75,9 +75,7 @@ def _is_right(title: str, task: Task, runs: Sequence[OperationRun], second: Seco
     return not played.stopped and all(one.law in ROUTED for one in played.mismatches)
 
 
-def _compared(
-    title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str
-) -> Verdict:
+def _compared(title: str, task: Task, runs: Sequence[OperationRun], second: SecondModel, halted: str) -> Verdict:
     """The verdict on ``runs`` as they are."""
     observed = observed_of(runs, [one.passages() for one in runs])
     return judged(required_of(title, task, runs, second, observed, halted=halted), observed)
