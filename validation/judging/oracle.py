@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.judging.comparison import Follow
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.other_products import OtherProducts
@@ -26,7 +27,7 @@ class Answer:
     expected: Expected
     floors: Floors | None
     max_norm: float
-    follow: Callable[[Mapping[Site, Gradient]], tuple[float, Mapping[Site, Tensor]]] | None = None
+    follow: Follow | None = None
 
 
 class Oracle(Protocol):
