@@ -14,7 +14,7 @@ from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.tolerance import Precision, precision_among
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Expected, Gradient, Reference, Site
+from pipeproof.reference.step import Expected, Gradient, Reference, Site, clip_factor
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class LiveOracle:
         return Answer(expected, floors, max_norm, partial(self._follow, max_norm))
 
     def _follow(self, max_norm: float, gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
-        return self._reference.norm(gradients), self._reference.step(gradients, max_norm)
+        norm = self._reference.norm(gradients)
+        return norm, self._reference.step(gradients, clip_factor(norm, max_norm or self._reference.recipe.max_norm))
 
     def moved(self, number: int) -> None:
         """Nobody asks that of our own runtime: it is held to bits."""
