@@ -138,8 +138,7 @@ class Reference:
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends with the norm: ``step`` takes
-        the rest.
+        ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends before ``step``.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":
@@ -154,8 +153,9 @@ class Reference:
         if operation != "train":
             return expected
         gradients, self._sums = self.total(self._sums), {}
-        expected = replace(expected, gradients=gradients, norm=self.norm(gradients))
-        return replace(expected, parameters=self.step(gradients, max_norm)) if update else expected
+        norm, most = self.norm(gradients), max_norm or self.recipe.max_norm
+        parameters = self.step(gradients, clip_factor(norm, most)) if update else {}
+        return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
 
     def before_update(
         self,
@@ -284,14 +284,8 @@ class Reference:
         """Whether the stage of ``name`` has a use of its own: of a module in several stages the first has them all."""
         return self._sites[name][0] == self._sites[self._first[name]][0]
 
-    def step(
-        self, gradients: Mapping[Site, Gradient], max_norm: float | None = None, *, norm: float | None = None
-    ) -> dict[Site, Tensor]:
-        """Take a step with these gradients, clipped as in ``perform``: what becomes of every parameter.
-
-        ``norm``: they are clipped as if that were theirs.
-        """
-        factor = clip_factor(self.norm(gradients) if norm is None else norm, max_norm or self.recipe.max_norm)
+    def step(self, gradients: Mapping[Site, Gradient], factor: float) -> dict[Site, Tensor]:
+        """Take a step with ``factor`` times these gradients: what becomes of every parameter."""
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else (gradient * factor).to(parameter.dtype)

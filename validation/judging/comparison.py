@@ -18,9 +18,11 @@ from pipeproof.judging.verdict import names_of
 from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim
 from pipeproof.pipeline.action import Action
-from pipeproof.reference.step import Expected
+from pipeproof.reference.step import Expected, Gradient, Site
 
 _LISTED = 4  # numbers in a sentence
+
+Follow = Callable[[Mapping[Site, Gradient]], tuple[float, Mapping[Site, Tensor]]]  # of gradients: norm and parameters
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,16 @@ class Comparison:
         place = self._at("gradient", parameter=name, rank=rank, stage=stage)
         self.ledger.tensors(place, seen.detach(), wanted, partial(self._allowed.gradient, name))
 
+    def follow(self, expected: Expected, observed: Mapping[Site, Gradient], update: Follow) -> None:
+        """Let the norm and the weights be due that follow from the gradients that were ``observed``.
+
+        Where these are right, so is the reference's norm, within its envelope.
+        """
+        norm, parameters = update(_given(expected, observed))
+        wrong = any(one.law in ("presence", "gradient") for one in self.ledger.mismatches)
+        named = {name: parameter for (_, name), parameter in parameters.items()}
+        self.due = replace(self.due, norm=norm if wrong else self.due.norm, parameters=named)
+
     def parameter(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter after the optimizer: how far it moved is what is judged."""
         wanted, before = self.due.parameters[name], self.due.before[name]
@@ -271,6 +283,19 @@ class Comparison:
 
     def _at(self, law: str, **where: object) -> Heading:
         return Heading.at(law, self.number, self.scenarios, **where)
+
+
+def _given(expected: Expected, observed: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
+    """The gradients that the optimizer was given: those that were ``observed``, and of others the reference's.
+
+    Where there are none at all, they were cleared before anybody saw them.
+    """
+    given = dict(expected.gradients)
+    for site, due in expected.gradients.items() if any(one is not None for one in observed.values()) else ():
+        seen, like = observed.get(site, due), expected.before[site[1]]
+        if not (stands_for_none(seen) and stands_for_none(due)) and (seen is None or seen.shape == like.shape):
+            given[site] = None if seen is None else seen.detach().to(like.device)
+    return given
 
 
 def tell_of_unmoved(ledger: Ledger, trained: Mapping[int, Collection[tuple[int | None, bool]]]) -> None:

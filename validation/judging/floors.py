@@ -1,7 +1,7 @@
 """What rounding alone does to everything that a step gives, measured on this very run."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
@@ -24,6 +24,7 @@ from pipeproof.judging.tolerance import (
     coarsest,
     error,
     floor_of,
+    in_both,
     precision_among,
     precision_of,
     rounding_of,
@@ -94,7 +95,7 @@ class Floors:
         """
         found = self._of_narrow if self._narrowest.unit > self._precision.unit else None
         pairs = [] if found is None else zip(self._last.contributions, found[-1], strict=True)
-        gaps = [error(one, two) for own, other in pairs for one, two in _both(own.gradients, other.gradients)]
+        gaps = [error(one, two) for own, other in pairs for one, two in in_both(own.gradients, other.gradients)]
         return found if gaps and median(gaps) <= self._narrowest.most else None
 
     @cached_property
@@ -139,7 +140,7 @@ class Floors:
     @cached_property
     def _coarseness(self) -> float:
         """What rounding does to half of the gradients: to a single number it may do little by chance."""
-        found = [error(one, apart) for one, apart in _both(self._last.gradients, self._apart_total)]
+        found = [error(one, apart) for one, apart in in_both(self._last.gradients, self._apart_total)]
         return median([size for size in found if size < math.inf] or [0.0])
 
     def _coarsely(self, floor: Floor) -> Floor:
@@ -272,16 +273,12 @@ class Floors:
         return replace(floor, rounding=max(floor.rounding, settled))
 
     def update(self, site: Site) -> Floor:
-        """The floor of what is made of one parameter."""
-        floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
-        if self._slopes is None or floor.noise or site not in self._last.parameters:
+        """The floor of what is made of one parameter, by a gradient that is the reference's but for rounding."""
+        floor = self.settled(site)
+        if self._slopes is None or floor.noise or self._slopes.known or site not in self._due:
             return floor
-        # Fused kernels have settings in fp32: one less beta to the second has few digits then.
-        settled = self._moved(site, self._settled) / floor.precision.factor
-        if self._slopes.known:
-            return replace(floor, rounding=max(floor.rounding, settled))
         permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
-        permutation, rounding = max(floor.permutation, permutation), max(floor.rounding, rounding, settled)
+        permutation, rounding = max(floor.permutation, permutation), max(floor.rounding, rounding)
         far = max(floor.nudged, self._slopes.far(site) / floor.precision.factor)
         return replace(floor, permutation=permutation, rounding=rounding, nudged=far)
 
@@ -402,13 +399,6 @@ class Floors:
         """The largest floor over all gradients."""
         floors = (self.gradient(site) for site in self._last.gradients)
         return max((floor.largest for floor in floors if not floor.noise), default=0.0)
-
-
-def _both(one: Mapping[Site, Gradient], other: Mapping[Site, Gradient]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What both have; the ``other`` may have it for each of several sites."""
-    for site, gradient in one.items():
-        if gradient is not None and (beside := other.get(site)) is not None:
-            yield gradient, beside
 
 
 def _number(value: float) -> Tensor:

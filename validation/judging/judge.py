@@ -23,11 +23,11 @@ from pipeproof.judging.nudged import doubt_rounding
 from pipeproof.judging.oracle import Answer
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.routes import RouteJudge
-from pipeproof.judging.tolerance import FP32, Precision, error, precision_of, rounded_to, same_bits, stands_for_none
+from pipeproof.judging.tolerance import FP32, Precision, error, precision_of, rounded_to, same_bits
 from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.observed import Observed
-from pipeproof.reference.step import Expected, Gradient, Site
+from pipeproof.reference.step import Expected, Site
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
@@ -222,7 +222,8 @@ class Judge:
         self._buffers(at, expected)
         if name == "train":
             self._gradients(at, expected)
-            self._follow(at, answer)
+            assert answer.follow is not None, "asked of a training step"
+            at.follow(expected, self._observed.gradients(number), answer.follow)
             self._norms(at)
             self._updates(at, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
@@ -325,31 +326,6 @@ class Judge:
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
                 place = self._place.site("tied-copies", at.number, at.scenarios, other)
                 at.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
-
-    def _follow(self, at: Comparison, answer: Answer) -> None:
-        """Let the norm and the weights be due that follow from the gradients that were observed.
-
-        Where these are right, so is the reference's norm, within its envelope.
-        """
-        assert answer.follow is not None, "asked of a training step"
-        norm, parameters = answer.follow(self._given(at.number, answer.expected))
-        wrong = any(one.law in ("presence", "gradient") for one in at.ledger.mismatches)
-        named = {name: parameter for (_, name), parameter in parameters.items()}
-        at.due = replace(at.due, norm=norm if wrong else at.due.norm, parameters=named)
-
-    def _given(self, number: int, expected: Expected) -> dict[Site, Gradient]:
-        """The gradients that the optimizer was given: those that were observed, and of others the reference's.
-
-        Where there are none at all, they were cleared before anybody saw them.
-        """
-        observed, given = self._observed.gradients(number), dict(expected.gradients)
-        if all(one is None for one in observed.values()):
-            return given
-        for site, due in expected.gradients.items():
-            seen, like = observed.get(site, due), expected.before[site[1]]
-            if not (stands_for_none(seen) and stands_for_none(due)) and (seen is None or seen.shape == like.shape):
-                given[site] = None if seen is None else seen.detach().to(like.device)
-        return given
 
     def _norms(self, at: Comparison) -> None:
         for rank, operations in enumerate(self._observed.ranks):

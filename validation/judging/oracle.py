@@ -7,13 +7,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.judging.comparison import Follow
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.tolerance import Precision, precision_among
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Expected, Gradient, Reference, Site
+from pipeproof.reference.step import Expected, Gradient, Reference, Site, clip_factor
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Answer:
     expected: Expected
     floors: Floors | None
     max_norm: float
-    follow: Callable[[Mapping[Site, Gradient]], tuple[float, Mapping[Site, Tensor]]] | None = None
+    follow: Follow | None = None
 
 
 class Oracle(Protocol):
@@ -87,7 +88,8 @@ class LiveOracle:
         return Answer(expected, floors, max_norm, partial(self._follow, max_norm))
 
     def _follow(self, max_norm: float, gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
-        return self._reference.norm(gradients), self._reference.step(gradients, max_norm)
+        norm = self._reference.norm(gradients)
+        return norm, self._reference.step(gradients, clip_factor(norm, max_norm or self._reference.recipe.max_norm))
 
     def moved(self, number: int) -> None:
         """Nobody asks that of our own runtime: it is held to bits."""

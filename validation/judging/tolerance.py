@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipeproof.observers.elements import any_nonzero, bits, has_fp64, in_fp64, is_rounded
+
+Key = TypeVar("Key")
 
 _PIECE = 1 << 14  # elements that are compared at once
 _PIECE_ON_DEVICE = 1 << 26  # of all tensors together
@@ -308,6 +310,13 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     for start in range(0, max(1, flat[0].numel()), size):
         parts = (tensor[start : start + size].to(place) for tensor in flat)
         yield tuple(in_fp64(part.to(torch.complex128) if pairs else part) for part in parts)
+
+
+def in_both(one: Mapping[Key, Tensor | None], other: Mapping[Key, Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors that are in both under one key."""
+    for key, tensor in one.items():
+        if tensor is not None and (beside := other.get(key)) is not None:
+            yield tensor, beside
 
 
 def scalar_error(observed: float, expected: float) -> float:

@@ -31,7 +31,7 @@ from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.settings_off import settings_off
 from pipeproof.reference.snapshot import unchanged
-from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, sgd
+from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
 
 _NAMES = {dtype: one.name for dtype, one in PRECISIONS.items() if not dtype.is_complex}
@@ -158,7 +158,7 @@ def _updated(
     """What the optimizer makes of the parameters with these gradients, as ``Updates`` has it; both stay as they are."""
     own, stepping = copied((model, optimizer))
     reference = _reference(own, replace(recipe, optimizer=lambda _: settings_off(stepping, off)), stages)
-    return reference.step(gradients, norm=norm)
+    return reference.step(gradients, clip_factor(reference.norm(gradients) if norm is None else norm, recipe.max_norm))
 
 
 def _floors(

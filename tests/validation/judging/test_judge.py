@@ -20,7 +20,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.observers.recording import Site
 from pipeproof.reference.model import DTYPES, Model, build_model
-from pipeproof.reference.step import Recipe, Reference
+from pipeproof.reference.step import Recipe, Reference, clip_factor
 from pipeproof.worlds.world import World
 from tests.support.steps import blocks, loss_fn, pairs
 
@@ -56,7 +56,8 @@ def wrong_gradient(case: Case, observed: Observed, factor: float, *, operation: 
     reference = Reference(model, owner=owners(model, case.split), recipe=Recipe())
     for number in (k for k in range(operation + 1) if case.plan[k] == "train"):
         gradients = found.gradients(number)
-        norm, parameters = reference.norm(gradients), reference.step(gradients, max_norm_of(case, number))
+        norm = reference.norm(gradients)
+        parameters = reference.step(gradients, clip_factor(norm, max_norm_of(case, number)))
     return altered(found, lambda seen: replace(seen, norm=norm, parameters=parameters), operation=operation)
 
 
