@@ -99,9 +99,9 @@ class AgainstItself(ABC):
             word = "contract" if DEFAULTS not in (contract, self.contract) else "loss_fn"
             raise WhiteBoxError(f"{word} is given twice, also to Composed: give it once")
         said = contract if self.contract == DEFAULTS else self.contract
+        said.reads((*_READ, "names"), "where a step is held against itself up to its gradients", _OF_A_MODEL)
         found = replace(self, loss_fn=loss_fn or self.loss_fn, contract=said)
         found.check()
-        said.reads((*_READ, "names"), "where a step is held against itself up to its gradients", _OF_A_MODEL)
         return found
 
     def whole(self) -> nn.Module | None:
@@ -125,6 +125,7 @@ class AgainstItself(ABC):
             check_loss_fn(self.loss_fn)
         if not isinstance(self.contract, Contract):
             raise WhiteBoxError(f"contract is {self.contract!r}: expected a pipeproof.Contract")
+        self.contract.reads((*_READ, "names", "max_norm"), "where a step is held against itself")
         if self.build is not None:
             check_builds("build", self.build)
         if not all(isinstance(one, Optimizer) for one in self.optimizers):
@@ -171,10 +172,8 @@ class AgainstItself(ABC):
 
     def adding_up(self, accumulation: Accumulation | None) -> Self:
         """The same, of a job that adds gradients up like this, where the contract does not say how."""
-        said = self.contract
-        return (
-            self if said.accumulation is not None else replace(self, contract=replace(said, accumulation=accumulation))
-        )
+        said = replace(self.contract, accumulation=self.contract.accumulation or accumulation)
+        return replace(self, contract=said)
 
     @property
     def max_norm(self) -> float:

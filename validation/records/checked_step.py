@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from pipeproof.core.contract import ContractError
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.ledger import Ledger
@@ -125,7 +126,7 @@ class CheckedStep(ABC):
         """Keep what is raised inside for all ranks to know in the end: it is the check that failed, and not the job."""
         try:
             yield
-        except (RecordError, ContentError, WhiteBoxError) as error:
+        except (RecordError, ContentError, WhiteBoxError, ContractError) as error:
             self._problem = self._problem or str(error)
         except Exception as error:  # no one type, and no reason to end a job
             self._crash = self._crash or Crash.of(error)

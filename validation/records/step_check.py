@@ -18,6 +18,7 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from pipeproof.core.contract import Contract
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.judging.comparison import Comparison
 from pipeproof.judging.other_products import OtherProducts
@@ -361,5 +362,7 @@ def check_step(
             check.refuse(
                 f"operation is {operation}: a step that is held against itself is one, so leave operation= out"
             )
+        if isinstance(against.contract, Contract) and against.contract.names is not None:
+            check.refuse("names of the contract is not read by check_step: give rename=, from stage and name")
         return check
     return StepCheck(modules, microbatches, against=against, rename=rename, operation=operation, timeout_s=timeout_s)

@@ -258,3 +258,16 @@ def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, 
     assert verdict.verdict == "pass", verdict
     assert note in (law := verdict.law("microbatches")).note
     assert bool(law.note) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"operations": ["train"]}, "operations of the contract is not read where a step is held against itself"),
+        ({"routers": "gate"}, "routers of the contract is not read where a step is held against itself"),
+        ({"names": {"a": "b"}}, "names of the contract is not read by check_step: give rename=, from stage and name"),
+    ],
+)
+def test_a_composed_check_says_which_words_it_does_not_read(said: dict[str, Any], sentence: str) -> None:
+    verdict = checked(Job(layers(torch.tanh)), contract=Contract(**said))
+    assert (verdict.verdict, sentence in str(verdict)) == ("unknown", True), verdict

@@ -1,6 +1,7 @@
 """A step of anyone's model on one device, beside torch's own training loop."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.contract import Contract
+from pipeproof.core.contract import Contract, ContractError
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare import compare
@@ -185,3 +186,22 @@ def test_what_adam_makes_of_rounding_passes_where_it_goes_as_far(kind: type[torc
     told = [stepped(times=times).law("updated-parameters").outcome for times in (0.0, 0.25, 100.0)]
     assert told == ["unknown", "unknown", "fail"]
     assert stepped(times=0.0, name="3.bias").law("updated-parameters").outcome == "fail"
+
+
+def test_a_step_is_recorded_by_its_contract() -> None:
+    torch.manual_seed(0)
+    model, pairs = nn.Linear(4, 4).half(), [(torch.full((2, 4), 1e3).half(), torch.zeros(2, 4).half())] * 2
+    tiny = lambda output, target: output.float().mean() * 1e-7  # noqa: E731
+    record = partial(record_step, model, pairs, loss_fn=tiny, floors=False)
+    plain, scaled = (
+        record(contract=Contract(loss_scale=one)).operations[0].gradients["weight"] for one in (None, 1024.0)
+    )
+    assert plain is not None
+    assert scaled is not None
+    assert not plain.any(), "it vanishes in fp16"
+    assert scaled.any()
+    once = record(contract=Contract(loss_scale=1024.0, loss_divisor=1)).operations[0].gradients["weight"]
+    assert once is not None
+    assert torch.allclose(once, 2 * scaled, rtol=0.1)
+    with pytest.raises(ContractError, match="names of the contract is not read where a step is recorded"):
+        record(contract=Contract(names={"a": "b"}))
