@@ -5,7 +5,7 @@ It asks for one tensor at a time, so a job that holds one stage can be judged wh
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
