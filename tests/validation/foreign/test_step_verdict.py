@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof import Contract
 from pipeproof.foreign import HandedBack, WhiteBox
 from tests.support.judgements import counting_judgements
 from tests.support.steps import blocks, loss_fn, pairs
@@ -59,6 +60,6 @@ def test_each_operation_is_judged_once(
             ranks=1,
             loss_fn=loss_fn,
             optimizer=sgd,
-            steps=plan,
+            contract=Contract(operations=plan),
         )
     assert (verdict.verdict, found) == (outcome, judged), verdict

@@ -25,8 +25,12 @@ def content(microbatch: Any) -> Content:
 
 def content_of_rows(tensors: Iterable[Any]) -> Content:
     """That of the rows of ``tensors``, of which a framework cuts or joins microbatches."""
-    found = [one for one in tensors if isinstance(one, Tensor) and one.dim()]
-    return frozenset((digest(row), 0) for one in found for row in one)
+    return frozenset(_rows(tensors))
+
+
+def _rows(tensors: Iterable[Any]) -> Iterator[tuple[bytes, int]]:
+    """The contents of the rows of ``tensors``, in their order."""
+    yield from ((digest(row), 0) for one in tensors if isinstance(one, Tensor) and one.dim() for row in one)
 
 
 class Drawn:
@@ -45,12 +49,12 @@ class Drawn:
     @looking
     def note_rows(self, tensors: Iterable[Any]) -> None:
         """Note what goes into a pipeline that cuts it itself."""
-        self._drawn.extend(frozenset([row]) for row in content_of_rows(tensors))
+        self._drawn.extend(frozenset([row]) for row in _rows(tensors))
 
     @looking
     def note_targets(self, tensors: Iterable[Any]) -> None:
         """Note the rows of targets, which tell the order of what is drawn where its inputs are not seen."""
-        self._targets.extend(frozenset([row]) for row in content_of_rows(tensors))
+        self._targets.extend(frozenset([row]) for row in _rows(tensors))
 
     def noting(self, source: Any) -> Any:
         """``source``, from which the job draws, noting what it does; None stays None."""
