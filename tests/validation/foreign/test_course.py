@@ -371,7 +371,7 @@ class Told:
 
 FAULTS: dict[type[Run], Told] = {
     KeepsOldWeights: Told("second-step", {"initial-weights"}, (2, "train", 1, 1), "stale-tensor"),
-    RunsOnACopy: Told("second-step", {"loss", "gradient"}, (2, "train", 1, None)),
+    RunsOnACopy: Told("second-step", {"loss", "gradient"}, (2, "train", 1, 1), "stale-tensor"),
     NeverClears: Told("second-step", {"gradient"}, (2, "train", 1, 1), "stale-gradient"),
     ClearsBetween: Told("accumulation", {"gradient"}, (5, "train", 1, 1), "dropped"),
     EvaluatesInTraining: Told("eval", {"microbatches", "loss", "buffers"}, (3, "eval", 1, 1), "mode"),
