@@ -22,6 +22,7 @@ from pipeproof.reference.step import Expected, Gradient, Site
 _AS_FAR = 1.5
 _AS_LED = 4.0
 _MOVES = ("loss", "gradient", "grad-norm", "updated-parameters")  # laws of what does
+_LOCATES = "boundaries"  # where these are off, results show whether by more than rounding
 _NOTE = (
     "no fault is proven: weights that are one rounding off move it as far, as where a unit near zero is on in one run "
     "and off in another; fp32 decides it"
@@ -119,10 +120,11 @@ def doubt_rounding(
         other = products(first - 1)
         if other is not None and other.explain(verdict, wrong):
             return _in_doubt(verdict, other.note)
-        found = moved(first - 1) if all(one.law in _MOVES for one in wrong) else None
+        results = [one for one in wrong if one.law != _LOCATES]
+        found = moved(first - 1) if all(one.law in _MOVES for one in results) else None
     except Exception:  # no one type: the user's model runs once more
         return verdict
-    return verdict if found is None or not all(map(found.explains, wrong)) else _in_doubt(verdict, _NOTE)
+    return verdict if found is None or not all(map(found.explains, results)) else _in_doubt(verdict, _NOTE)
 
 
 def _failing(verdict: Verdict) -> Iterator[Mismatch]:

@@ -73,6 +73,14 @@ def test_what_follows_later_and_what_is_in_doubt_by_itself_need_not_move() -> No
     assert "no fault is proven: weights that are one rounding off move it as far" in found.laws[0].note
 
 
+def test_boundaries_are_as_doubtful_as_the_results_that_follow_from_them() -> None:
+    boundary = replace(wrong("boundaries", None, error=0.4), stage=1, microbatch=0)
+    assert outcome(boundary, wrong()) == "unknown"
+    assert outcome(boundary) == "unknown"
+    assert outcome(boundary, wrong(name="b")) == "fail"
+    assert outcome(boundary, wrong(), moved=None) == "fail"
+
+
 def test_a_model_that_does_not_run_once_more_leaves_the_verdict_as_it_is() -> None:
     assert doubt_rounding(verdict(wrong()), lambda _: Nudged(**{"other": {}})).verdict == "fail"  # type: ignore[arg-type]
 
