@@ -70,14 +70,14 @@ def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
     """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
 
     What fails never depends on an explanation, in which code of the user's own may run. Of what is unknown, causes that
-    leave something open are but one explanation.
+    leave something open are no explanation.
     """
     try:
         found = look()
     except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
         return verdict.without_cause(Crash.of(error))
     if found.verdict == "unknown" and found.cause and found.undecided:
-        return replace(found, cause=(), alternatives=(found.cause, *found.alternatives), cells=None)
+        return replace(found, cause=(), alternatives=(), cells=None)
     return found
 
 
