@@ -36,13 +36,7 @@ from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import Made, in_double, made_of, one_place_off
-from pipeproof.reference.step import (
-    Contribution,
-    Expected,
-    Gradient,
-    Reference,
-    Site,
-)
+from pipeproof.reference.step import Contribution, Expected, Gradient, Reference, Site
 
 Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch
 Otherwise = Callable[[Reference, Expected, Sequence[Batch]], tuple[Contribution, ...]]
