@@ -58,7 +58,8 @@ def enter_equal(ledger: Ledger, ranks: Iterable[Mapping[Site, WeightHere]], only
     for stages, names in equal_weights(ranks).items():
         if only is None or only in stages:
             said = _EQUAL.format(" and ".join(map(str, stages)))
-            ledger.leave_out("gradient", names, said)
+            for law in ("presence", "gradient"):
+                ledger.leave_out(law, names, said)
             why |= dict.fromkeys(names, said)
     return why
 

@@ -92,8 +92,9 @@ def test_only_the_model_tells_whether_equal_weights_are_one(
 ) -> None:
     verdict = checked(Tied(stages_of(begin), added=added), build=build)
     assert verdict.verdict == said, str(verdict)
-    assert verdict.law("gradient").left_out == (ENDS if said == "unknown" else ())
-    assert (EQUAL in verdict.law("gradient").note) == (said == "unknown")
+    for law in ("presence", "gradient"):
+        assert verdict.law(law).left_out == (ENDS if said == "unknown" else ())
+        assert (EQUAL in verdict.law(law).note) == (said == "unknown")
     assert verdict.law("grad-norm").outcome == said, str(verdict)
     assert ("tied-not-summed" in [one.kind for one in verdict.cause]) == (build is ONE and not added)
 
@@ -215,8 +216,8 @@ def test_weights_are_equal_where_all_ranks_parts_are(
 
 
 def test_only_the_stage_that_is_compared_is_in_doubt() -> None:
-    for only, names in ((None, ["v", "w"]), (0, ["v", "w"]), (1, [])):
-        ledger = Ledger(["gradient"])
+    for only, names in ((None, ["v", "w"]), (0, ["v", "w"]), (1, ["v", "w"]), (2, [])):
+        ledger = Ledger(["presence", "gradient"])
         assert [*enter_equal(ledger, RANKS["two stages"][0], only)] == names
         assert ledger.failed == bool(names)
 
