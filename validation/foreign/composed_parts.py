@@ -82,7 +82,8 @@ class OwnPart:
     are not those that the step began with; ``drawing``: those that draw again in their backwards. ``precision``: that
     of its stages, ``summed``: that in which gradients are added up over ranks. ``weights``: what it began with.
     ``wrong``: gradients that are not what they must be, where other ranks may tell why. ``in_parts``: stages are cut
-    inside. ``alone``: its own sums. ``hooked``: why hooks may have made others of gradients, by name.
+    inside. ``alone``: its own sums. ``unsure``: why gradients are not compared, by name, as where
+    hooks may have made others of them.
     ``scale``: how its losses are scaled.
     """
 
@@ -104,7 +105,7 @@ class OwnPart:
     wrong: Wrong = field(default_factory=dict)
     alone: Mapping[str, Sketch] = field(default_factory=dict)
     in_parts: bool = False
-    hooked: Mapping[str, str] = field(default_factory=dict)
+    unsure: Mapping[str, str] = field(default_factory=dict)
     scale: LossScale | None = None
 
 
@@ -226,7 +227,7 @@ class Whole:
     def _enter_told(self, ledger: Ledger) -> None:
         """Enter what ranks reported, held against what the last stage and all gradients give."""
         made, lost = self._expected, self._lost
-        hooked = [why for part in self.parts for why in part.hooked.values()]
+        unsure = [why for part in self.parts for why in part.unsure.values()]
         if self.only is not None:
             for law in _OF_ALL_STAGES[self.only == self.chain.last :]:
                 ledger.skip(law, f"stage {self.only} alone was run again in this step")
@@ -243,15 +244,15 @@ class Whole:
                     nearest = min((made.loss, *self.everybodys), key=partial(_apart, told.loss))
                     whole = Comparison(replace(due, loss=nearest), self._of_losses, ledger)
                     whole.loss(told.loss, rank=rank)
-                if told.norm is not None and not lost and not hooked and self.only is None:
+                if told.norm is not None and not lost and not unsure and self.only is None:
                     summed.norm(told.norm, rank=rank)
         if any(one.losses is not None or one.loss is not None for one in self.reported):
             if self.chain.last in lost:
                 ledger.doubt("loss", not_known([self.chain.last]))
             elif not known:
                 ledger.doubt("loss", "the last stage was not called once for each microbatch")
-        if (lost or hooked) and any(one.norm is not None for one in self.reported):
-            ledger.doubt("grad-norm", not_known(lost) if lost else hooked[0])
+        if (lost or unsure) and any(one.norm is not None for one in self.reported):
+            ledger.doubt("grad-norm", not_known(lost) if lost else unsure[0])
 
     @property
     def _lost(self) -> list[int]:

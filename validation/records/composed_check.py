@@ -42,7 +42,6 @@ from pipeproof.records.chain_start import ChainStart, names_in, placement_of, pr
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
 from pipeproof.records.early_step import EarlyStep
-from pipeproof.records.equal_weights import EqualWeights
 from pipeproof.records.held_gradients import all_dense, length_in_pieces
 from pipeproof.records.own_gradients import OwnGradients
 from pipeproof.records.own_shards import OwnShards, Part, lengths_of
@@ -51,7 +50,7 @@ from pipeproof.records.rank_lines import RankLines
 from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, own_name, places_of, run_of, told
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
-from pipeproof.records.shares import StageShares
+from pipeproof.records.shares import StageShares, enter_equal, weights_here
 from pipeproof.records.stages_again import StagesAgain
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
@@ -112,6 +111,7 @@ class ComposedCheck(CheckedStep):
         self._begun, self._early = Begun(against.keep), EarlyStep()
         self._scale = 1.0  # what losses were scaled by as the step began
         self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
+        self._unsure: Mapping[str, str] = {}  # weights of which nobody knows whether they are one, and why
         self._part_of_chain: OwnPart | None = None
 
     @property
@@ -231,9 +231,10 @@ class ComposedCheck(CheckedStep):
         here = self._once_more(again, named)
         self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
-        due = self._summed(stages, here)
+        due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
-        part = OwnPart(self._ledger, {k: chain.stages[k] for k in calls}, in_parts=lines.together > 1)
+        own_seen = {k: chain.stages[k] for k in calls}
+        part = OwnPart(self._ledger, own_seen, in_parts=lines.together > 1, unsure=self._unsure)
         sums = self._shards, self._replicas, self._shares
         placement = placement_of(lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
         gradients = OwnGradients(self._own, self._ledger, *sums, self._way, lines, placement, self._by_scale)
@@ -301,20 +302,15 @@ class ComposedCheck(CheckedStep):
             again.as_agreed(self._snapshot)
         return here
 
-    def _summed(self, stages: Sequence[OwnStage], here: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
         hooks = self._watched.comm_hooks(self._own)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
         if self._one_name is None:
-            contents, alone = self._shards.named(self._weights), self._way.divided(sums)
-            equal = EqualWeights.of(
-                self._shards, contents, self._first, (here, alone), self._gather, self._run.replicas
-            )
-            self._first = equal.first(self._first)
-            if self._exchange.rank == 0 and equal.told:
-                (self._ledger.doubt if equal.in_doubt else self._ledger.remark)("gradient", equal.told)
+            every = self._gather(weights_here(self._shards, self._weights, self._first), "which weights are equal")
+            self._unsure = enter_equal(self._ledger, every, self._only)
         both, own = (self._exchange, self._first), self._own.places
         self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
@@ -334,8 +330,9 @@ class ComposedCheck(CheckedStep):
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
         if self._only is not None:
             return
-        if self._by.needs_norm and self._lost:
-            self._after.give_up(not_known(self._lost), asked=bool(optimizers))
+        if self._by.needs_norm and (self._lost or self._unsure):
+            why = not_known(self._lost) if self._lost else next(iter(self._unsure.values()))
+            self._after.give_up(why, asked=bool(optimizers))
             return
         if self._by.needs_norm:
             every = self._gather(sizes, "the norms of gradients, by which they are clipped, or a step is skipped")

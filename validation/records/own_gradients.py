@@ -60,7 +60,7 @@ class OwnGradients:
 
         ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
         """
-        names = self._comparable(stage)
+        names = {full: name for full, name in self._comparable(stage).items() if full not in part.unsure}
         if stage.first_run.draws_again:
             part = replace(part, drawing=part.drawing | {stage.stage})
         if not stage.closed:
@@ -88,7 +88,7 @@ class OwnGradients:
             for name in names
             if wrong and name in shared
         ]
-        part = replace(part, hooked={**part.hooked, **otherwise}, copies=(*part.copies, *copies))
+        part = replace(part, unsure={**part.unsure, **otherwise}, copies=(*part.copies, *copies))
         if wrong <= shared:
             return part
         alone = {full: name for full, name in names.items() if full not in shared}

@@ -6,12 +6,93 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pipeproof.diagnosis.tied import Shares, shares_of
+from pipeproof.judging.ledger import Ledger
+from pipeproof.observers.digest import contents
+from pipeproof.observers.elements import bits
+from pipeproof.observers.shards import held_here
+from pipeproof.records.own_shards import OwnShards
 from pipeproof.records.record import RankStage
 from pipeproof.reference.accumulation import added
+from pipeproof.reference.step import Site
 from pipeproof.worlds.side_store import Exchange
 
 Copies = Mapping[int, str]  # the names of one parameter's copies, by stage
+_EQUAL = "stages {} begin with equal weights: pass build=, which says whether they are one"
 _Share = tuple[str, int]  # a parameter's first name, and a stage
+
+
+@dataclass(frozen=True)
+class WeightHere:
+    """What a rank has of a weight as the step begins: which part, and its digest; whether it is one number all over."""
+
+    part: str
+    digest: bytes
+    constant: bool
+    trains: bool = field(compare=False)
+
+
+def weights_here(
+    shards: OwnShards, begun: Mapping[int, Mapping[str, bytes]], first: Mapping[str, str]
+) -> dict[Site, WeightHere]:
+    """What this rank has of weights, by the stage and the ``first`` name of each.
+
+    ``begun``: their digests, of those stages of which they are known already.
+    """
+    every = {stage: begun.get(stage) or contents(module) for stage, module in shards.own.modules.items()}
+    held: dict[Site, WeightHere] = {}
+    for (stage, name), (part, digest) in shards.named(every).items():
+        one = shards.parameters[name]
+        here = held_here(one)
+        elements = bits(here).view(max(1, here.numel()), -1)  # a complex one has several words
+        constant = not bool((elements != elements[:1]).any())
+        held[stage, first.get(name, name)] = WeightHere(part, digest, constant, one.requires_grad)
+    return held
+
+
+def enter_equal(ledger: Ledger, ranks: Iterable[Mapping[Site, WeightHere]], only: int | None = None) -> dict[str, str]:
+    """Leave out of ``ledger`` the weights of all ``ranks`` that begin equal in several stages; gives why, by name.
+
+    ``only``: the one stage whose gradients are compared, if not all are.
+    """
+    why: dict[str, str] = {}
+    for stages, names in equal_weights(ranks).items():
+        if only is None or only in stages:
+            said = _EQUAL.format(" and ".join(map(str, stages)))
+            for law in ("presence", "gradient"):
+                ledger.leave_out(law, names, said)
+            why |= dict.fromkeys(names, said)
+    return why
+
+
+def equal_weights(ranks: Iterable[Mapping[Site, WeightHere]]) -> dict[tuple[int, ...], list[str]]:
+    """By stages, the names of weights that begin equal there, so that they may be one weight or several.
+
+    ``ranks``: what each rank has, by the first name of each parameter. Norms and biases begin with one number in any
+    stage: they count only between stages that have other weights in common, as copies of a module.
+    """
+    held: dict[Site, list[WeightHere]] = {}
+    for rank in ranks:
+        for site, here in rank.items():
+            held.setdefault(site, []).append(here)
+    first = {name: stage for stage, name in sorted(held, reverse=True)}
+    groups: dict[frozenset[WeightHere], dict[str, int]] = {}
+    for name, stage in sorted(first.items(), key=lambda one: one[::-1]):
+        groups.setdefault(frozenset(held[stage, name]), {})[name] = stage
+    training = {
+        content: those
+        for content, those in groups.items()
+        if any(one.trains for name, stage in those.items() for one in held[stage, name])
+    }
+    found: dict[tuple[int, ...], list[str]] = {}
+    for content, those in training.items():
+        stages = tuple(sorted({*those.values()}))
+        if len(stages) > 1 and not all(one.constant for one in content):
+            found.setdefault(stages, []).extend(those)
+    for content, those in training.items():
+        for stages, names in found.items() if all(one.constant for one in content) else ():
+            beside = {name: stage for name, stage in those.items() if stage in stages}
+            names += beside if len({*beside.values()}) > 1 else ()
+    return found
 
 
 @dataclass

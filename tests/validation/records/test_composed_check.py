@@ -138,7 +138,7 @@ ACROSS = {3: [(2, 0), (0, 0)]}  # the last of four stages gets what the first ga
 COMPLEX = [(torch.complex(x, -x), y) for x, y in DATA]
 RIGHT: dict[str, Callable[[], Job]] = {
     "frozen": lambda: Job([Layer(trained=False), *layers(torch.tanh, torch.sin)]),
-    "without parameters": lambda: Job([*layers(torch.tanh), nn.Dropout(0.5), *layers(torch.sin)]),
+    "without parameters": lambda: Job([*layers(torch.tanh), nn.Dropout(0.5), Layer(torch.sin)]),
     "positions of the form of tokens": lambda: Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at),
     "noise of the form of messages": lambda: Job(layers(noisy, noisy, noisy), more=noise_at),
     "a sparse matrix": lambda: Job(layers(spread, spread), more=lambda stage, m: {"by": torch.eye(4).to_sparse()}),
