@@ -13,7 +13,7 @@ from pipeproof.observers.observed import INPUT, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, MADE, RECEIVED
 
 _NOT_RUN = "the stage did not run it, or not with gradients"
-_OF_SCALE = frozenset({"not-unscaled", "unscaled-twice", "scales-differ", "unscaled-after-norm"})
+_OF_SCALE = frozenset({"scale", "not-unscaled", "unscaled-twice", "scales-differ", "unscaled-after-norm"})
 
 
 def of_calls(chain: Chain) -> list[Cause]:
