@@ -29,10 +29,8 @@ _OWN_LOSS = (
     "a backward{} comes to {} stage {}, and not by what the stage gave, so that nobody knows what that adds; if it is "
     "a loss of its own, let the stage itself add that gradient, or hand that loss on to the last stage"
 )
-_TIMES = (
-    "all losses are {:g} times the contract's: if that is meant, loss_scale={:g}, or loss_divisor={:g} where gradients "
-    "are not divided by it"
-)
+_TIMES = "all losses are {:g} times the contract's: if that is meant, loss_scale={:g}"
+_OR_ELSE = ", or loss_divisor={:g} where gradients are not divided by it"
 _NO_SCALE = "all losses are {:g} times the contract's, which no contract says: let loss_fn give what is trained"
 UNEQUAL = (
     "replicas have unequal numbers of microbatches, and losses are not divided by these and averaged: say "
@@ -126,12 +124,13 @@ class StagesAgain:
         """
         if self.times is None:
             return
-        times, scale, divisor = self.times, self.way.scaled * self.times, self.way.whole / self.times
-        told = _TIMES.format(times, scale, divisor) if times > 0 else _NO_SCALE.format(times)
+        scale = self.way.scaled * self.times
+        told = (_TIMES if scale > 0 else _NO_SCALE).format(self.times, scale)
         if declared:
             ledger.remark("boundaries", told)
             return
-        ledger.doubt("boundaries", told)
+        more = scale > 0 and not self.way.by.accumulation.late
+        ledger.doubt("boundaries", told + more * _OR_ELSE.format(self.way.whole / self.times))
         self.way.scaled = scale
 
     def as_agreed(self, snapshot: Snapshot) -> None:
