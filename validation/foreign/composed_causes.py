@@ -13,7 +13,7 @@ from pipeproof.observers.observed import INPUT, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, MADE, RECEIVED
 
 _NOT_RUN = "the stage did not run it, or not with gradients"
-_OF_SCALE = frozenset({"not-unscaled", "unscaled-twice", "scales-differ", "unscaled-after-norm"})
+_OF_ALL = frozenset({"scale", "sign", "not-unscaled", "unscaled-twice", "scales-differ", "unscaled-after-norm"})
 
 
 def of_calls(chain: Chain) -> list[Cause]:
@@ -89,12 +89,13 @@ def on_the_wire(cause: Cause, flow: Passed, *, last: int) -> Cause:
 
 def _together(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
     """``causes``; one that all stages have is of the whole step."""
-    groups: dict[tuple[str, str], list[Cause]] = {}
+    groups: dict[tuple[str, object], list[Cause]] = {}
     for cause in causes:
-        of_scale = cause.kind in _OF_SCALE and cause.parameter is None
-        groups.setdefault((cause.kind, cause.detail if of_scale else str(cause)), []).append(cause)
+        of_all = cause.kind in _OF_ALL and cause.parameter is None
+        told = (cause.detail, cause.microbatches) if of_all else str(cause)
+        groups.setdefault((cause.kind, told), []).append(cause)
     found: list[Cause] = []
     for (kind, _), those in groups.items():
-        everywhere = kind in _OF_SCALE and {one.stage for one in those} == set(range(evidence.stages))
+        everywhere = kind in _OF_ALL and {one.stage for one in those} == set(range(evidence.stages))
         found += [replace(those[0], rank=None, stage=None)] if everywhere and len(those) > 1 else those
     return found

@@ -37,7 +37,6 @@ from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.begun import Begun
-from pipeproof.records.by_hand import addends_of, enter_times, sizes_of
 from pipeproof.records.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.cut_inside import cut_by_hand, of_parts
@@ -51,7 +50,7 @@ from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, own_name,
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares, enter_equal, weights_here
-from pipeproof.records.stages_again import StagesAgain
+from pipeproof.records.stages_again import UNEQUAL, StagesAgain
 from pipeproof.records.step_parts import ended_otherwise
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.watched_stages import WatchedStages
@@ -280,24 +279,20 @@ class ComposedCheck(CheckedStep):
 
     def _once_more(self, again: StagesAgain, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
         """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
-        lines, known = self._lines, (self._by.contract.loss_divisor, self.microbatches)
+        lines, said = self._lines, self._by.contract
         left = self._own.gradients if named is None else named
         with self.noting():
-            scales = dict.fromkeys((self._scale, self._by.scale))
-            divisors = lines.divisor(*known), lines.own_divisor(*known)
-            again.way = Way(self._by, [*scales], *divisors, lines.replicas, sums=self._shards.sums(again.modules))
-            again.way.in_parts = again.in_parts
+            own = lines.own_divisor(said.loss_divisor, self.microbatches)
+            again.way = Way(self._by, self._scale, own, lines.replicas, self._alike, in_parts=again.in_parts)
+            again.way.sums = self._shards.sums(again.modules)
             again.run(self._snapshot, partial(self._begun.note_elsewhere, self._own, left))
         mine, what = (again.told, self._shards.flat(left)), "what stages give again, and how losses are divided"
         every, flat = map(list, zip(*self._gather(mine, what), strict=True))
         again.agree(every, lines.of_line(every))
         here = self._shards.lying(left, [flat[rank] for rank in self._peers.ranks])
-        if again.times is not None or not again.fits:
-            addends = addends_of(again.stages, here, self._own.rename, self._shards)
-            everyones = [one for those in self._gather(addends, "how large gradients are") for one in those]
-            again.take_sizes(sizes_of(everyones, together=lines.together))
-        if again.times is not None:
-            enter_times(again.times, self._by.contract.loss_scale, self._ledger)
+        if again.unsaid:
+            self.refuse(UNEQUAL.format(len(self._run.microbatches)))
+        again.doubt_times(self._ledger, declared=said.loss_scale is not None or self._by.scaler is not None)
         with self.noting():
             again.as_agreed(self._snapshot)
         return here
@@ -314,6 +309,12 @@ class ComposedCheck(CheckedStep):
         both, own = (self._exchange, self._first), self._own.places
         self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._way.divided(sums | self._shares.join(None if self._why else sums))
+
+    @property
+    def _alike(self) -> bool:
+        """Whether it is known to be the same in all replicas what losses are divided by."""
+        counts = {len(one.data) for one in self._starts if one.data is not None}
+        return self._by.contract.loss_divisor is not None or len(counts) == 1
 
     @property
     def _scaling(self) -> LossScale | None:

@@ -57,7 +57,8 @@ class Composed(AgainstItself):
             made = _Made(context.rank, order, handed, origin, watcher, sent_messages())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
         stages, note = made.stages(whole, bound_s)
-        by = replace(self, contract=replace(self.contract, accumulation=handed.accumulation))
+        said = replace(self.contract, accumulation=handed.accumulation, loss_scale=handed.loss_scale)
+        by = replace(self, contract=said)
         named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
         check = ComposedCheck(stages, given, against=by, rename=named, timeout_s=bound_s)
         with _as_begun(stages, first_use) as moved:

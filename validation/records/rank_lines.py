@@ -82,11 +82,6 @@ class RankLines:
         leading = [None if self.data[line] != line else one for one, line in zip(given, self.run.replicas, strict=True)]
         return self.run.together(leading)
 
-    def divisor(self, given: float | None, microbatches: int) -> float:
-        """What losses are divided by, of all replicas; ``given`` if that was, and this line has so many."""
-        every = len(self.run.microbatches) // (self.together if self.run.apart else 1)
-        return float(given or (every if self.count > 1 else microbatches) or 1)
-
     def own_divisor(self, given: float | None, microbatches: int) -> float:
         """What they are divided by in a replica of so many, where gradients are averaged over replicas."""
         return float(microbatches or 1) if given is None else given / self.replicas

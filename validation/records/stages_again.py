@@ -1,9 +1,8 @@
-"""A rank's stages, run once more in the way that all ranks agree on: by what losses are divided, and what was meant."""
+"""A rank's stages, run once more in the way that all ranks agree on: how replicas divide, and what was meant."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain
@@ -11,14 +10,14 @@ from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.obstacles import draws_in_backward
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.sources import TARGETS
+from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.own_losses import OwnLoss, weights_among
-from pipeproof.records.by_hand import agreed_times, are_divided
 from pipeproof.records.cut_inside import in_doubt
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.way import Way, targets_of, wanting
+from pipeproof.records.way import Way, agreed_times, targets_of, wanting
 from pipeproof.reference.snapshot import Snapshot
 
 _ALIKE = (
@@ -30,24 +29,28 @@ _OWN_LOSS = (
     "a backward{} comes to {} stage {}, and not by what the stage gave, so that nobody knows what that adds; if it is "
     "a loss of its own, let the stage itself add that gradient, or hand that loss on to the last stage"
 )
-
-_MULTIPLE = 1e-3  # how far from 1 a factor is that somebody multiplied by
+_TIMES = "all losses are {:g} times the contract's: if that is meant, loss_scale={:g}"
+_OR_ELSE = ", or loss_divisor={:g} where gradients are not divided by it"
+_NO_SCALE = "all losses are {:g} times the contract's, which no contract says: let loss_fn give what is trained"
+UNEQUAL = (
+    "replicas have unequal numbers of microbatches, and losses are not divided by these and averaged: say "
+    "loss_divisor={:g}, or what it is"
+)
 
 
 @dataclass(frozen=True)
 class Told:
     """What a rank tells others of its stages: those of which it is not known what they give, and how losses go.
 
-    ``fitting``, ``scaled``: as in ``Way``, the latter of the last stage's rank alone. ``crossed``: the targets are
-    those of microbatches that messages were meant for, and not of those that they are of. ``times``: what flowed to
-    the last stage's outputs, in multiples of what it is when run again, if that is not once.
+    ``fitting``, ``scaled`` and ``factors``: as in ``Way``, ``scaled`` of the last stage's rank alone. ``crossed``: the
+    targets are those of microbatches that messages were meant for, and not of those that they are of.
     """
 
     lost: Sequence[int]
     fitting: frozenset[str]
     scaled: Sequence[float]
     crossed: bool
-    times: float | None
+    factors: Sequence[float | None]
 
 
 @dataclass
@@ -71,8 +74,8 @@ class StagesAgain:
     own_losses: Mapping[int, OwnLoss] = field(default_factory=dict)
     stages: list[OwnStage] = field(default_factory=list)
     lost: frozenset[int] = frozenset()
-    times: float | None = None  # what losses are multiplied by of which nobody told
-    fits: bool = True  # whether any way fits anything that flows to a last stage
+    times: float | None = None  # what losses are multiplied by besides what the contract says
+    unsaid: bool = False  # replicas are unequal, and divide in a way that the contract does not say
     _crossed: bool = False
 
     def run(self, snapshot: Snapshot, note: Callable[[OwnStage, Callable[[Tensor], bool]], None]) -> None:
@@ -102,8 +105,7 @@ class StagesAgain:
         """What other ranks must know."""
         lost = [own.stage for own in self.stages if not own.closed]
         scaled = [self.way.scaled] * (self.chain.last in self.calls)
-        times = [own.factor for own in self.stages if own.stage == self.chain.last and _is_off(own)]
-        return Told(lost, self.way.fitting, scaled, self._crossed, next(iter(times), None))
+        return Told(lost, self.way.fitting, scaled, self._crossed, self.way.factors)
 
     def agree(self, every: Sequence[Told], of_replica: Sequence[Told]) -> None:
         """Take what ranks told of themselves: ``every`` one, and those of this replica."""
@@ -111,20 +113,25 @@ class StagesAgain:
         self.way.agree([one.fitting for one in every], [scaled for one in every for scaled in one.scaled])
         if any(one.crossed for one in of_replica):
             self.chain = crossed(self.chain) or self.chain
-        self.times = agreed_times([one.times for one in every])
-        self.fits = any(one.fitting for one in every)
+        factors = [factor for one in every for factor in one.factors]
+        self.times = agreed_times(factors)
+        self.unsaid = not self.way.alike and any(one != 1.0 for one in factors)
 
-    def take_sizes(self, sizes: Sequence[float]) -> None:
-        """Take it that gradients are divided by what losses are multiplied by, if the ``sizes`` of most look so.
+    def doubt_times(self, ledger: Ledger, *, declared: bool) -> None:
+        """Enter what losses are multiplied by besides what the contract says; if it is ``declared``, that is wrong.
 
-        Else they may be divided at last by how many there are, whatever flowed.
+        Where nothing is, gradients are still to be what the contract says: so they tell whether it was made good.
         """
-        if self.times is not None and are_divided([one * self.way.scale for one in sizes], self.times):
-            self.way.scaled *= self.times
+        if self.times is None:
             return
-        self.times = None
-        if not self.fits:
-            self.way.take_last(sizes)
+        scale = self.way.scaled * self.times
+        told = (_TIMES if scale > 0 else _NO_SCALE).format(self.times, scale)
+        if declared:
+            ledger.remark("boundaries", told)
+            return
+        more = scale > 0 and not self.way.by.accumulation.late
+        ledger.doubt("boundaries", told + more * _OR_ELSE.format(self.way.whole / self.times))
+        self.way.scaled = scale
 
     def as_agreed(self, snapshot: Snapshot) -> None:
         """Run again what was run in another way than ranks agreed upon."""
@@ -172,7 +179,7 @@ class StagesAgain:
             raise RecordError(_ALIKE.format(names_of([f"{m}" for m in alike])))
         if (meant := crossed(self.chain)) is None:
             return own
-        other = replace(self.way, name="", fitting=frozenset(), _divisor=None)
+        other = replace(self.way, name="", fitting=frozenset(), factors=[], _divisor=None)
         targets = targets_of(self.given, meant, own.stage)
         found = other.run_again(own.stage, self.modules[own.stage], self._wanting(own.stage), targets)
         if not found.flowing or found.fitting < found.flowing:
@@ -184,9 +191,3 @@ class StagesAgain:
 def _told(stage: int, loss: OwnLoss) -> str:
     where = "the weights of" if loss.weights else "what was given to"
     return _OWN_LOSS.format(f" at {loss.stack[0].place}" if loss.stack else "", where, stage)
-
-
-def _is_off(own: OwnStage) -> bool:
-    """Whether what flowed to its outputs is not what flows again, by more than its types round multiples."""
-    coarse = own.narrowest is not None and torch.finfo(own.narrowest).eps > torch.finfo(torch.float32).eps
-    return own.fitting < own.flowing or (not coarse and abs((own.factor or 1.0) - 1.0) > _MULTIPLE)

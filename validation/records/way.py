@@ -1,5 +1,6 @@
-"""How a step divides: its losses by all microbatches or by a replica's own, or gradients at last."""
+"""How a step divides, as its contract says: losses by all microbatches or a replica's own, or gradients at last."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,16 +10,17 @@ from torch import Tensor, nn
 
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import AgainstItself
+from pipeproof.foreign.crossings import near
 from pipeproof.foreign.links import Ending
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.observers.calls import Call
-from pipeproof.records.by_hand import divided_by
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.model import LossFn
 
-_LATE = "late"
+_WHOLE = 1e-5  # how far, relative to its size, a factor may be from the whole number that it is taken for
+_MULTIPLE = 1e-3  # how far from 1 a factor is that somebody multiplied by
 _SPEAKS = (
     "stage {} speaks to other ranks when it is run, so that it is run but once, and what flowed to its outputs is not "
     "what the loss gives that is divided by the number of its replica's microbatches: pass loss_divisor"
@@ -27,29 +29,26 @@ _SPEAKS = (
 
 @dataclass
 class Way:
-    """Runs stages again, and finds out by what the losses of a step were divided, as all ranks do alike.
+    """Runs stages again. Replicas average gradients, or divide losses by as much more: all do alike, which flows tell.
 
-    ``scales``: what losses may have been multiplied by, the likeliest first; ``scaled``: what they were, and gradients
-    divided by before they are looked at. ``whole`` is what the loss of all ``replicas`` is divided by, ``own`` what
-    this one's is. ``fitting``: the names of ways that fit what flows here, which ranks tell each other. ``name``: the
-    one that they agreed upon. ``sums``: the type in which the gradients of a stage are added up, where its weights are
-    narrower. ``in_parts``: stages are cut inside.
+    ``scaled``: what losses are multiplied by, and gradients divided by before they are looked at. ``own``: what the
+    loss of each of the ``replicas`` is divided by, where these average. ``alike``: it is the same in all. ``fitting``:
+    the names of ways that fit what flows here, which ranks tell each other. ``name``: the one that they agreed upon.
+    ``factors``: what flows to a last stage here, in multiples of what is due; None: in various. ``sums``: the type in
+    which the gradients of a stage are added up, where its weights are narrower. ``in_parts``: stages are cut inside.
     """
 
     by: AgainstItself
-    scales: Sequence[float] = (1.0,)
-    whole: float = 1.0
+    scaled: float = 1.0
     own: float = 1.0
     replicas: int = 1
+    alike: bool = True
     name: str = ""
     fitting: frozenset[str] = frozenset()
+    factors: list[float | None] = field(default_factory=list)
     sums: Mapping[int, torch.dtype] = field(default_factory=dict)
     in_parts: bool = False
     _divisor: float | None = None  # by which the last stage was run, where anything flows
-    scaled: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scaled = self.scales[0]
 
     def run_again(
         self, stage: int, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
@@ -57,19 +56,19 @@ class Way:
         """A stage, run once more. ``targets``: those of its calls, if it is the last one."""
         if targets is None:
             return self._once_more(stage, module, calls, None)
-        best, most, taken = None, -1, self.scaled
-        for scaled, divisor in self._tried:
+        best, most = None, -1
+        for divisor in dict.fromkeys(by for by, _ in self._ways.values()):
             own = self._once_more(stage, module, calls, Ending(self._loss_fn, divisor, targets))
             if not own.flowing:
                 return own  # by zeros nobody tells; other ranks may know
             if own.fitting > most:
-                best, most, self._divisor, taken = own, own.fitting, divisor, scaled
+                best, most, self._divisor = own, own.fitting, divisor
             if own.speaks and own.fitting < own.flowing:
                 own.doubt(_SPEAKS.format(stage))
             if own.speaks or most == own.flowing:
                 break
         assert best is not None, "there is a way"
-        self.scaled = taken
+        self.factors = [best.factor if _is_off(best) else 1.0]
         self.fitting = frozenset(name for name, (by, _) in self._ways.items() if most and by == self._divisor)
         return best
 
@@ -77,16 +76,6 @@ class Way:
         """Take the way that fits on most ranks, of those that can tell; and what a last stage's rank ``scaled`` by."""
         self.scaled = next(iter(scaled), self.scaled)
         self.name = max(self._ways, key=lambda name: sum(name in those for those in fitting))
-
-    def take_last(self, sizes: Sequence[float]) -> None:
-        """Take it that sums are divided at last by as much as gradients of these ``sizes`` look so.
-
-        Where no way fits what flows to the last stage, what flowed is wrong; gradients may still be of what flowed,
-        whichever way they lead.
-        """
-        last = {name: by for name, (_, by) in self._ways.items()}
-        by = divided_by([*map(abs, sizes)], list(dict.fromkeys(last.values())))
-        self.name = next(name for name, it in last.items() if it == by)
 
     def as_agreed(
         self, own: OwnStage, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
@@ -112,25 +101,17 @@ class Way:
 
     @property
     def _ways(self) -> dict[str, tuple[float, float]]:
-        """What losses may be divided by, and then sums. The likeliest is the first."""
-        return self._ways_by(self.scaled)
+        """What losses may be divided by, and then sums. The sums are the same."""
+        every, scaled = float(self.replicas), self.scaled
+        if self.by.accumulation.late:
+            return {"late": (1.0 / scaled, self.whole * scaled)}
+        found = {"averaged": (self.own / scaled, every * scaled)}
+        return found | ({"added": (self.whole / scaled, scaled)} if self.alike else {})
 
     @property
-    def _tried(self) -> list[tuple[float, float]]:
-        """What losses may be multiplied by, with all that they may then be divided by."""
-        every = ((scaled, divisor) for scaled in self.scales for divisor, _ in self._ways_by(scaled).values())
-        return [*dict.fromkeys(every)]
-
-    def _ways_by(self, scaled: float) -> dict[str, tuple[float, float]]:
-        every = float(self.replicas)
-        found = {
-            "averaged": (self.own, every),
-            "added": (self.whole, 1.0),
-            "weighted": (self.whole / every, every),
-            _LATE: (1.0, self.whole),
-        }
-        names = [_LATE] if self.by.accumulation.late else [*found]
-        return {name: (found[name][0] / scaled, found[name][1] * scaled) for name in names}
+    def whole(self) -> float:
+        """What the loss of all replicas together is divided by."""
+        return self.own * self.replicas
 
     def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """``sums`` by what they are too large."""
@@ -149,6 +130,23 @@ class Way:
         own = OwnStage(stage, module, calls, ending=ending, accumulation=accumulation, in_parts=self.in_parts)
         own.run()
         return own
+
+
+def agreed_times(factors: Sequence[float | None]) -> float | None:
+    """What losses are multiplied by, of the ``factors`` at all last stages; None where not, or not all alike."""
+    first = factors[0] if factors else None
+    if first is None or first == 1.0 or not all(near(one, first) for one in factors):
+        return None
+    for plain in (round(first), 1 / (round(1 / first) or math.inf)):
+        if plain and abs(first - plain) <= _WHOLE * abs(first):
+            return float(plain)
+    return first
+
+
+def _is_off(own: OwnStage) -> bool:
+    """Whether what flowed to its outputs is not what flows again, by more than its types round multiples."""
+    coarse = own.narrowest is not None and torch.finfo(own.narrowest).eps > torch.finfo(torch.float32).eps
+    return own.fitting < own.flowing or (not coarse and abs((own.factor or 1.0) - 1.0) > _MULTIPLE)
 
 
 def targets_of(given: Pairs | None, chain: Chain, stage: int) -> list[Any] | None:

@@ -189,17 +189,20 @@ def test_what_is_handed_back_may_not_contradict_the_contract(
     assert f"declare {word}=" in verdict.headline
 
 
-OTHER = "losses were multiplied by 2, and the contract says loss_scale=1024: declare loss_scale=2, if that is meant"
-TAKEN = "losses were multiplied by 1024 and gradients divided by it: that was taken as meant"
+OTHER = "all losses are 0.00195312 times the contract's: if that is meant, loss_scale=2"
+UNSAID = (
+    "all losses are 1024 times the contract's: if that is meant, loss_scale=1024, or loss_divisor=0.00195312 where "
+    "gradients are not divided by it"
+)
 
 
 @pytest.mark.parametrize(
     ("times", "by", "said", "kinds", "note"),
     [
         (SCALE, SCALE, {"loss_scale": SCALE}, [], ""),
-        (SCALE, SCALE, {}, [], TAKEN),
+        (SCALE, SCALE, {}, None, UNSAID),
         (SCALE, None, {"loss_scale": SCALE}, ["not-unscaled"], ""),
-        (2.0, 2.0, {"loss_scale": SCALE}, None, OTHER),
+        (2.0, 2.0, {"loss_scale": SCALE}, ["scale", "scale"], OTHER),
     ],
 )
 def test_a_composed_check_reads_the_loss_scale(

@@ -160,7 +160,6 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "cast but for the loss": lambda: Job(
         layers(torch.tanh, torch.sin), loss_fn=of_classes, cast=partial(in_bf16, loss=False)
     ),
-    "gradients are divided at last": lambda: Job(layers(*[torch.tanh] * 3), late=3.0),
     "shapes are tried first": lambda: Job(layers(*[torch.tanh] * 3), trial=True),
     "a mode that does not matter": lambda: Job([one.eval() for one in layers(torch.tanh, torch.sin)]),
 }

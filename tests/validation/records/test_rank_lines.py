@@ -42,6 +42,5 @@ def test_it_is_known_whose_microbatches_are_whose_where_all_say_so_or_all_run_th
 def test_losses_are_divided_by_the_microbatches_of_replicas_and_not_of_their_parts() -> None:
     together = Run(RUN.replicas, ("a", "b", "a", "b", "c", "d", "c", "d"), ((0, 1),) * 8)
     found = lines(TWO_OF_TWO, together=2, run=together)
-    assert (found.divisor(None, 2), found.own_divisor(None, 2)) == (4.0, 2.0)
-    assert (found.divisor(12.0, 2), found.own_divisor(12.0, 2)) == (12.0, 6.0)
-    assert (RankLines().divisor(None, 3), RankLines().own_divisor(None, 3)) == (3.0, 3.0)
+    assert (found.own_divisor(None, 2), found.own_divisor(12.0, 2)) == (2.0, 6.0)
+    assert RankLines().own_divisor(None, 3) == 3.0
