@@ -66,7 +66,7 @@ class Job:
 
     def expected(self, build: Callable[[], nn.Module], pairs: Pairs) -> Any:
         if self.against == "single":
-            return SingleDevice(build, loss_of_rows, self.divisor)
+            return SingleDevice(build, loss_of_rows, Contract(loss_divisor=self.divisor))
         if self.against == "record":
             return record_step(build(), pairs, loss_fn=loss_of_rows, contract=Contract(loss_divisor=self.divisor))
         return Composed(loss_of_rows, contract=Contract(loss_divisor=self.divisor), build=build)
