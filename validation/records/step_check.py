@@ -185,7 +185,7 @@ class StepCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> StepPart:
         why = self._why if self._at is None else self._problem
-        more = self._crash, self._no_norm, self._products, self._waits
+        more = self._crash, self._no_norm, self._products, self._later.asks(self._ledger)
         return StepPart(about, self._ledger, self._kept.notes, self._norm, why, *more)
 
     @property
@@ -195,11 +195,6 @@ class StepCheck(CheckedStep):
             return {}
         place = next((one.device for one in self._own.parameters.values()), CPU)
         return products_in(place, self._record.products)
-
-    @property
-    def _waits(self) -> bool:
-        """Whether something is not bit for bit, and floors are to be measured."""
-        return self._later.wait and (bool(self._later) or not self._ledger.all_exact)
 
     def _concluded(self, parts: Sequence[StepPart]) -> Verdict:
         blank = len(parts) < self._exchange.ranks or any(one.problem or one.report.failed for one in parts)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records import step_record
 from pipeproof.records.floors_later import FloorsLater
@@ -89,7 +90,7 @@ def test_what_waits_keeps_its_order_and_its_content() -> None:
     later.enter(lambda: made.append("c"))
     seen.zero_()
     assert len(made) == 1
-    assert later
+    assert later.asks(Ledger([]))
     for entry in later.settled():
         entry()
     assert made[1:] == [("b", 4.0), "c"]
