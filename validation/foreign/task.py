@@ -254,12 +254,6 @@ def check_loss_fn(given: Any) -> None:
         raise WhiteBoxError(f"loss_fn is {given!r}: expected a function of output and target")
 
 
-def check_divisor(given: Any) -> None:
-    """Raise ``WhiteBoxError`` where losses cannot be divided by it; None: by their number."""
-    if given is not None and (not isinstance(given, int | float) or not given > 0):
-        raise WhiteBoxError(f"loss_divisor is {given!r}: expected a number above 0")
-
-
 def pair_of(number: int, given: Any) -> tuple[Any, Any]:
     """Inputs and target of the microbatch of this number. Raises ``WhiteBoxError``."""
     if not isinstance(given, tuple | list) or len(given) != 2:

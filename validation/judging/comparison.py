@@ -102,7 +102,7 @@ class Comparison:
         scenarios: frozenset[str] = frozenset(),
     ) -> None:
         self.due = due
-        self._allowed = allowed
+        self.allowed = allowed
         self.ledger = ledger
         self.number = number
         self.scenarios = scenarios
@@ -113,7 +113,7 @@ class Comparison:
 
     def onto(self, ledger: Ledger) -> "Comparison":
         """The same, entered into another ledger."""
-        return Comparison(self.due, self._allowed, ledger, number=self.number, scenarios=self.scenarios)
+        return Comparison(self.due, self.allowed, ledger, number=self.number, scenarios=self.scenarios)
 
     def held(self, name: str, count: int, *, due: int, stage: int | None = None, rank: int | None = None) -> None:
         """How many places hold a parameter."""
@@ -145,7 +145,7 @@ class Comparison:
             else:
                 place = self._at("loss", microbatch=microbatch, rank=rank)
                 due = self.due.losses[microbatch]
-                self.ledger.numbers(place, one, due, partial(self._allowed.loss, microbatch))
+                self.ledger.numbers(place, one, due, partial(self.allowed.loss, microbatch))
 
     def _not_finite(self, microbatch: int, first: Action, rank: int) -> None:
         """A microbatch's loss is NaN since action ``first`` on ``rank`` put out something that is not finite."""
@@ -160,13 +160,13 @@ class Comparison:
             reported = tuple(self._losses.get(microbatch, math.nan) for microbatch in range(len(every)))
             if reported != every and all(map(math.isfinite, reported)) and math.fsum(every):
                 wanted *= math.fsum(reported) / math.fsum(every)
-            self.ledger.numbers(self._at("loss", rank=rank), seen, wanted, self._allowed.total)
+            self.ledger.numbers(self._at("loss", rank=rank), seen, wanted, self.allowed.total)
 
     def norm(self, seen: float, *, rank: int | None = None) -> None:
         """The gradient norm, NaN where it should have been reported."""
         wanted = self.due.norm
         if wanted is not None and math.isfinite(wanted):
-            self.ledger.numbers(self._at("grad-norm", rank=rank), seen, wanted, self._allowed.norm)
+            self.ledger.numbers(self._at("grad-norm", rank=rank), seen, wanted, self.allowed.norm)
         elif wanted is not None:
             self.ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: there is nothing to compare with")
 
@@ -187,7 +187,7 @@ class Comparison:
         if wanted.numel() and not any_nonzero(wanted) and not any_nonzero(seen):
             self.ledger.empty("gradient", "zero, as is due: no fault shows there")
         place = self._at("gradient", parameter=name, rank=rank, stage=stage)
-        self.ledger.tensors(place, seen.detach(), wanted, partial(self._allowed.gradient, name))
+        self.ledger.tensors(place, seen.detach(), wanted, partial(self.allowed.gradient, name))
 
     def follow(self, expected: Expected, observed: Mapping[Site, Gradient], update: Follow) -> None:
         """Let the norm and the weights be due that follow from the gradients that were ``observed``.
@@ -212,13 +212,13 @@ class Comparison:
         rounded = may_be_rounded(gradient, before, wanted)
 
         def floor() -> Floor:
-            return update_floor(self._allowed.update(name), before, wanted, gradient)
+            return update_floor(self.allowed.update(name), before, wanted, gradient)
 
         def by_gradient() -> tuple[float, Floor] | None:
-            slope = None if gradient is None or seen.shape != wanted.shape else self._allowed.slope(name)
+            slope = None if gradient is None or seen.shape != wanted.shape else self.allowed.slope(name)
             if gradient is None or slope is None:
                 return None
-            floor = self._allowed.gradient(name)
+            floor = self.allowed.gradient(name)
             update = Moved(seen.detach(), wanted, before, gradient, slope)
             return update.as_gradient(floor.limit, rounded=rounded), floor
 

@@ -42,15 +42,20 @@ Fetch = Callable[[str], Tensor]
 
 
 class Addressed(Mapping[str, Tensor | None]):
-    """Tensors by name that are fetched, by the digest of their content, each time one is asked for."""
+    """Tensors by name that are fetched, by the digest of their content, when one is asked for; the last is kept."""
 
     def __init__(self, digests: Mapping[str, str | None], fetch: Fetch) -> None:
         self.digests = dict(digests)
         self._fetch = fetch
+        self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor | None:
-        address = self.digests[name]
-        return None if address is None else self._fetch(address)
+        if (address := self.digests[name]) is None:
+            return None
+        if self._last is None or self._last[0] != address:
+            self._last = None  # one at a time is in memory
+            self._last = address, self._fetch(address)
+        return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.digests)

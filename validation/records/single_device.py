@@ -30,11 +30,11 @@ from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.record_evidence import Step
 from pipeproof.records.record_file import described, restored
-from pipeproof.records.step_record import LossFn, Pairs, loss_of, moved, recipe_of, recorded
+from pipeproof.records.step_record import LossFn, Pairs, check_repeated, loss_of, moved, recipe_of, recorded
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.snapshot import unchanged
+from pipeproof.reference.snapshot import Snapshot, unchanged
 from pipeproof.reference.step import Loss, Recipe
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.accelerator import CPU
@@ -126,7 +126,8 @@ class ReferenceBeside:
         self._timeout_s = timeout_s
         self._laid_out: dict[str, Tensor] = {}
         self._loss_fn: LossFn | None = None
-        self._divisor: float | None = None
+        self._start: Snapshot | None = None  # what the reference ran with, as the step began
+        self._losses: tuple[float, ...] = ()
         self._shares: tuple[tuple[int, ...], ...] = ()
         self._stages: dict[str, set[int]] = {}
         self._beside = self._place = torch.device(CPU)  # where this rank's own weights are, and the reference computes
@@ -159,19 +160,26 @@ class ReferenceBeside:
             self._exchange.give(_weight(name, own), parameters[name])
         self._shares = shares
         self._stages = {name: {stage for _, stage in places} for name, places in places_of(arrivals).items()}
-        outcome = self._made(held, microbatches) if own == 0 else ("", "")
-        what = "the reference of the checked step"
-        text, problem = self._exchange.gather(outcome, what=what, bound_s=self._timeout_s)[0]
+        found = self._of_first(lambda: self._made(parameters, held, microbatches), "the reference of the checked step")
         self._exchange.clear(_weight(name, own) for name in given)
-        return (None, {0: problem}) if problem else (restored(text, self.fetch), {})
+        return found
+
+    def measured(self, record: Record) -> tuple[Record | None, dict[int, str]]:
+        """``record`` with floors, or why there are none: the reference runs again from the state that it began with."""
+        found, problems = self._of_first(self._with_floors, "what rounding does to the checked step")
+        if found is None:
+            return None, problems
+        operation = replace(record.operations[0], floors=found.operations[0].floors)
+        return replace(record, config=found.config, operations=(operation,)), {}
 
     def fetch(self, name: str) -> Tensor:
         """What any rank laid out under ``name``."""
         return self._exchange.take(name, bound_s=self._timeout_s)
 
     def clear(self) -> None:
-        """Take back what was laid out."""
+        """Take back what was laid out, and let go what was kept to run again."""
         self._exchange.clear(self._laid_out)
+        self._start = None
 
     def update(self, step: Step) -> Update:
         """The step as attribution sees it, on rank 0. The model is made to run each microbatch once more.
@@ -237,36 +245,63 @@ class ReferenceBeside:
     def _recipe(self) -> Recipe:
         return recipe_of(self._contract, self._loss, self._shares)
 
-    def _made(self, held: Held, microbatches: Pairs | None) -> tuple[str, str]:
-        if microbatches is None:
-            return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
-        source = self.source
+    def _of_first(self, make: Callable[[], Record], what: str) -> tuple[Record | None, dict[int, str]]:
+        """What rank 0 can ``make`` there, on every rank, or why it cannot."""
+        outcome = self._described(make) if self._exchange.rank == 0 else ("", "")
+        text, problem = self._exchange.gather(outcome, what=what, bound_s=self._timeout_s)[0]
+        return (None, {0: problem}) if problem else (restored(text, self.fetch), {})
+
+    def _described(self, make: Callable[[], Record]) -> tuple[str, str]:
+        laid_out: dict[str, Tensor] = {}
         try:
-            source.check()
+            self.source.check()
             with self.apart():
-                self.model, self.microbatches = self._with_weights(held), microbatches
-                given, contract = source.loss_fn, source.contract
-                self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
-                self._contract = contract if isinstance(contract, Contract) else contract(self.model, microbatches)
-                self._contract.reads(("loss_divisor", "loss_scale", "accumulation"), "beside a SingleDevice")
-                record = recorded(self.model, microbatches, self._recipe, floors=source.floors, stages=self._stages)
-                self.model.to(CPU)  # the step needs the device's memory
-            record = replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
-            text = described(record, self._laid_out)
-            self._laid_out = {address: tensor.cpu() for address, tensor in self._laid_out.items()}
+                record = make()
+                self._there.to(CPU)  # the step needs the device's memory
+            text = described(record, laid_out)
         except (RecordError, WhiteBoxError, ContractError) as error:
             return "", str(error)
         except Exception as error:  # the user's own code runs in it
             cure = _NO_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
             return "", f"the reference raised {type(error).__name__}: {error}{cure}"
-        for address, tensor in self._laid_out.items():
-            self._exchange.give(address, tensor)
+        for address, tensor in laid_out.items():
+            self._laid_out[address] = tensor.cpu()
+            self._exchange.give(address, self._laid_out[address])
         return text, ""
 
-    def _with_weights(self, held: Held) -> nn.Module:
+    def _made(self, own: Mapping[str, Tensor], held: Held, microbatches: Pairs | None) -> Record:
+        """What a correct step gives, without floors; ``own`` are this rank's parameters."""
+        if microbatches is None:
+            raise RecordError("the reference runs here, and there are no microbatches: pass them on rank 0")
+        self.model, self.microbatches = self._with_weights(own, held), microbatches
+        given, contract = self.source.loss_fn, self.source.contract
+        self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
+        self._contract = contract if isinstance(contract, Contract) else contract(self.model, microbatches)
+        self._contract.reads(("loss_divisor", "loss_scale", "accumulation"), "beside a SingleDevice")
+        if self.source.floors:
+            self._start = Snapshot([self._loss_fn, microbatches], lean=[self.model], host=True)
+        record = self._recorded(floors=False)
+        self._losses = record.operations[0].losses
+        return record
+
+    def _with_floors(self) -> Record:
+        assert self._start is not None, "floors are asked for where they were promised"
+        self._start.put_back()
+        record = self._recorded(floors=True)
+        (operation,) = record.operations
+        check_repeated(self._losses, operation.losses)
+        return replace(record, operations=(replace(operation, gradients={}),))
+
+    def _recorded(self, *, floors: bool) -> Record:
+        record = recorded(self._there, self.microbatches, self._recipe, floors=floors, stages=self._stages)
+        return replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
+
+    def _with_weights(self, own: Mapping[str, Tensor], held: Held) -> nn.Module:
         """The reference with the weights of ``held``, which ranks have; these must be the model's parameters."""
         model = self.source.build()
         check_module(f"build, {name_of(self.source.build)}, returned", model)
+        if {id(one) for one in own.values()} & set(map(id, model.parameters())):
+            model = copied(model)  # what the step does to its weights may not reach the reference
         named = dict(model.named_parameters(remove_duplicate=False))
         for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
             if names:

@@ -1,7 +1,8 @@
 """One step of a running job under torchrun, held against a record, or against the single-device model beside it.
 
 Every rank compares its own stages, one tensor at a time and where the job holds it, so that comparing takes no more
-memory than the largest parameter. What ranks exchange takes more: the store has all weights while a reference is made
+memory than the largest parameter; beside the model, the gradients that differ in bits wait on the host until the end,
+when it measures what rounding does. What ranks exchange takes more: the store has all weights while a reference is made
 of them, and of gradients that ranks have in parts all that others are to judge, until the end. The verdicts are joined
 there, so that all ranks have the same.
 """
@@ -35,6 +36,7 @@ from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.checked_step import CheckError as CheckError
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.composed_step import Composed
+from pipeproof.records.floors_later import FloorsLater
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.last_check import LastCheck, last_check, remember
 from pipeproof.records.rank_part import (
@@ -49,7 +51,7 @@ from pipeproof.records.rank_part import (
     run_of,
     told,
 )
-from pipeproof.records.record import Record, RecordedOperation, RecordError, against, upstream
+from pipeproof.records.record import Record, Recorded, RecordedOperation, RecordError, against, upstream
 from pipeproof.records.record_evidence import Step, checked, explained
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
@@ -94,6 +96,7 @@ class StepCheck(CheckedStep):
         self._shards: Mapping[str, Shard] = {}
         self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
         self._expected: RecordedOperation | None = None
+        self._later = FloorsLater(wait=False)
         self._norm: float | None = None
         self._record: Record | None = None
         self._beside: ReferenceBeside | None = None
@@ -129,6 +132,9 @@ class StepCheck(CheckedStep):
                         self._compare(self._at, name, gradient)
 
     def _compare(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
+        self._later.gradient(name, gradient, at.due.gradients, partial(self._enter, at, name))
+
+    def _enter(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
         before, where = len(self._ledger.mismatches), self._own.where(name, self._exchange.rank)
         at.gradient(name, gradient, **where)
         found = self._ledger.compared.get(("gradient", where.get("rank"), where.get("stage"), None, name))
@@ -155,15 +161,16 @@ class StepCheck(CheckedStep):
                 told = "whose losses these are nobody says: pass each replica the microbatches it runs"
                 self._ledger.doubt("loss", told)
             elif known is not None:
-                self._at.losses(known, share=share, rank=rank)
+                exact = tuple(known) == tuple(self._expected.losses[k] for k in share or range(len(known)))
+                self._later.enter(partial(self._at.losses, known, share=share, rank=rank), exact=exact)
             whole = None if loss is None else number("loss", loss)
             if whole is not None and share is not None and len(share) < len(self._expected.losses):
                 self._ledger.doubt("loss", _TOTAL_OF_SOME)
             elif whole is not None:
-                self._at.loss(whole, rank=rank)
+                self._later.enter(partial(self._at.loss, whole, rank=rank), exact=whole == self._expected.loss)
             if norm is not None:
-                self._norm = number("norm", norm)
-                self._at.norm(self._norm, rank=rank)
+                self._norm = norm = number("norm", norm)
+                self._later.enter(partial(self._at.norm, norm, rank=rank), exact=norm == self._expected.norm)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         """Say what gradients will be added to, by the record's names: what is there by then is no part of the step."""
@@ -178,7 +185,7 @@ class StepCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> StepPart:
         why = self._why if self._at is None else self._problem
-        more = self._crash, self._no_norm, self._products
+        more = self._crash, self._no_norm, self._products, self._later.asks(self._ledger)
         return StepPart(about, self._ledger, self._kept.notes, self._norm, why, *more)
 
     @property
@@ -190,7 +197,29 @@ class StepCheck(CheckedStep):
         return products_in(place, self._record.products)
 
     def _concluded(self, parts: Sequence[StepPart]) -> Verdict:
+        blank = len(parts) < self._exchange.ranks or any(one.problem or one.report.failed for one in parts)
+        if not blank and any(one.waits for one in parts):
+            try:
+                parts = self._settled(parts)
+            except RanksAbsent as absent:
+                self._obstacle = f"what rounding does to the step is not known: {absent}"
         return self._explained(self._joined(parts), parts)
+
+    def _settled(self, parts: Sequence[StepPart]) -> Sequence[StepPart]:
+        """The parts once floors are measured, and all is compared: every rank calls this."""
+        if self._beside is None or self._at is None or self._record is None:
+            return parts
+        found, problems = self._beside.measured(self._record)
+        if found is None:
+            self._obstacle = told(problems)
+            return parts
+        self._record, self._expected = found, found.operations[0]
+        self._at.allowed = Recorded(self._expected)
+        for entry in self._later.settled():
+            with self.noting():
+                entry()
+        mine = self._part(parts[self._exchange.rank].report)
+        return self._exchange.finish(mine, what="what floors decide in the checked step", bound_s=self._bound_s)
 
     def _clear(self) -> None:
         if self._at is not None:
@@ -219,7 +248,7 @@ class StepCheck(CheckedStep):
         if self._run.count == 1 and self._expected.buffers:
             for name, (stage, buffer) in self._own.buffers.items():
                 at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
-        at.close()
+        self._later.enter(at.close)
 
     def _begin(self) -> str:
         record: Record | None = None
@@ -244,6 +273,7 @@ class StepCheck(CheckedStep):
         self._record, self._expected = record, record.operations[self._number]
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
+        self._later = FloorsLater(wait=self._beside is not None and self._beside.source.floors)
         compared = {name: places for name, places in self._places.items() if name in self._expected.gradients}
         self._held = HeldInCommon(self._exchange, compared, self._own.shapes, bound_s=self._bound_s)
         if self._exchange.rank == 0:

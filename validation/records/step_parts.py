@@ -23,7 +23,8 @@ class StepPart:
     """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong.
 
     ``crash``: what was raised while it compared. ``no_norm``: why it reports no norm, where it was told one.
-    ``products``: how its device rounds those that what is due was computed by.
+    ``products``: how its device rounds those that what is due was computed by. ``waits``: whether floors, which can be
+    measured, decide on some of it.
     """
 
     report: RankReport
@@ -34,6 +35,7 @@ class StepPart:
     crash: Crash | None = None
     no_norm: str = ""
     products: Mapping[str, str] = field(default_factory=dict)
+    waits: bool = False
 
 
 def joined(

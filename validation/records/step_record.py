@@ -169,17 +169,21 @@ def _floors(
     ``reference`` is as it was before.
     """
     again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
-    others = [one.loss for one in again][::-1]
-    for number, (loss, other) in enumerate(zip(step.expected.losses, others, strict=True)):
+    check_repeated(step.expected.losses, [one.loss for one in again][::-1])
+    floors = Floors(reference, [step], updated=updated)
+    slopes = {name: floors.slope((stage, name)) for stage, name in step.expected.parameters}
+    found = RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
+    return found, {name: one for name, one in slopes.items() if one is not None}, floors.products
+
+
+def check_repeated(losses: Sequence[float], others: Sequence[float]) -> None:
+    """Raise ``RecordError`` unless the ``others``, of the same microbatches run again, are the same losses."""
+    for number, (loss, other) in enumerate(zip(losses, others, strict=True)):
         if loss != other and (loss == loss or other == other):
             raise RecordError(
                 f"the model does not give the same loss twice: microbatch {number} {loss:.9g}, then {other:.9g}; "
                 "seed what it draws from the microbatch, or switch it off"
             )
-    floors = Floors(reference, [step], updated=updated)
-    slopes = {name: floors.slope((stage, name)) for stage, name in step.expected.parameters}
-    found = RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
-    return found, {name: one for name, one in slopes.items() if one is not None}, floors.products
 
 
 def _config(model: nn.Module, microbatches: Pairs, recipe: Recipe) -> dict[str, object]:

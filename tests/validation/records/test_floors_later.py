@@ -1,0 +1,98 @@
+"""Beside the model, floors are measured once bits differ, from the state that the step began with."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records import step_record
+from pipeproof.records.floors_later import FloorsLater
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+
+Data = list[tuple[Tensor, Tensor]]
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target) * float(os.environ.get("FACTOR_OF_LOSS", "1"))
+
+
+def checked(model: nn.Module, times: float, *, source: SingleDevice, late: Callable[[Data], object]) -> Verdict:
+    """A step whose first gradient is so many times what is due; ``late`` comes after it was compared."""
+    draw = torch.Generator().manual_seed(1)
+    data = [(x, y) for x, y in torch.randn(4, 2, 3, 4, generator=draw)]
+    with check_step(model, data, against=source) as check:
+        losses = []
+        for inputs, target in data:
+            losses.append(loss_fn(model(inputs), target))
+            (losses[-1] / 4).backward()
+        gradient = model.get_parameter("0.weight").grad
+        assert gradient is not None
+        gradient.mul_(times)
+        check.gradients()
+        check.report(losses=[one.item() for one in losses])
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        model.zero_grad(set_to_none=False)
+        late(data)
+    return check.verdict
+
+
+@pytest.mark.parametrize(("times", "verdict", "runs"), [(1.0, "pass", 0), (1 + 2e-7, "pass", 1), (1.5, "fail", 1)])
+def test_floors_are_measured_once_where_bits_differ(
+    times: float, verdict: str, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, floors = list[object](), step_record._floors
+
+    def counting(*given: object, **more: object) -> object:
+        measured.append(given)
+        return floors(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(step_record, "_floors", counting)
+    found = checked(build(), times, source=SingleDevice(build, loss_fn), late=lambda data: None)
+    assert (found.verdict, len(measured)) == (verdict, runs), str(found)
+    assert found.law("gradient").floor > 0 or not runs
+
+
+def test_the_reference_runs_again_as_it_began() -> None:
+    """The step writes to its inputs, and has the very weights that the reference is built with."""
+    model = build()
+    source = SingleDevice(lambda: model, loss_fn)
+    found = checked(model, 1 + 2e-7, source=source, late=lambda data: [one.zero_() for one, _ in data])
+    assert found.verdict == "pass", str(found)
+    assert found.law("gradient").exact == 3
+
+
+def test_a_reference_that_gives_another_loss_later_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(_: Data) -> None:
+        monkeypatch.setenv("FACTOR_OF_LOSS", "2")
+
+    found = checked(build(), 1 + 2e-7, source=SingleDevice(build, loss_fn), late=late)
+    assert found.verdict == "unknown", str(found)
+    assert "does not give the same loss twice: microbatch 0" in found.law("comparable").note
+
+
+def test_what_waits_keeps_its_order_and_its_content() -> None:
+    later, made, due = FloorsLater(wait=True), list[object](), {"a": torch.ones(2), "b": torch.ones(2)}
+    later.gradient("a", torch.ones(2), due, lambda one: made.append(("a", one)))
+    assert len(made) == 1
+    seen = torch.full((2,), 2.0)
+    later.gradient("b", seen, due, lambda one: made.append(("b", float(one.sum()) if one is not None else None)))
+    later.enter(lambda: made.append("c"))
+    seen.zero_()
+    assert len(made) == 1
+    assert later.asks(Ledger([]))
+    for entry in later.settled():
+        entry()
+    assert made[1:] == [("b", 4.0), "c"]
+    later.enter(lambda: made.append("d"), exact=False)
+    assert made[-1] == "d"
