@@ -185,7 +185,9 @@ class StepCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> StepPart:
         why = self._why if self._at is None else self._problem
-        more = self._crash, self._no_norm, self._products, self._later.asks(self._ledger)
+        waits, due = self._later.asks(self._ledger), self._expected
+        rounding = None if due is None or waits or self._ledger.all_exact else Recorded(due).precision
+        more = self._crash, self._no_norm, self._products, waits, rounding
         return StepPart(about, self._ledger, self._kept.notes, self._norm, why, *more)
 
     @property

@@ -8,10 +8,11 @@ from typing import Literal
 from pipeproof.judging.comparison import leave_out
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.tolerance import FP32, Precision
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.records.held_in_common import LAWS as IN_COMMON
 from pipeproof.records.rank_part import Notes, told
-from pipeproof.records.record import LAWS, Record, Recorded, RecordedOperation, against
+from pipeproof.records.record import LAWS, Record, RecordedOperation, against
 from pipeproof.worlds.rank_report import Ending, RankReport, details, headline
 from pipeproof.worlds.side_store import RanksAbsent
 
@@ -24,7 +25,8 @@ class StepPart:
 
     ``crash``: what was raised while it compared. ``no_norm``: why it reports no norm, where it was told one.
     ``products``: how its device rounds those that what is due was computed by. ``waits``: whether floors, which can be
-    measured, decide on some of it.
+    measured, decide on some of it. ``rounding``: how what is due is rounded, where that was asked for: what is due can
+    be fetched as long as this part is awaited.
     """
 
     report: RankReport
@@ -36,6 +38,7 @@ class StepPart:
     no_norm: str = ""
     products: Mapping[str, str] = field(default_factory=dict)
     waits: bool = False
+    rounding: Precision | None = None
 
 
 def joined(
@@ -99,7 +102,8 @@ def _compared(
         ledger.skip("buffers", "nothing is expected of them")
     elif replicas > 1:
         ledger.skip("buffers", "each replica leaves its own, of its own microbatches")
-    title, otherwise = f"a step of this job against {record.name}", Recorded(expected).precision
+    title = f"a step of this job against {record.name}"
+    otherwise = next((part.rounding for part in parts if part.rounding is not None), FP32)
     verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=seconds)
     return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
 
