@@ -1,7 +1,7 @@
 """Beside the model, floors are measured once bits differ, from the state that the step began with."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records import step_record
 from pipeproof.records.floors_later import FloorsLater
-from pipeproof.records.single_device import SingleDevice
-from pipeproof.records.step_check import check_step
+from pipeproof.records.single_device import ReferenceBeside, SingleDevice
+from pipeproof.records.step_check import StepCheck, check_step
+from pipeproof.records.step_parts import StepPart
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -96,3 +97,27 @@ def test_what_waits_keeps_its_order_and_its_content() -> None:
     assert made[1:] == [("b", 4.0), "c"]
     later.enter(lambda: made.append("d"), exact=False)
     assert made[-1] == "d"
+
+
+@pytest.mark.parametrize(("times", "floors"), [(1.0, True), (1.0, False), (1 + 2e-7, False)])
+def test_nothing_is_fetched_once_no_rank_waits_any_more(
+    times: float, floors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has its verdict takes back what it laid out: another that asks for it then would wait in vain."""
+    asked, (fetch, joined) = list[str](), (ReferenceBeside.fetch, StepCheck._joined)
+
+    def fetching(self: ReferenceBeside, name: str) -> Tensor:
+        asked.append(name)
+        return fetch(self, name)
+
+    def joining(self: StepCheck, parts: Sequence[StepPart]) -> Verdict:
+        asked.clear()
+        verdict = joined(self, parts)
+        assert asked == []
+        return verdict
+
+    monkeypatch.setattr(ReferenceBeside, "fetch", fetching)
+    monkeypatch.setattr(StepCheck, "_joined", joining)
+    source = SingleDevice(build, loss_fn, floors=floors)
+    verdict = checked(build(), times, source=source, late=lambda data: None)
+    assert (verdict.verdict, verdict.stopped) == ("pass", "")
