@@ -334,9 +334,8 @@ class Whole:
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
         if self.chain.sources.unsure:
             undecided[_EQUAL] = None
-        unfit = {"dropped"} if "microbatches" in others else set[str]()
-        unfit |= {"wrong-message"} if verdict.law("boundaries").outcome == "unknown" else set()
-        ruled_out = tuple(one for one in found.ruled_out if not unfit & set(one.kinds))
+        unfit = {"dropped": "microbatches" in others, "wrong-message": verdict.law("boundaries").outcome == "unknown"}
+        ruled_out = tuple(one for one in found.ruled_out if not any(unfit.get(kind) for kind in one.kinds))
         return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided), ruled_out=ruled_out)
 
     @property

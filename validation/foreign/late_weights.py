@@ -22,15 +22,12 @@ def with_late_weights(made: Sequence[Sequence[RankMade]]) -> list[list[RankMade]
         for rank, one in enumerate(operation):
             pairs = list(zip(one.parts, following[rank].parts, strict=True))
             found = [dict(_written_late(*pair)) for pair in pairs]
-            parts = [_with_weights(part, new) for part, new in zip(one.parts, found, strict=True)]
-            operation[rank] = replace(one, parts=tuple(parts))
+            operation[rank] = replace(one, parts=tuple(map(_with_weights, one.parts, found)))
             for chunk, new in enumerate(found):
                 late.setdefault((rank, chunk), set()).update(new)
     for rank, one in enumerate(operations[-1]):
-        parts = [
-            _with_weights(part, dict.fromkeys(late.get((rank, chunk), ()))) for chunk, part in enumerate(one.parts)
-        ]
-        operations[-1][rank] = replace(one, parts=tuple(parts))
+        unseen = [dict.fromkeys(late.get((rank, chunk), ())) for chunk in range(len(one.parts))]
+        operations[-1][rank] = replace(one, parts=tuple(map(_with_weights, one.parts, unseen)))
     return operations
 
 

@@ -82,13 +82,7 @@ class StepCheck(CheckedStep):
         operation: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        """modules: this rank's stages by number. A single module is the stage of this rank's number.
-
-        microbatches: pairs of inputs and target. None on a rank that does not have them; for a ``SingleDevice``, rank 0
-        must. against: a record, its file, or the model beside the job. rename: from a stage's number and a name in it
-        to the record's name. operation: which one of the record's. timeout_s: bounds each wait for the other ranks,
-        and so for the reference.
-        """
+        """As ``check_step``, which says what each of these is."""
         super().__init__(modules, microbatches, laws=EVERY_LAW, rename=rename, timeout_s=timeout_s)
         self._source = against
         self._number = operation
