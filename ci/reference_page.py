@@ -43,6 +43,7 @@ SCHEDULE = (
 PARTS: Mapping[str, Sequence[Name]] = {
     "Your own step": (
         Name("pipeproof.foreign", "validate", "validation/foreign/on_a_world.py"),
+        Name("pipeproof", "Contract", "validation/core/contract.py"),
         Name(
             "pipeproof.foreign",
             "WhiteBox",

@@ -143,7 +143,7 @@ def observed_with(context: RankContext, case: Case, plant: Callable[[TorchRank],
     ("plant", "laws"),
     [
         pytest.param(never_synced, {"gradient", "replicas"}, marks=SWEEP),
-        (divided_twice, {"gradient", "grad-norm"}),
+        (divided_twice, {"gradient"}),
     ],
 )
 def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(

@@ -251,7 +251,7 @@ def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python:
     line = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=4 specimen=layernorm-zero"
     done = python(tmp_path, "-m", "pipeproof", "replay", line)
     assert done.returncode == 1, done.stdout
-    assert "FAIL gradient (1 of 8), grad-norm (2 of 2), updated-parameters (8 of 8)" in done.stdout
+    assert "FAIL gradient (1 of 8)" in done.stdout
     assert "where     rank 1, stage 1, parameter blocks.1.norm.weight" in done.stdout
     assert f'pipeproof replay "{line}"' in done.stdout
 

@@ -77,9 +77,9 @@ BROKEN: dict[str, tuple[Faults, set[str], str, int | None]] = {
     ),
     "a loss divided twice": (
         Faults(2, loss=lambda here, loss: loss / COUNT),
-        {"boundaries", "gradient", "grad-norm"},
+        {"gradient", "grad-norm"},
         "scale",
-        2,
+        None,
     ),
     "a norm that is another": (Faults(norm=lambda here, norm: norm * 2), {"grad-norm"}, "report", 1),
     "weights changed after the forwards": (
