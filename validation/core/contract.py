@@ -1,7 +1,7 @@
 """What a step claims, where that differs from the defaults."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -71,6 +71,11 @@ class Contract:
         _check_names(self.names)
         if type(self.warmup) is not int or self.warmup < 0:
             raise ContractError(f"warmup is {self.warmup!r}: expected how many first calls are no microbatch's, from 0")
+
+    def saying(self, words: Mapping[str, Any]) -> "Contract":
+        """The same with ``words`` that were given beside it, as ``loss_divisor=8``; ``steps`` are its operations."""
+        every = {"operations" if word == "steps" else word: value for word, value in words.items()}
+        return replace(self, **{word: value for word, value in every.items() if value is not None})
 
     @property
     def plan(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -81,7 +81,11 @@ class AgainstItself(ABC):
     every: int = 1
     stages: Literal["all", "one by one"] = "all"
     contract: Contract = DEFAULTS
+    loss_divisor: InitVar[float | None] = None  # that of the contract
     _steps: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
+
+    def __post_init__(self, loss_divisor: float | None) -> None:
+        object.__setattr__(self, "contract", self.contract.saying({"loss_divisor": loss_divisor}))
 
     @abstractmethod
     def checked(self, context: RankContext, order: Order, bound_s: float) -> Verdict:

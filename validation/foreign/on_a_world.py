@@ -29,6 +29,7 @@ def validate(
     contract: Contract = DEFAULTS,
     timeout_s: float | None = None,
     world: str = REAL,
+    **words: Any,
 ) -> Verdict:
     """As ``WhiteBox.validate``, on a world that lasts as long as this call.
 
@@ -43,7 +44,7 @@ def validate(
             ranks=ranks,
             loss_fn=loss_fn,
             optimizer=optimizer,
-            contract=contract,
+            contract=contract.saying(words),
             timeout_s=timeout_s,
         )
 

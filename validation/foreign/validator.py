@@ -60,6 +60,7 @@ class WhiteBox:
         optimizer: MakesOptimizer | None = None,
         contract: Contract = DEFAULTS,
         timeout_s: float | None = None,
+        **words: Any,
     ) -> Verdict:
         """The verdict on ``step(model, microbatches)``, called on every rank, beside the reference.
 
@@ -77,13 +78,14 @@ class WhiteBox:
         reference's of the model, or a pair of it and a scheduler, which steps once after each update. With it the step
         is to update its parameters once, and to leave their gradients; the weights after it are compared. contract:
         what the step claims where that differs from the defaults, such as the divisor of losses, several operations, or
-        the names of parameters. timeout_s: how long the step may take, in seconds; a hang ends there.
+        the names of parameters. timeout_s: how long the step may take, in seconds; a hang ends there. words: those of
+        the contract may be given here, too: ``loss_divisor=8`` is ``contract=Contract(loss_divisor=8)``.
 
         Raises ``WhiteBoxError``, ``ContractError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher
         started fewer. All else that goes wrong is in the verdict.
         """
         began, build = perf_counter(), reference.whole if isinstance(reference, AgainstItself) else reference
-        task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract)
+        task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.saying(words))
         if isinstance(reference, AgainstItself):
             task = LinkedTask.of(task, reference)
         task.check()

@@ -77,6 +77,11 @@ class SingleDevice:
     floors: bool = True
     device: torch.device | str | None = None
 
+    def __post_init__(self) -> None:
+        given: Any = self.contract
+        if isinstance(given, int | float | None):  # the divisor alone
+            object.__setattr__(self, "contract", Contract(loss_divisor=given))
+
     def check(self) -> None:
         """Raise ``WhiteBoxError`` for what no reference can be made of."""
         check_builds("build", self.build)

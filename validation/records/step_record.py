@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ def record_step(
     optimizer: torch.optim.Optimizer | None = None,
     contract: Contract = DEFAULTS,
     floors: bool = True,
+    **words: Any,
 ) -> Record:
     """What a correct training step gives: losses, gradients, their norm, and the parameters after it.
 
@@ -63,6 +65,7 @@ def record_step(
     Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, ``LossError`` for
     a loss that cannot be differentiated, and ``ContractError`` for a word that is not read.
     """
+    contract = contract.saying(words)
     contract.reads(("loss_divisor", "loss_scale", "accumulation", "max_norm"), "where a step is recorded")
     recipe = recipe_of(contract, loss_of(contract, loss_fn, len(microbatches)))
     with unchanged(model, optimizer, loss_fn, microbatches):

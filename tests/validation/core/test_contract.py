@@ -274,3 +274,13 @@ def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, 
 def test_a_composed_check_says_which_words_it_does_not_read(said: dict[str, Any], sentence: str) -> None:
     verdict = checked(Job(layers(torch.tanh)), contract=Contract(**said))
     assert (verdict.verdict, sentence in str(verdict)) == ("unknown", True), verdict
+
+
+def test_words_may_be_said_beside_the_contract() -> None:
+    assert Contract(warmup=1).saying({"loss_divisor": 8, "steps": ["train", "eval"], "names": None}) == Contract(
+        loss_divisor=8, operations=["train", "eval"], warmup=1
+    )
+    with pytest.raises(ContractError, match="loss_divisor is 0"):
+        Contract().saying({"loss_divisor": 0})
+    with pytest.raises(TypeError, match="divisor"):
+        Contract().saying({"divisor": 8})
