@@ -155,8 +155,8 @@ def test_a_loss_that_was_forgotten_is_said_with_the_cure(whitebox: WhiteBox) -> 
     verdict = judged(whitebox, right, loss_fn=None)
     assert "no loss_fn was given, so it was called with all of a microbatch, inputs and target" in verdict.headline
     assert "give loss_fn=" in verdict.headline
-    with pytest.raises(TypeError, match=r"validate\(\) got an unexpected keyword argument 'lossfn'"):
-        whitebox.validate(right, reference=build, microbatches=[], ranks=1, lossfn=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lossfn'"):
+        whitebox.validate(right, reference=build, microbatches=[], ranks=1, lossfn=None)
 
 
 def by_name(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

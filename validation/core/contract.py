@@ -75,6 +75,8 @@ class Contract:
     def saying(self, words: Mapping[str, Any]) -> "Contract":
         """The same with ``words`` that were given beside it, as ``loss_divisor=8``; ``steps`` are its operations."""
         every = {"operations" if word == "steps" else word: value for word, value in words.items()}
+        if unknown := every.keys() - {one.name for one in fields(self)}:
+            raise TypeError(f"there is an unexpected keyword argument {min(unknown)!r}")
         return replace(self, **{word: value for word, value in every.items() if value is not None})
 
     @property
