@@ -72,7 +72,7 @@ class Contract:
         if type(self.warmup) is not int or self.warmup < 0:
             raise ContractError(f"warmup is {self.warmup!r}: expected how many first calls are no microbatch's, from 0")
 
-    def saying(self, words: Mapping[str, Any]) -> "Contract":
+    def with_words(self, words: Mapping[str, Any]) -> "Contract":
         """The same with ``words`` that were given beside it, as ``loss_divisor=8``; ``steps`` are its operations."""
         every = {"operations" if word == "steps" else word: value for word, value in words.items()}
         if unknown := every.keys() - {one.name for one in fields(self)}:

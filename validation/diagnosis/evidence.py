@@ -16,11 +16,11 @@ from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Members
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.record_sums import RecordSums
-from pipeproof.diagnosis.stale_call import StaleCall, WithWeights
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.unscaled import unscaled
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.copies import copies_apart
+from pipeproof.judging.old_weights import StaleCall, WithWeights
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed

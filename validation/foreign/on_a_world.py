@@ -44,7 +44,7 @@ def validate(
             ranks=ranks,
             loss_fn=loss_fn,
             optimizer=optimizer,
-            contract=contract.saying(words),
+            contract=contract.with_words(words),
             timeout_s=timeout_s,
         )
 

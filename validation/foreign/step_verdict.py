@@ -14,6 +14,7 @@ from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
 from pipeproof.judging.judge import judged
+from pipeproof.judging.old_weights import hold_to_old_weights
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
 
@@ -89,6 +90,8 @@ def _explained(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:
     observed = one.found.observed(known)
     lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
     evidence = evidence_of(verdict, from_the_first_wrong(lines), one.found, beside)
+    verdict = hold_to_old_weights(verdict, lambda: evidence)
+    evidence = replace(evidence, verdict=verdict)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
 
     def told() -> Verdict:

@@ -85,7 +85,7 @@ class WhiteBox:
         started fewer. All else that goes wrong is in the verdict.
         """
         began, build = perf_counter(), reference.whole if isinstance(reference, AgainstItself) else reference
-        task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.saying(words))
+        task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.with_words(words))
         if isinstance(reference, AgainstItself):
             task = LinkedTask.of(task, reference)
         task.check()

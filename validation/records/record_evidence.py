@@ -13,11 +13,11 @@ from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.record_sums import RecordSums
-from pipeproof.diagnosis.stale_call import WithWeights
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage as HeldStage
 from pipeproof.judging.nudged import Nudges, doubt_rounding
+from pipeproof.judging.old_weights import WithWeights, hold_to_old_weights
 from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
@@ -244,7 +244,10 @@ def explained(
     try:
         for address, tensor in kept.tensors.items():
             exchange.give(address, tensor)
-        mine = doubt_rounding(verdict, moved, lambda _: products) if exchange.rank == 0 else None
+        mine = None
+        if exchange.rank == 0:
+            judged = doubt_rounding(verdict, moved, lambda _: products)
+            mine = hold_to_old_weights(judged, lambda: look(judged))
         verdict = exchange.gather(mine, what="how far rounding goes", bound_s=bound_s)[0]
         mine = sought(verdict, lambda: explained_evidence(look(verdict))) if exchange.rank == 0 else None
         found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract, ContractError
 from pipeproof.diagnosis.atoms import Update
-from pipeproof.diagnosis.stale_call import Given
 from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.reference_run import computed_in
@@ -25,6 +24,7 @@ from pipeproof.foreign.task import (
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.nudged import Nudged
+from pipeproof.judging.old_weights import Given
 from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError

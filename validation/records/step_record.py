@@ -65,7 +65,7 @@ def record_step(
     Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, ``LossError`` for
     a loss that cannot be differentiated, and ``ContractError`` for a word that is not read.
     """
-    contract = contract.saying(words)
+    contract = contract.with_words(words)
     contract.reads(("loss_divisor", "loss_scale", "accumulation", "max_norm"), "where a step is recorded")
     recipe = recipe_of(contract, loss_of(contract, loss_fn, len(microbatches)))
     with unchanged(model, optimizer, loss_fn, microbatches):

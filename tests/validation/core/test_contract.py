@@ -277,10 +277,10 @@ def test_a_composed_check_says_which_words_it_does_not_read(said: dict[str, Any]
 
 
 def test_words_may_be_said_beside_the_contract() -> None:
-    assert Contract(warmup=1).saying({"loss_divisor": 8, "steps": ["train", "eval"], "names": None}) == Contract(
+    assert Contract(warmup=1).with_words({"loss_divisor": 8, "steps": ["train", "eval"], "names": None}) == Contract(
         loss_divisor=8, operations=["train", "eval"], warmup=1
     )
     with pytest.raises(ContractError, match="loss_divisor is 0"):
-        Contract().saying({"loss_divisor": 0})
+        Contract().with_words({"loss_divisor": 0})
     with pytest.raises(TypeError, match="divisor"):
-        Contract().saying({"divisor": 8})
+        Contract().with_words({"divisor": 8})

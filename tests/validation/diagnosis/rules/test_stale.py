@@ -154,6 +154,9 @@ def test_what_is_right_passes(whitebox: WhiteBox, name: str) -> None:
 
 AROUND = Way(narrow=True, around=True)
 WRONG = {
+    "a cast that outlives a small update": (AROUND, TRAIN, "stale-tensor", None),
+    "unwatched": (Way(narrow=True, around=True, watched=False), TRAIN, "stale-tensor", None),
+    "in an evaluation": (AROUND, EVAL, "stale-tensor", None),
     "a large one": (Way(narrow=True, around=True, rate=0.5), TRAIN, "stale-tensor", None),
     "old weights in fp32": (Way(old=(0, 1)), TRAIN, "stale-tensor", None),
     "in one stage": (Way(old=(1,)), TRAIN, "stale-tensor", 1),
@@ -182,18 +185,3 @@ def test_what_an_operation_left_is_found_and_named(whitebox: WhiteBox, name: str
 def test_other_kernels_in_bf16_after_bits_are_no_proof_and_no_pass(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, Way(narrow=True, halves=1), EVAL)
     assert (verdict.verdict, verdict.law("loss").outcome, verdict.cause) == ("unknown", "unknown", ()), str(verdict)
-
-
-LITTLE_OLD = {
-    "a cast that outlives a small update": (AROUND, TRAIN),
-    "unwatched": (Way(narrow=True, around=True, watched=False), TRAIN),
-    "in an evaluation": (AROUND, EVAL),
-}
-
-
-@pytest.mark.parametrize("name", sampled(LITTLE_OLD, 2))
-def test_nor_are_old_weights_there_but_they_are_named(whitebox: WhiteBox, name: str) -> None:
-    verdict = judged(whitebox, *LITTLE_OLD[name])
-    assert (verdict.verdict, [one.kind for one in verdict.cause]) == ("unknown", ["stale-tensor"]), str(verdict)
-    assert verdict.law("loss").outcome == "unknown", str(verdict)
-    assert "computed with the weights that operation 1 began with" in verdict.cause[0].detail
