@@ -85,7 +85,8 @@ class AgainstItself(ABC):
     _steps: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self, loss_divisor: float | None) -> None:
-        object.__setattr__(self, "contract", self.contract.with_words({"loss_divisor": loss_divisor}))
+        if loss_divisor is not None:
+            object.__setattr__(self, "contract", self.contract.with_words({"loss_divisor": loss_divisor}))
 
     @abstractmethod
     def checked(self, context: RankContext, order: Order, bound_s: float) -> Verdict:
