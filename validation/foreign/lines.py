@@ -16,9 +16,8 @@ def from_the_first_wrong(lines: Sequence[Line]) -> list[Line]:
 
 def _first_wrong(line: Line, *, told: bool) -> tuple[float, ...]:
     """Where in the flow a tensor is first wrong. Not ``told``: what no law judges may be meant so on this line."""
-    stages = line.seen.schedule.n_stages
     wrong = [one for one in line.seen.crossings(0) if not one.same and (told or one.judged or not _meant(one))]
-    return min((flow(one, stages) for one in wrong), default=(float("inf"),))
+    return min((flow(one, line.seen.schedule.n_stages) for one in wrong), default=(float("inf"),))
 
 
 def _meant(one: Crossing) -> bool:

@@ -273,9 +273,7 @@ class Ledger:
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
-            numbers: tuple[Value, Value] = float(observed), float(expected)
-            limit = allowed.limit or None
-            self._differ(place.mismatch(*numbers, "number", error=size, limit=limit))
+            self._differ(place.mismatch(observed, expected, "number", error=size, limit=allowed.limit or None))
 
     def forget(self, laws: Sequence[str]) -> None:
         """Take out those of ``laws`` of which nothing at all was said."""
