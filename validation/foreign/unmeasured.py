@@ -27,6 +27,3 @@ class Unmeasured:
 
     def update(self, name: str) -> Floor:
         return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
-
-    def slope(self, _: str) -> None:
-        return None

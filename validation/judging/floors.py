@@ -13,7 +13,6 @@ from torch import Tensor
 from pipeproof.judging.makeup import Makeup
 from pipeproof.judging.nudged import Nudged, Sums
 from pipeproof.judging.pending import Pending
-from pipeproof.judging.slopes import Slopes, Updates
 from pipeproof.judging.tolerance import (
     BY_NAME,
     FP32,
@@ -31,6 +30,7 @@ from pipeproof.judging.tolerance import (
     scalar_error,
     unmeasured,
 )
+from pipeproof.judging.updates import Updates, gradients_off
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import PLAIN, Accumulation
@@ -267,31 +267,24 @@ class Floors:
         return replace(floor, rounding=max(floor.rounding, settled))
 
     def update(self, site: Site) -> Floor:
-        """The floor of what is made of one parameter, by a gradient that is the reference's but for rounding."""
+        """The floor of what is made of one parameter, by a gradient that is the reference's but for rounding.
+
+        What the optimizer makes of other gradients within their limits is no proof of a fault, however far it leads.
+        """
         floor = self.settled(site)
-        if self._slopes is None or floor.noise or self._slopes.known or site not in self._due:
+        if self._updated is None or floor.noise or site not in self._due:
             return floor
-        permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
-        permutation, rounding = max(floor.permutation, permutation), max(floor.rounding, rounding)
-        far = max(floor.nudged, self._slopes.far(site) / floor.precision.factor)
-        return replace(floor, permutation=permutation, rounding=rounding, nudged=far)
-
-    def slope(self, site: Site) -> Tensor | None:
-        """How far each element of a parameter moves where its gradient is off; None where no farther than that."""
-        return None if self._slopes is None else self._slopes.of(site)
+        far = max(self._moved(site, parameters) for parameters in self._off)
+        return replace(floor, nudged=max(floor.nudged, far / floor.precision.factor))
 
     @cached_property
-    def _slopes(self) -> Slopes | None:
-        if self._updated is None:
-            return None
-        floors = {site: self.gradient(site) for site, one in self._last.gradients.items() if one is not None}
-        return Slopes(self._last, floors, self._updated, there=self._apart_total)
-
-    @cached_property
-    def _updates(self) -> tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]]:
-        """The parameters as gradients in another order, and with other rounding, would make them."""
+    def _off(self) -> Sequence[Mapping[Site, Tensor]]:
+        """The parameters as gradients that are off as far as their floors allow would make them."""
         assert self._updated is not None, "asked for only where there is an optimizer"
-        return self._updated(self._reversed_total), self._updated(self._apart_total)
+        due = self._last.gradients
+        floors = {site: self.gradient(site) for site in due}
+        made = gradients_off(due, floors, there=self._apart_total)
+        return [self._updated(one, norm=self._last.norm) for one in made]
 
     @cached_property
     def _settled(self) -> Mapping[Site, Tensor]:

@@ -44,6 +44,3 @@ class MeasuredFloors:
         if name in self.wide or self.floors is None:
             return self.gradient(name)
         return self.floors.settled(self.sites[name])
-
-    def slope(self, _: str) -> None:
-        """What is due follows from the very gradient."""

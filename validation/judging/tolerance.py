@@ -132,6 +132,11 @@ class Floor:
         return not self.noise and 0 < self.fault / 2 <= self.limit
 
     @property
+    def moved(self) -> float:
+        """How far weights, or gradients, that are off by rounding may move it."""
+        return self.precision.factor * self.nudged
+
+    @property
     def limit(self) -> float:
         """The largest error that still counts as rounding."""
         if self.noise:
@@ -183,7 +188,7 @@ class Floor:
             return "pass" if error <= self.limit else "unknown" if error <= self.limit**2 else "fail"
         if error <= self.limit:
             return "unknown" if self.blind else "pass"
-        explained = error <= self.precision.factor * max(self.largest, self.nudged)
+        explained = error <= max(self.precision.factor * self.largest, self.moved)
         return "unknown" if explained or error < min(self.fault / 2, self.precision.most) else "fail"
 
 

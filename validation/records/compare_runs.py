@@ -313,9 +313,6 @@ class _Allowed:
         """Of a parameter's movement."""
         return self._floor(Quantity("updated-parameters", name))
 
-    def slope(self, _: str) -> None:
-        """Of a parameter: sketches have no elements."""
-
     def _floor(self, what: Quantity) -> Floor:
         return self.runs.allowed(what, self.number, precision_in(self.runs.good))
 
