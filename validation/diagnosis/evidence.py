@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.core.limits import PRECISIONS
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
 from pipeproof.diagnosis.copies import apart_by_rank
@@ -21,7 +22,6 @@ from pipeproof.diagnosis.unscaled import unscaled
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.old_weights import StaleCall, WithWeights
-from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site, of_stage

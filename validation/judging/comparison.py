@@ -11,8 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.core.limits import precision_of
 from pipeproof.judging.ledger import Heading, Ledger
-from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
+from pipeproof.judging.tolerance import Floor, may_be_rounded, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim

@@ -10,22 +10,25 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import (
+    BY_NAME,
+    DRAWS,
+    FP32,
+    FP64,
+    HARDLY,
+    Precision,
+    coarsest,
+    precision_among,
+    precision_of,
+)
 from pipeproof.judging.makeup import Makeup
 from pipeproof.judging.nudged import Nudged, Sums
 from pipeproof.judging.pending import Pending
 from pipeproof.judging.tolerance import (
-    BY_NAME,
-    FP32,
-    FP64,
-    HARDLY,
     Floor,
-    Precision,
-    coarsest,
     error,
     floor_of,
     in_both,
-    precision_among,
-    precision_of,
     rounding_of,
     scalar_error,
     unmeasured,
@@ -40,8 +43,6 @@ from pipeproof.reference.step import Contribution, Expected, Gradient, Reference
 
 Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch
 Otherwise = Callable[[Reference, Expected, Sequence[Batch]], tuple[Contribution, ...]]
-
-_DRAWS = 4  # of weights that are one rounding off, each way: a unit near zero turns in a third of these, as a rule
 
 
 class Floors:
@@ -166,7 +167,7 @@ class Floors:
         """How far weights that are one rounding off move all of it; None where no narrow type is computed in."""
         if (narrow := self._narrowest).unit <= FP32.unit:
             return None
-        off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(_DRAWS), (1, -1))
+        off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(DRAWS), (1, -1))
         made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
         totals = ((self._total(one), [m.loss for m in one[-1]]) for one in made if one is not None)
         due, norm, least = self._last, self._reference.norm, self._precision.least

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeproof.core.limits import FP32, FP64, Precision
 from pipeproof.judging.leads import Leads
 from pipeproof.judging.measured import Compared
 from pipeproof.judging.sizes import brief_sizes, sizes
-from pipeproof.judging.tolerance import FP32, FP64, Floor, Precision, same_bits
+from pipeproof.judging.tolerance import Floor, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.elements import any_nonzero, is_rounded
 from pipeproof.observers.sketch import Sketch

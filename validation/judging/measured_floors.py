@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeproof.core.limits import Precision, precision_of
 from pipeproof.judging.floors import Floors
-from pipeproof.judging.tolerance import Floor, Precision, precision_of
+from pipeproof.judging.tolerance import Floor
 from pipeproof.reference.step import Site
 
 

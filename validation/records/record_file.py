@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
+from pipeproof.core.limits import BY_NAME
 from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.tolerance import BY_NAME, Floor
+from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.pipeline.files import cannot_read, open_regular

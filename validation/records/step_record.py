@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.limits import PRECISIONS
 from pipeproof.judging.comparison import due_of
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.measured import versions
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.pending import Pending
-from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.updates import Updates
 from pipeproof.records.record import (
     Record,

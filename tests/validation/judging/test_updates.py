@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.limits import BF16
 from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.judging.tolerance import BF16, Floor
+from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.updates import gradients_off
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
