@@ -75,50 +75,39 @@ class Floors:
 
     @cached_property
     def _apart(self) -> Contributions:
-        """What each operation's microbatches give where numbers are rounded otherwise; as they are where none tells."""
-        found, why = self._computed(self._otherwise)
-        found = found or self._much_apart
+        """What each operation's microbatches give where numbers are rounded otherwise; as they are where none tells.
+
+        Where the reference computes in a narrower type than that of its weights, gradients are no farther apart than
+        that type rounds: those of a model that draws otherwise in fp64 are.
+        """
+        narrow = self._narrowest
+        found, why = self._computed(self._otherwise, most=narrow.most)
+        if found is not None and narrow.unit > self._precision.unit:
+            pairs = zip(self._last.contributions, found[-1], strict=True)
+            gaps = [error(one, two) for own, other in pairs for one, two in in_both(own.gradients, other.gradients)]
+            if not gaps or median(gaps) > narrow.most:
+                found, why = None, "gives other gradients"
         if found is None:
             self.obstacle = f"rounding was not measured against fp64: there the reference {why}"
         return found or [one.expected.contributions for one in self._pending]
 
     @property
-    def _much_apart(self) -> Contributions | None:
-        """The same in fp64 of what is computed in a narrower type than weights are in, and so gives other losses.
-
-        None where gradients are farther apart than that type rounds, as those of a model that draws otherwise in fp64.
-        """
-        found = self._of_narrow if self._narrowest.unit > self._precision.unit else None
-        pairs = [] if found is None else zip(self._last.contributions, found[-1], strict=True)
-        gaps = [error(one, two) for own, other in pairs for one, two in in_both(own.gradients, other.gradients)]
-        return found if gaps and median(gaps) <= self._narrowest.most else None
-
-    @cached_property
-    def _of_narrow(self) -> Contributions | None:
-        """The same in fp64, where losses may be as far off as the narrowest type puts them; None in fp64 itself."""
-        if self._otherwise is not in_double:
-            return None
-        return self._computed(in_double, most=self._narrowest.most)[0]
+    def _told(self) -> bool:
+        """Whether other rounding told anything."""
+        return bool(self._apart) and not self.obstacle
 
     @cached_property
     def _nudged(self) -> Contributions | None:
-        """The same with other weights, one rounding off, in the same type; or as what is computed in a narrower one."""
-        if (narrow := self._narrow) is not None:
-            found = self._of_narrow
-            self.obstacle += "" if found is None else f", for it computes in {narrow.name}"
-            if found is None:
-                found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)
+        """The same with other weights, one rounding off; of the narrowest type, where fp64 told nothing of that."""
+        if self._otherwise is one_place_off:
+            return None
+        narrow = self._narrowest
+        if not self._told and narrow.unit > self._precision.unit:
+            found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)
             if found is not None:
                 self._computed_in = narrow
                 return found
-        same = bool(self._apart) and not self.obstacle
-        return None if self._otherwise is one_place_off else self._computed(one_place_off, same=same)[0]
-
-    @property
-    def _narrow(self) -> Precision | None:
-        """How the narrowest type that the reference computes in rounds, if fp64 told nothing of that."""
-        told = (self._apart and not self.obstacle) or self._precision is FP64
-        return None if told or self._narrowest.unit <= self._precision.unit else self._narrowest
+        return self._computed(one_place_off, most=math.inf if self._told else self._precision.most)[0]
 
     @cached_property
     def _coarse(self) -> Precision:
@@ -128,7 +117,7 @@ class Floors:
         much was measured.
         """
         own, narrow = self._precision, self._narrowest
-        told = self._otherwise is in_double and bool(self._apart) and not self.obstacle
+        told = self._otherwise is in_double and self._told
         coarse = told and narrow.unit > own.unit and own.factor * self._coarseness > own.most
         return replace(narrow, least=own.most, most=narrow.least) if coarse else own
 
@@ -168,7 +157,7 @@ class Floors:
         if (narrow := self._narrowest).unit <= FP32.unit:
             return None
         off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(DRAWS), (1, -1))
-        made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
+        made = (self._computed(partial(off, draw=draw, way=way), most=math.inf)[0] for draw, way in ways)
         totals = ((self._total(one), [m.loss for m in one[-1]]) for one in made if one is not None)
         due, norm, least = self._last, self._reference.norm, self._precision.least
         updated = self._updated if due.parameters else None  # else what is due follows from the very gradients
@@ -179,12 +168,10 @@ class Floors:
         own, narrow = self._precision, self._computed_in
         return gap if narrow is None else max(narrow.factor * gap, narrow.least) / own.factor
 
-    def _computed(
-        self, otherwise: Otherwise, *, same: bool = False, most: float = 0.0
-    ) -> tuple[Contributions | None, str]:
+    def _computed(self, otherwise: Otherwise, *, most: float) -> tuple[Contributions | None, str]:
         """All contributions computed ``otherwise``, or None and why they tell nothing: it is the user's code.
 
-        ``same``: it is known to give the same losses, but for rounding; ``most``: how far that may be off at least.
+        ``most``: how far losses may be off; infinite where they are known to be the same but for rounding.
         """
         try:
             found = [otherwise(self._of(one), one.expected, one.batches) for one in self._pending]
@@ -193,8 +180,8 @@ class Floors:
         own = [one.expected.contributions for one in self._pending]
         nothing = HARDLY * max(abs(one.loss) for some in own for one in some)
         # A model that draws otherwise in another precision, as dropout does, says nothing about rounding there.
-        alike = same or all(
-            scalar_error(one.loss, other.loss) <= max(most, self._precision.most) or abs(other.loss) <= nothing
+        alike = most == math.inf or all(
+            scalar_error(one.loss, other.loss) <= most or abs(other.loss) <= nothing
             for pair in zip(own, found, strict=True)
             for one, other in zip(*pair, strict=True)
         )
