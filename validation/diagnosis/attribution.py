@@ -17,8 +17,8 @@ from pipeproof.diagnosis.naming import name_causes
 from pipeproof.diagnosis.played import Played, Setup
 from pipeproof.diagnosis.tied import Shares, explain_tied
 from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
-from pipeproof.judging.copies import copies_apart
 from pipeproof.observers.likeness import Label
+from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.pairing import Pairing
 from pipeproof.reference.step import Expected, Gradient, Site, Stage
 
