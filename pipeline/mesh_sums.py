@@ -19,9 +19,7 @@ from pipeproof.pipeline.columns import Ints
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.mesh import PARTS, PIECES, PIPELINE, Mesh, Rows, Sum, Tied
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.sizes import some
-
-_MOST = 5  # violations of a law that are told
+from pipeproof.pipeline.sizes import SHOWN, first_few, some
 
 
 class _Part(NamedTuple):
@@ -256,9 +254,9 @@ def violations(mesh: Mesh, schedule: Schedule) -> tuple[Violation, ...]:
 
 
 def _first(broken: Sequence[Violation]) -> Iterator[Violation]:
-    yield from broken[:_MOST]
-    if len(broken) > _MOST:
-        yield Violation(broken[0].law, f"and {len(broken) - _MOST} more")
+    yield from broken[:SHOWN]
+    if len(broken) > SHOWN:
+        yield Violation(broken[0].law, f"and {len(broken) - SHOWN} more")
 
 
 def _tied_groups(mesh: Mesh, one: Tied, holders: set[int]) -> Sequence[Sequence[int]]:
@@ -279,5 +277,4 @@ def _span(rows: Rows) -> str:
 
 
 def _list(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:6]))
-    return shown if len(numbers) <= 6 else f"{shown} and {len(numbers) - 6} more"
+    return first_few(list(map(str, numbers)))
