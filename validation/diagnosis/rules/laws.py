@@ -340,7 +340,7 @@ def moved_along(seen: Tensor, due: Tensor) -> str:
     if seen.shape != due.shape or seen.dim() not in (1, 2):
         return ""
     for dim, lines in enumerate(_LINES[: seen.dim()]):
-        found = _moved(seen.transpose(0, dim), due.transpose(0, dim))
+        found = _moved_lines(seen.transpose(0, dim), due.transpose(0, dim))
         if found is not None:
             start, stop, other = found
             own = f"its {lines} {other} to {other + stop - start - 1} in the place of {start} to {stop - 1}"
@@ -348,7 +348,7 @@ def moved_along(seen: Tensor, due: Tensor) -> str:
     return ""
 
 
-def _moved(seen: Tensor, due: Tensor) -> tuple[int, int, int] | None:
+def _moved_lines(seen: Tensor, due: Tensor) -> tuple[int, int, int] | None:
     """From where to where lines differ, and where in ``due`` those begin that are there; None where none are."""
     apart = (seen != due).reshape(len(seen), -1).any(1).nonzero().flatten()
     if not len(apart):
