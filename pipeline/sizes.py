@@ -52,10 +52,10 @@ def digits(value: float, many: int = 4) -> str:
     return told if told != "1" or value == 1 else f"{value:.6g}"
 
 
-def first_few(texts: Sequence[str], separator: str = ", ") -> str:
-    """The first few of ``texts``, and how many more there are: ``a, b, and 3 more``."""
-    more = [f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
-    return separator.join([*texts[:SHOWN], *more])
+def first_few(things: Sequence[object], separator: str = ", ") -> str:
+    """The first few of ``things``, and how many more there are: ``a, b, and 3 more``."""
+    more = [f"and {len(things) - SHOWN} more"] if len(things) > SHOWN else []
+    return separator.join([*map(str, things[:SHOWN]), *more])
 
 
 def shortened(text: str, width: int | None = LONGEST) -> str:
