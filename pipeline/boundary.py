@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 HEADER_BYTES = 4096
-_ALIGNMENT = 16  # bytes: any dtype can be viewed at a multiple of it
 _HOST = torch.device("cpu")
 Tensors = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
@@ -161,7 +160,8 @@ def _lay_out(specs: Specs, travels: list[bool], *, presence: bool) -> Layout:
     end = 0
     for number, spec in enumerate(specs):
         if travels[number]:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            widest = torch.complex128.itemsize  # any dtype can be viewed at a multiple of it
+            start = -(-end // widest) * widest
             end = start + spec.nbytes
             places.append(_Place(number, spec, start, end))
     return Layout(specs, tuple(places), end + presence * len(places), presence)

@@ -14,7 +14,6 @@ from pipeproof.pipeline.transport import Message, Transport
 # Tags above those of links and of tied gradients: gloo admits up to 2**31 - 1.
 _COUNT_TAG = 2**31 - 2
 _VALUES_TAG = 2**31 - 1
-_WORD = 8  # bytes of an fp64
 
 
 def gather(transport: Transport, values: Sequence[float]) -> list[list[float]]:
@@ -42,7 +41,7 @@ def _receive(transport: Transport, peer: int) -> list[float]:
 
 
 def _received(transport: Transport, message: Message, count: int) -> list[float]:
-    transport.post(message, count * _WORD)
+    transport.post(message, count * torch.float64.itemsize)
     numbers: list[float] = transport.receive(message).cpu().view(torch.float64).tolist()
     return numbers
 

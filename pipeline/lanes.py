@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipeproof.pipeline.waiting import waiting
-
-_MEET_S = 120.0  # for the other ranks to come, the first time that a group is used
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S, waiting
 
 
 class Lane(Protocol):
@@ -44,7 +42,7 @@ def second_lane(group: dist.ProcessGroup) -> Lane | None:
     if lane is None:
         store = PrefixStore("pipeproof/second lane", group.get_group_store())
         with waiting("the other ranks of the process group, to connect a second time"):
-            gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=_MEET_S))
+            gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=DEFAULT_TIMEOUT_S))
         lane = cast(Lane, gloo)  # torch's stubs leave its methods out
         _second[group] = lane
     return lane

@@ -19,9 +19,7 @@ from pipeproof.pipeline.columns import Ints
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.mesh import PARTS, PIECES, PIPELINE, Mesh, Rows, Sum, Tied
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.sizes import some
-
-_MOST = 5  # violations of a law that are told
+from pipeproof.pipeline.sizes import SHOWN, first_few, some
 
 
 class _Part(NamedTuple):
@@ -90,7 +88,7 @@ class Sums:
     def stages(self, place: int) -> str:
         """The stages at a place in the pipeline, in words."""
         stages = self.schedule.stages_of(place)
-        return f"stage{'s' * (len(stages) > 1)} {_list(stages)}"
+        return f"stage{'s' * (len(stages) > 1)} {first_few(stages)}"
 
     def unit(self, unit: int) -> str:
         """What a rank works on, in words."""
@@ -118,7 +116,7 @@ def groups(mesh: Mesh) -> Iterator[Violation]:
             elif counts[rank] != 1:
                 yield Violation("groups", f"{axis}: is in {some(counts[rank], 'group')}, expected 1", rank)
         for group in (group for group in found if len(group) != mesh.axes[axis]):
-            said = f"{axis}: the group of ranks {_list(group)} has {len(group)}, expected {mesh.axes[axis]}"
+            said = f"{axis}: the group of ranks {first_few(group)} has {len(group)}, expected {mesh.axes[axis]}"
             yield Violation("groups", said)
 
 
@@ -147,7 +145,7 @@ def sums(found: Sums) -> Iterator[Violation]:
             told = [f"rank {rank} of {found.stages(place)}" for place, rank in list(whole.items())[-1:-3:-1]]
             yield Violation("sums", f"{axis}: what is summed is not of the same stages: {' and '.join(told)}")
         else:
-            yield Violation("sums", f"{axis}: ranks {_list(group)} sum different parts of one gradient")
+            yield Violation("sums", f"{axis}: ranks {first_few(group)} sum different parts of one gradient")
     if not found.mixed:
         yield from _miscounted(found)
 
@@ -228,7 +226,7 @@ def tied(found: Sums) -> Iterator[Violation]:
         owners = {stage: found.schedule.placement[stage] for stage in one.stages}
         holders = {rank for rank in range(mesh.ranks) if found.place[rank] in owners.values()}
         summed = _tied_groups(mesh, one, holders)
-        counts, name = Counter(rank for group in summed for rank in group), f"stages {_list(one.stages)}"
+        counts, name = Counter(rank for group in summed for rank in group), f"stages {first_few(one.stages)}"
         for rank in sorted(holders | {*counts}):
             if rank not in holders:
                 yield Violation("tied", f"{name}: has no copy, but is in a group", rank)
@@ -238,9 +236,9 @@ def tied(found: Sums) -> Iterator[Violation]:
             places = Counter(found.place[rank] for rank in group)
             for stage in (stage for stage, owner in owners.items() if places[owner] != 1):
                 has = f"has stage {stage}'s copy {places[owners[stage]]} times, expected once"
-                yield Violation("tied", f"{name}: the sum of {some(len(group), 'rank')} {_list(group)} {has}")
+                yield Violation("tied", f"{name}: the sum of {some(len(group), 'rank')} {first_few(group)} {has}")
             if len({found.of[rank]._replace(place=0) for rank in group}) > 1:
-                yield Violation("tied", f"{name}: ranks {_list(group)} sum different parts of the parameter")
+                yield Violation("tied", f"{name}: ranks {first_few(group)} sum different parts of the parameter")
 
 
 LAWS: tuple[Law, ...] = (shares, sums, parts, tied)
@@ -256,9 +254,9 @@ def violations(mesh: Mesh, schedule: Schedule) -> tuple[Violation, ...]:
 
 
 def _first(broken: Sequence[Violation]) -> Iterator[Violation]:
-    yield from broken[:_MOST]
-    if len(broken) > _MOST:
-        yield Violation(broken[0].law, f"and {len(broken) - _MOST} more")
+    yield from broken[:SHOWN]
+    if len(broken) > SHOWN:
+        yield Violation(broken[0].law, f"and {len(broken) - SHOWN} more")
 
 
 def _tied_groups(mesh: Mesh, one: Tied, holders: set[int]) -> Sequence[Sequence[int]]:
@@ -276,8 +274,3 @@ def _some(rows: Rows) -> Rows | None:
 
 def _span(rows: Rows) -> str:
     return f"{rows[0]} to {rows[1]}"
-
-
-def _list(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:6]))
-    return shown if len(numbers) <= 6 else f"{shown} and {len(numbers) - 6} more"

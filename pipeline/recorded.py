@@ -18,12 +18,12 @@ from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.lower import Program, planned
 from pipeproof.pipeline.mesh import Groups
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.sizes import shortened
 
 _MARK, _STEP = "PP:", "ProfilerStep#"
 _WANTED = "a trace of torch's profiler with actions such as PP:0F0, or one that show --run --trace writes"
 _ACTIONS = ("compute", "communication")  # the categories of our own
 _MESH = "mesh_"  # and an axis: how groups of a mesh are called
-_LONG = 80  # characters
 _LATEST = 1e18  # microseconds
 _AFTER = (Kind.SEND_F, Kind.RECV_B)  # the other end is the stage after
 
@@ -97,7 +97,7 @@ def _named(steps: Mapping[str, Sequence[str]], several: bool) -> str:
         step = f"step{'s' * (len(of) > 1)} {', '.join(of)}" if of != [""] else ""
         told.append(" ".join(filter(None, (f"ranks {ranks}" if several else "", step))))
     every = "; ".join(filter(None, told))
-    return (", " if every else "") + (every if len(every) <= _LONG else f"{every[:_LONG]}...")
+    return (", " if every else "") + shortened(every)
 
 
 def _groups(data: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,5 +1,7 @@
 """Bounds of what is asked for: far above any use, and low enough that what is allowed ends and fits in memory."""
 
+from collections.abc import Sequence
+
 from pipeproof.pipeline.action import ScheduleError
 
 MOST_RANKS = 1 << 12
@@ -8,6 +10,8 @@ MOST_ACTIONS = 1 << 24  # P = M = 1024 takes three quarters of that with V = 4 a
 MOST_LAYERS = 1 << 12
 MOST_PROCESSES = 1 << 8  # ranks that really run
 MOST_SEED = (1 << 32) - 1  # what is computed from a seed stays below torch's 2**64
+LONGEST = 80  # characters of a text that is shown in a line
+SHOWN = 5  # things that are listed, before the rest is counted
 _LARGEST = 1e15  # a number: sums over all actions stay finite, and exact to a few digits
 
 
@@ -46,6 +50,17 @@ def digits(value: float, many: int = 4) -> str:
     """``1.25``, ``-0.333``: ``many`` digits, and more where a factor that is not 1 would be told as 1."""
     told = f"{value:.{many}g}"
     return told if told != "1" or value == 1 else f"{value:.6g}"
+
+
+def first_few(things: Sequence[object], separator: str = ", ") -> str:
+    """The first few of ``things``, and how many more there are: ``a, b, and 3 more``."""
+    more = [f"and {len(things) - SHOWN} more"] if len(things) > SHOWN else []
+    return separator.join([*map(str, things[:SHOWN]), *more])
+
+
+def shortened(text: str, width: int | None = LONGEST) -> str:
+    """``text``, cut where it is too long; a width of None is that of a file."""
+    return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
 
 
 def three_digits(value: float) -> str:

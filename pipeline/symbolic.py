@@ -19,10 +19,9 @@ from pipeproof.pipeline.dataflow import NEVER
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.messages import Messages
+from pipeproof.pipeline.sizes import LONGEST, SHOWN
 
 _ITSELF = -3  # an action that needs nothing of another stage: data, or its own loss
-_MOST = 5  # wrong terms that are told of each stage
-_LONG = 160  # characters
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,16 @@ def wrong_terms(program: Program, found: Terms) -> Iterator[Violation]:
     for i in np.flatnonzero(~found.right).tolist():
         stage, entry = int(found.stage[i]), int(found.entries[i])
         told[stage] += 1
-        if told[stage] <= _MOST:
+        if told[stage] <= SHOWN:
             kept, given = found.named(int(found.activation[i])), found.named(int(found.gradient[i]))
             what = f"{columns.action(entry)} adds the input of {kept} with the gradient of {given}"
             yield Violation("terms", what, int(columns.rank[entry]), (columns.cell(entry),))
     for stage, m in np.argwhere(found.counts != 1).tolist():
         told[stage] += 1
-        if told[stage] <= _MOST:
+        if told[stage] <= SHOWN:
             often = int(found.counts[stage, m])
             yield Violation("terms", f"stage {stage}'s gradient has microbatch {m} {often} times, expected once")
-    if more := sum(max(0, count - _MOST) for count in told.values()):
+    if more := sum(max(0, count - SHOWN) for count in told.values()):
         yield Violation("terms", f"and {more} more")
 
 
@@ -217,7 +216,7 @@ class _Run:
         """The number of the mixture that ``key`` is equal for; ``text`` says what is in it, if it is not too much."""
         number = self._mixtures.setdefault(key, len(self._texts))
         if number == len(self._texts):
-            self._texts.append(text if len(text) <= _LONG else "what is mixed of many")
+            self._texts.append(text if len(text) <= LONGEST else "what is mixed of many")
         return number
 
     def _of(self, whose: int) -> str:

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof.pipeline.lanes import Lane, second_lane
-from pipeproof.pipeline.waiting import waiting
-
-DEFAULT_TIMEOUT_S = 120.0
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S, waiting
 
 
 class TransportError(RuntimeError):

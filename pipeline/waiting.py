@@ -1,5 +1,6 @@
 """What this rank is waiting for right now, in words, for whoever must explain a hang."""
 
+DEFAULT_TIMEOUT_S = 120.0  # for a message, or for the other ranks to come, on a busy machine
 _note: object = None
 
 

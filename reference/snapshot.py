@@ -14,7 +14,6 @@ from pipeproof.reference.reach import PLAIN, NotPutBack, Part, keepers_of
 
 _HOOKS_OF_ALL = ("forward_pre", "forward", "backward_pre", "backward")
 Digest = Callable[[Tensor], bytes]
-_WIDE = 8  # bytes that are compared at once
 
 
 class Snapshot:
@@ -191,7 +190,7 @@ def _plainly() -> Iterator[None]:
 def _view(storage: torch.UntypedStorage) -> Tensor:
     """Its bytes."""
     found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return found.view(torch.int64) if storage.nbytes() % _WIDE == 0 else found
+    return found.view(torch.int64) if storage.nbytes() % torch.int64.itemsize == 0 else found
 
 
 def _is_made_of_others(one: Tensor) -> bool:

@@ -15,7 +15,7 @@ from pipeproof.pipeline.layouts.layout import Job, Layout, Pipeline, Recompute
 from pipeproof.pipeline.layouts.pipelined import Stages, peaks, stages_of
 from pipeproof.pipeline.layouts.transformer import Transformer
 
-_BF16 = 2
+BF16 = 2
 _FP32 = 4
 
 
@@ -51,7 +51,7 @@ class Kept:
 
 def kept(model: Transformer, layer: int, recompute: Recompute, *, scores: int = 0, dropout: bool = False) -> Kept:
     """What ``layer`` keeps. ``scores``: the sequence's length where attention keeps its matrix, 0 where it does not."""
-    hidden = _BF16 * model.hidden
+    hidden = BF16 * model.hidden
     if recompute is Recompute.FULL:
         return Kept(hidden, 0)
     again = recompute is Recompute.SELECTIVE
@@ -59,9 +59,9 @@ def kept(model: Transformer, layer: int, recompute: Recompute, *, scores: int = 
     # Both inputs of the norms and, unless they are computed again, what the norms give.
     whole = 2 * hidden + (0 if again else (1 + copies) * hidden) + dropout * hidden
     # What latent attention is made of, before and, unless that is computed again, behind its norms.
-    whole += (2 - again) * _BF16 * model.compressed_width
+    whole += (2 - again) * BF16 * model.compressed_width
     # One or two inner tensors, and what the activation makes of them.
-    sharded = _BF16 * model.attended_width + (1 + model.gated + (not again)) * _BF16 * width
+    sharded = BF16 * model.attended_width + (1 + model.gated + (not again)) * BF16 * width
     return Kept(whole, sharded + 5 * model.heads * scores)
 
 
@@ -147,10 +147,10 @@ def _of_rank(job: Job, layout: Layout, own: Parameters, activations: float) -> F
 def _state(job: Job, layout: Layout, own: Parameters) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer."""
     # With ZeRO-3 one layer is in use while the next is gathered; with ZeRO-2 one layer's gradient is whole.
-    gathered = 2 * _BF16 * own.layer if layout.zero >= 3 else 0
+    gathered = 2 * BF16 * own.layer if layout.zero >= 3 else 0
     unsharded = job.gradient_bytes * own.layer if layout.zero >= 2 else 0
     return (
-        _held(_BF16, 3, own, layout) + gathered,
+        _held(BF16, 3, own, layout) + gathered,
         _held(job.gradient_bytes, 2, own, layout) + unsharded,
         _held(job.optimizer_bytes, 1, own, layout),
     )
@@ -197,7 +197,7 @@ def _of_stages(
         whole = _kept_of_each(model, Recompute.NONE, tp)
         for layers, rank in stages:
             besides[rank] = max([besides[rank], *(whole[layer] for layer in layers)])
-    besides[stages[-1][1]] += (2 * _BF16 * model.hidden + _FP32 * model.vocabulary) / tp
+    besides[stages[-1][1]] += (2 * BF16 * model.hidden + _FP32 * model.vocabulary) / tp
     return tuple(sizes), tuple(besides)
 
 

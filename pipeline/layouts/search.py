@@ -15,11 +15,11 @@ from pipeproof.pipeline.layouts.pipelined import MOST_STAGES, OFFERED
 from pipeproof.pipeline.layouts.step_time import StepTime, least_time, step_time, unhindered
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, VEE
+from pipeproof.pipeline.sizes import SHOWN
 
 LONG = 32_768  # tokens: from here on a sequence is worth dividing over ranks
 _MICRO = (1, 2, 4, 8)
 _CHUNKS = (2, 4, 8)
-_FEW = 10  # meshes, where nothing fits
 
 
 class Kind(StrEnum):
@@ -117,7 +117,7 @@ def _least(job: Job, cluster: Cluster, every: list[Layout], allowed: Allowed) ->
     def held(mesh: Layout) -> float:
         return least_held(job, replace(mesh, zero=max(allowed.zero), recompute=allowed.recompute[-1]))
 
-    near = [one for mesh in nsmallest(_FEW, every, key=held) for one in on_mesh(mesh, job, allowed)]
+    near = [one for mesh in nsmallest(SHOWN, every, key=held) for one in on_mesh(mesh, job, allowed)]
     near.sort(key=lambda layout: least_held(job, layout))
     choices = [choice for one in near[:30] if (choice := weighed(job, cluster, one)) is not None]
     return min(choices, key=lambda choice: choice.footprint.total, default=None)

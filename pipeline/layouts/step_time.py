@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from pipeproof.pipeline.layouts.cluster import Cluster
-from pipeproof.pipeline.layouts.footprint import most_meets, tokens
+from pipeproof.pipeline.layouts.footprint import BF16, most_meets, tokens
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.pipelined import least_stretch, stretch
 
-_BF16 = 2
 _LARGE_MATMUL = 0.65  # of a device's speed, where matrices are large
 _NARROW = 128  # a matrix this wide on a rank runs at half of that
 _FEW_TOKENS = 256  # and so does one this long
@@ -114,7 +113,7 @@ def _of_microbatch(job: Job, cluster: Cluster, layout: Layout) -> _Passes:
         share = count * experts.per_token * layout.ep / experts.count
         compute += routed / (cluster.device.flops * _efficiency(layout, model.hidden, share))
     rounds = passes - 1  # what is said, is said once a forward and once a backward
-    hidden = count * model.hidden * _BF16
+    hidden = count * model.hidden * BF16
 
     def wire(size: float, group: int) -> float:
         return size / (cluster.between(group) * _WIRE)
@@ -127,7 +126,7 @@ def _of_microbatch(job: Job, cluster: Cluster, layout: Layout) -> _Passes:
         rounds * model.routed_layers / layout.pp * wire(2 * visits * (layout.ep - 1) / layout.ep, layout.tp * layout.ep)
     )
     # Keys and values go round the ring while attention computes on what is there.
-    keys = 2 * count * model.keys * model.head * _BF16 / layout.tp
+    keys = 2 * count * model.keys * model.head * BF16 / layout.tp
     ring = rounds * layers * wire(keys * (layout.cp - 1), layout.tp * layout.cp)
     attention = passes * layers * count * model.attention_operations(job.sequence) / layout.tp / cluster.device.flops
     # Each stage's output goes to the next, and its gradient comes back.
@@ -155,7 +154,7 @@ def _exposed(job: Job, cluster: Cluster, layout: Layout, one: _Passes) -> float:
     share = (layout.shards - 1) / layout.shards
     speed = cluster.between(group) * _WIRE
     held = most_meets(job.model, layout, experts=layout.expert_shards > 1)
-    gradients, weights = (each * held * share / speed for each in (job.gradient_bytes, _BF16))
+    gradients, weights = (each * held * share / speed for each in (job.gradient_bytes, BF16))
     count = layout.microbatches(job)
     backward, forward = one.compute * 2 / 3, one.compute / 3
     if layout.zero == 0:

@@ -17,7 +17,7 @@ from pipeproof.pipeline.schedules.v_min import v_min
 from pipeproof.pipeline.schedules.zb_h1 import zb_h1
 from pipeproof.pipeline.schedules.zb_h2 import zb_h2
 from pipeproof.pipeline.schedules.zb_v import zb_v
-from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS, counted
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS, SHOWN, counted
 
 Family = Callable[..., Schedule]
 
@@ -58,9 +58,6 @@ _ALIASES = MappingProxyType(
 )
 
 
-_FEW = 4  # names
-
-
 def nearest(text: str, known: Iterable[str]) -> str:
     """``did you mean 'x'? `` of the few names that ``text`` begins, or the one it is most like or part of; or nothing.
 
@@ -69,7 +66,7 @@ def nearest(text: str, known: Iterable[str]) -> str:
     names = {name.lower(): name for name in known}
     text = text.lower()
     near = [name for name in names if name.startswith(f"{text}-")]
-    if not 0 < len(near) <= _FEW:
+    if not 0 < len(near) <= SHOWN:
         near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
     near = near or sorted((name for name in names if len(text) > 2 and text in name), key=len)[:1]
     said = [repr(known[name] if isinstance(known, Mapping) else names[name]) for name in near]

@@ -1,18 +1,20 @@
 """Fuzzing: Hypothesis draws and shrinks cases in the controller; ranks only execute what they are given."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
+from hypothesis.internal.conjecture import data
 
 from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
-from pipeproof.cases.drawing import by_seed_alone
 from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
 from pipeproof.cases.validator import crashed, validate
 from pipeproof.judging.measured import Measured
@@ -286,3 +288,22 @@ def fuzz(
         cases_ = [found.case for found in tally.failures]
         return replace(tally.smallest, repeated=len(set(cases_)) < len(cases_))
     return None
+
+
+_PROVIDER, _OF_CODE = "HypothesisProvider", "_maybe_draw_constant"  # by the latter it draws what code has
+
+
+@contextmanager
+def by_seed_alone() -> Iterator[None]:
+    """Within, Hypothesis does not read the code that is loaded while it draws.
+
+    It takes numbers from there, so that after an edit, or beside another module, a seed would draw other cases. It
+    reads for two seconds, too, and keeps what it found in a folder of its own, in the user's. Versions that do not are
+    left as they are.
+    """
+    provider = getattr(data, _PROVIDER, None)
+    if not hasattr(provider, _OF_CODE):
+        yield
+        return
+    with patch.object(provider, _OF_CODE, lambda *_, **__: None):
+        yield

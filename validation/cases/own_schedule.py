@@ -8,9 +8,8 @@ from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.program_laws import check as check_program
 from pipeproof.pipeline.program_laws import runnable
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.worlds.launcher import under_torchrun
-
-_BOUND_S = 60.0
 
 
 def own_schedule(path: str | Path) -> Schedule | Program:
@@ -39,5 +38,7 @@ def _from_rank_0(path: str | Path) -> Schedule | Program | ScheduleError:
 
     side = side_store()
     mine = _read(path) if side.rank == 0 else None
-    found: Schedule | Program | ScheduleError = side.gather(mine, what="reading a schedule", bound_s=_BOUND_S)[0]
-    return found
+    found: list[Schedule | Program | ScheduleError] = side.gather(
+        mine, what="reading a schedule", bound_s=DEFAULT_TIMEOUT_S
+    )
+    return found[0]

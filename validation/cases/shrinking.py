@@ -10,9 +10,8 @@ from pipeproof.cases.specimens.order import broken
 from pipeproof.cases.specimens.specimen import Specimen, unchanged
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.pipeline.lower import lower
+from pipeproof.worlds.timeout import BUDGET
 from pipeproof.worlds.world import World
-
-_BUDGET = 100
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 
     simplest: set[str] = set()
     drawn = st.tuples(cases_that_show(specimen, max_ranks=max_ranks), st.integers(0, 2**16))
     strategy = drawn.map(lambda pair: _noted(*pair, simplest))
-    tally = Tally(_BUDGET)
+    tally = Tally(BUDGET)
     found = fuzz(world, tally, seed_=seed, strategy=strategy, run=run)
     ended = "" if found is None else _plain(found.case)
     start = _plain(began[0]) if began else ended

@@ -14,13 +14,11 @@ from pipeproof.cases.observe import assemble
 from pipeproof.cases.primitives.layers import microbatches
 from pipeproof.cases.primitives.stacked import ready, reference_of
 from pipeproof.cases.primitives.stacks import Stack
-from pipeproof.cases.timings import Turn
+from pipeproof.cases.timings import FEWEST, Turn
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.reference.step import Recipe, objective
 from pipeproof.worlds.accelerator import deterministic, synchronize
 from pipeproof.worlds.worker import RankContext
-
-STEPS = 3  # timed ones in a turn, after one that is not
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def take_turn(context: RankContext, work: Case | Stack, counted: bool) -> Turn:
 def _timed(context: RankContext, running: Running) -> Turn:
     """Each step begins on all ranks together."""
     seconds, losses = list[float](), list[float]()
-    for _ in range(STEPS):
+    for _ in range(FEWEST):
         running.clear()
         synchronize(context.device)
         dist.barrier(group=context.group)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, Case, CaseError
 from pipeproof.cases.config import LAYOUT, Config
-from pipeproof.cases.primitives.sizes import BATCH, SEQUENCE
+from pipeproof.cases.primitives.sizes import BATCH, EACH, SEQUENCE
 from pipeproof.cases.primitives.stacks import ONE_DEVICE, PIPELINE, Stack, StackError
 from pipeproof.cases.runtimes import OWN
 from pipeproof.judging.measured import versions
@@ -25,7 +25,6 @@ Work: TypeAlias = Case | Stack
 
 STACKED = "decoder"  # the model of a config that is a stack as it stands
 _RANKS = 4  # of a pipeline that stands for a longer one
-_EACH = 2  # ranks along an axis, where a stack stands for a larger one
 _RECOMPUTE: Mapping[str, str] = MappingProxyType({"full": "recompute", "selective": "recompute-selective"})
 _REPLICAS = ("ddp", "zero-1", "zero-2", "zero-3", "ep")  # primitives whose ranks have microbatches of their own
 # What the step of a stack has. Another step can stand for a large job's; what carries it out is never left out.
@@ -78,7 +77,7 @@ def stack_of(config: Config) -> Stack | None:
     own, names = config["model"] == STACKED, _primitives(config)
     if not own and (not _is_scaled(config) or not set(names) - {PIPELINE}):
         return None
-    sizes = {name: size if own else min(size, _EACH) for name, size in names.items()}
+    sizes = {name: size if own else min(size, EACH) for name, size in names.items()}
     each = config["microbatches"] if own else sizes.get(PIPELINE, 1) * _rounds(config)
     try:
         stack = Stack.parse(

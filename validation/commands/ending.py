@@ -17,15 +17,14 @@ from typing import Any, NoReturn, Self, TextIO
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.launcher import reports
 from pipeproof.worlds.output_file import OutputError
+from pipeproof.worlds.timeout import END_S, LOOK_S
 
 WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
 UNREAD = 128 + signal.SIGPIPE  # what a shell sees of any program whose reader stops: no verdict, and no complaint
-_LAST_WORDS_S = 10.0
 _REQUESTS: Mapping[int, str] = MappingProxyType(
     {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "terminated"}
 )
 _UNASKED = (signal.SIG_DFL, signal.default_int_handler)
-_AGAIN_S = 0.05
 
 
 class AskedToEnd(BaseException):
@@ -77,7 +76,7 @@ def ended(command: Callable[[], int]) -> int:
     status = _status(command)
     if status not in (0, UNREAD) and not reports():
         # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
-        time.sleep(_LAST_WORDS_S)
+        time.sleep(END_S)
     return status
 
 
@@ -149,7 +148,7 @@ def _insisting(hook: Callable[["sys.UnraisableHookArgs"], object]) -> Callable[[
             hook(unraisable)
             return
         signal.signal(request.number, _ask)
-        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), request.number))
+        again = threading.Timer(LOOK_S, os.kill, (os.getpid(), request.number))
         again.daemon = True
         again.start()
 

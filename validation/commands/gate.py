@@ -12,6 +12,7 @@ from pipeproof.commands.campaign import Setting, enough_ranks, validated
 from pipeproof.commands.outputs import Opened, document
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
+from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Layout
@@ -23,7 +24,6 @@ from pipeproof.worlds.output_file import OutputError, OutputFile
 from pipeproof.worlds.world import World
 
 PLANTED = "layernorm-zero"  # what the gate plants to see that it can fail: the loss stays right
-_KEPT = 3  # failing cases that leave their records
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
             run.fuzz(plan)
             run.planted()
         result = GateResult(run.results, plan.due, plan.seed, dict(plan.missing))
-        for one in result.not_passed[:_KEPT]:
+        for one in result.not_passed[:SHOWN]:
             terminal.say(one.story, one.verdict.verdict)
         terminal.say(str(result))
         terminal.say("\n".join(annotations(result))) if reports.github and result.status else None
@@ -170,7 +170,7 @@ def _folder(path: str | None) -> Path | None:
 
 def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -> None:
     """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
-    for number, one in enumerate(result.not_passed[:_KEPT], start=1):
+    for number, one in enumerate(result.not_passed[:SHOWN], start=1):
         name = str(folder / f"{number}-{one.case.built.name}")
         with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
             text.write(f"{one.story}\n".encode())

@@ -19,7 +19,6 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
 _SAID = ("schedule", "virtual", "microbatches", "seed")  # what a stack takes of the options that say which case
-_TEXT = 10  # where what is said of a primitive begins
 _NAMES = max(map(len, PRIMITIVES)) + 2  # the width of their column
 _MICROBATCHES, _SCHEDULE = 4, "1f1b"
 
@@ -68,7 +67,8 @@ def _lines(one: Primitive, found: Figures) -> Iterator[str]:
         ("here", _validated(found)),
         ("source", one.source),
     ):
-        yield wrapped(f"  {what:<8}{text}", Terminal().width, indent=_TEXT)
+        label = f"  {what:<8}"
+        yield wrapped(label + text, Terminal().width, indent=len(label))
 
 
 def _validated(found: Figures) -> str:

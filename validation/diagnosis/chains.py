@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.explanation import Explanation
+from pipeproof.diagnosis.limits import ALIKE
 from pipeproof.judging.cause import Cause
 from pipeproof.reference.step import Stage
-
-_COARSE = 1e-3  # of what is explained: from here on rounding may hide one pair, or make it look like another
 
 Reading = tuple[str, Stage | None, str]  # a kind of exchange, its stage, and more in words
 
@@ -83,7 +82,7 @@ def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:
 def _guessed(stage: Explanation) -> bool:
     """Whether other pairs would do as well, and are whole numbers because rounding is coarse."""
     unclear = [term for term in stage.undecided if not term.nominal and stage.coefficients[term]]
-    return stage.limit > _COARSE and any(odd.kind == "different" for odd in stage.odd) and bool(unclear)
+    return stage.limit > ALIKE and any(odd.kind == "different" for odd in stage.odd) and bool(unclear)
 
 
 def _happened(c: float, *, decided: bool) -> bool:

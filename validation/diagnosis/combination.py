@@ -15,14 +15,10 @@ from torch import Tensor
 
 from pipeproof.core.limits import FP32, coarsest, precision_of
 from pipeproof.diagnosis.atoms import Atom, Term
+from pipeproof.diagnosis.limits import ALIKE, CHANCE, CLOSE, DECIDED, FEW, TELLING
 from pipeproof.judging.tolerance import Floor, rounding_of, stands_for_none
 from pipeproof.reference.step import Gradient
 
-_CHANCE = 1e-9  # how likely an explanation may be to fit by chance
-_ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
-DECIDED = 0.05  # a coefficient known no better than this is undecided
-# ... or, where rounding itself is coarse, no better than so many times that, and never worse than this.
-_COARSE, _COARSEST = 8.0, 0.2
 _SKETCH = 2048
 _DEPENDENT = 1e-6  # an atom of which no more than this is new
 
@@ -108,7 +104,7 @@ def told_within(dtype: torch.dtype) -> float:
 
 def whole_within(dtype: torch.dtype) -> float:
     """How near to a whole number a coefficient of tensors of ``dtype`` must be to count as one."""
-    return max(1e-3, 4 * precision_of(dtype).unit)
+    return max(ALIKE, 4 * precision_of(dtype).unit)
 
 
 def level(values: Sequence[float], bounds: Sequence[float]) -> list[float]:
@@ -127,7 +123,7 @@ def level(values: Sequence[float], bounds: Sequence[float]) -> list[float]:
 
 def decided(limit: float) -> float:
     """How well a coefficient must be known, where rounding leaves ``limit``: coarse types decide whole numbers only."""
-    return min(max(DECIDED, _COARSE * limit), _COARSEST)
+    return min(max(DECIDED, FEW * limit), TELLING)
 
 
 def orders(count: int) -> float:
@@ -144,7 +140,7 @@ def simple(value: float, bound: float, limit: float) -> float:
     """The whole number, or one over one, that ``value`` may well be; or itself."""
     small = abs(value) <= max(bound, limit)
     near = 0.0 if small else float(round(value)) if abs(value) > 2 / 3 else 1 / round(1 / value)
-    return near if abs(near - value) <= min(max(bound, 1e-5 * abs(near)), decided(limit)) else value
+    return near if abs(near - value) <= min(max(bound, CLOSE * abs(near)), decided(limit)) else value
 
 
 def conclusive(size: int, *, used: int, atoms: int, limit: float, ways: float = 0.0) -> bool:
@@ -153,7 +149,7 @@ def conclusive(size: int, *, used: int, atoms: int, limit: float, ways: float = 
     Each element beyond the coefficients would agree by chance once in 1 / limit times, and there were as many tries as
     there are choices of so many atoms, times what ``ways`` is the logarithm of.
     """
-    return (size - used) * math.log(limit) + choices(used, of=atoms) + ways <= math.log(_CHANCE)
+    return (size - used) * math.log(limit) + choices(used, of=atoms) + ways <= math.log(CHANCE)
 
 
 def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[int]:
@@ -296,7 +292,7 @@ def weights(terms: Mapping[Term, float], atoms: Sequence[Atom]) -> list[float]:
 
 def kept_of(terms: Mapping[Term, float]) -> dict[Term, float]:
     """``terms`` without those that should not be there and hardly are."""
-    return {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
+    return {term: c for term, c in terms.items() if term.nominal or abs(c) > ALIKE}
 
 
 def of_noise(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> bool:

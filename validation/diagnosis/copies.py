@@ -12,15 +12,13 @@ from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.combination import limit_of, residual_of, told_within
 from pipeproof.diagnosis.known import Terms
 from pipeproof.diagnosis.likeness import counted
+from pipeproof.diagnosis.limits import ALIKE, CLOSE
 from pipeproof.diagnosis.members import Members, Part, Replicas, Stage
 from pipeproof.diagnosis.microbatch_weights import faults_in_counts
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Expected, Gradient, Site
-
-_ALIKE = 1e-3  # no verdict hangs on it
-_ROUNDING = 1e-5  # of parts, where they nearly cancel each other
 
 Counts = tuple[float, ...]  # how often each microbatch is in a gradient
 Pattern = tuple[tuple[int, Counts], ...]  # by rank
@@ -41,7 +39,7 @@ class Region:
         largest = max(float(gradient.norm()) for gradient in self.seen.values())
 
         def is_whole(gradient: Tensor) -> bool:
-            return float((gradient - whole).norm()) <= max(_ALIKE * float(whole.norm()), _ROUNDING * largest)
+            return float((gradient - whole).norm()) <= max(ALIKE * float(whole.norm()), CLOSE * largest)
 
         sums = [torch.stack(group).sum(dim=0) for group in groups.values() if len(group) > 1]
         return len(sums) == len(groups) and all(map(is_whole, sums)) and not any(map(is_whole, self.seen.values()))
@@ -85,7 +83,7 @@ class Copies:
         )
 
     def _limit(self, counts: Counts) -> float:
-        return max(self.limit, _ALIKE) if set(counts) == {1.0} else self.limit
+        return max(self.limit, ALIKE) if set(counts) == {1.0} else self.limit
 
     def adds_up(self, replicas: Replicas) -> bool:
         """Whether every region does."""
@@ -125,7 +123,7 @@ def _given(members: Members, expected: Expected, stage: Stage, name: str) -> lis
             return given
         if due is None or len(parts) < len(given) or any(one.shape != due.shape for one in parts):
             continue
-        if error(torch.stack(parts).sum(dim=0), due.double().cpu()) < max(_ALIKE, told_within(due.dtype)):
+        if error(torch.stack(parts).sum(dim=0), due.double().cpu()) < max(ALIKE, told_within(due.dtype)):
             return given
     return [None for _ in own]
 
@@ -171,14 +169,14 @@ def _lacking(members: Members, expected: Expected, stage: Stage, update: Update)
         apart = replicas.count > 1 or sorted(m for some in own.values() for m in some) == list(every)
         if fitting and told and all(told) and apart:
             names = [one.name for one in fitting]
-            faint = _ROUNDING * max(one.size for one in copies)
+            faint = CLOSE * max(one.size for one in copies)
             whole = all(one.name in names or one.size < faint for one in copies)
             others = f" and {', '.join(names[1:])} are" if len(names) > 1 and not whole else ""
             detail = f"{others} not reduced over all replicas: {', '.join(told)}".lstrip()
             lacking = True
             one = None if whole else names[0]
             yield Cause("not-reduced", stage=stage.index, parameter=one, detail=detail, parameters=tuple(names))
-    for fault in faults_in_counts(update, dict(enumerate(base)), _ALIKE) if lacking and base != ones else ():
+    for fault in faults_in_counts(update, dict(enumerate(base)), ALIKE) if lacking and base != ones else ():
         yield Cause(fault.kind, None, stage.index, fault.microbatches, factor=fault.factor, detail=fault.detail)
 
 
@@ -281,7 +279,7 @@ def _of_shards(members: Members, expected: Expected, stage: Stage, update: Updat
         yield Cause("not-reduced", stage=stage.index, detail=f"not reduced over all replicas: {', '.join(told)}")
         return
     for rank, counts in odd.items():
-        for fault in faults_in_counts(update, dict(enumerate(counts)), _ALIKE):
+        for fault in faults_in_counts(update, dict(enumerate(counts)), ALIKE):
             detail = "; ".join(filter(None, (fault.detail, "in this rank's shards")))
             yield Cause(fault.kind, rank, stage.index, fault.microbatches, factor=fault.factor, detail=detail)
 
@@ -300,7 +298,7 @@ def _makeup_by_rank(members: Members, expected: Expected, stage: Stage) -> dict[
 def _plain(factor: float) -> float:
     """A whole number, or one over one, where it is that; else to as many digits as ranks have alike."""
     for near in (float(round(factor)), 1.0 / (round(1.0 / factor) or 1)):
-        if abs(factor - near) < _ALIKE * abs(factor):
+        if abs(factor - near) < ALIKE * abs(factor):
             return near
     return float(f"{factor:.3g}")
 
@@ -310,7 +308,7 @@ def _makeup(parts: Sequence[tuple[Tensor, Tensor]], limit: float) -> Counts | No
     seen, rows = torch.cat([one for one, _ in parts]), torch.cat([rows for _, rows in parts], dim=1)
     whole = rows.sum(dim=0)
     factor = float((seen * whole).sum() / whole.square().sum()) if whole.any() else 0.0
-    if factor and error(seen, factor * whole) < _ALIKE:
+    if factor and error(seen, factor * whole) < ALIKE:
         return (_plain(factor),) * len(rows)
     found = counted(seen, Terms({Term("pair", m, m): row for m, row in enumerate(rows)}, {}), limit)
     return None if found is None or len(found) < len(rows) else tuple(count for _, count in found)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import likeness
+from pipeproof.diagnosis.limits import MANY
 from pipeproof.judging.tolerance import agrees
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.recording import (
@@ -30,7 +31,6 @@ from pipeproof.observers.recording import (
 )
 
 Tensors = Sequence[Tensor | None]
-_MOST = 64  # first wrong tensors that are looked at closely; with more than that one fault is everywhere
 _ACTION = {**dict.fromkeys(FORWARD_POINTS, "F"), **dict.fromkeys(BACKWARD_POINTS, "B"), LATE: "W"}
 
 
@@ -96,7 +96,7 @@ def divergences(recording: Recording, ground: Ground, positions: Positions) -> l
     if not found:
         return []
     known = ground.known()
-    return [_divergence(recording, ground, known, point, positions) for point in found[:_MOST]]
+    return [_divergence(recording, ground, known, point, positions) for point in found[:MANY]]
 
 
 def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Point]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from pipeproof.core.limits import LEAD, LED, precision_of
 from pipeproof.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
 from pipeproof.diagnosis.combination import (
-    DECIDED,
     Layout,
     System,
     alike,
@@ -28,7 +27,7 @@ from pipeproof.diagnosis.combination import (
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known, Terms
 from pipeproof.diagnosis.likeness import of_terms, plainly
-from pipeproof.diagnosis.microbatch_weights import SAME
+from pipeproof.diagnosis.limits import ALIKE, CLOSE, DECIDED, FEW, HALF, LITTLE, MOST
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
 from pipeproof.diagnosis.rounding import added_up_in
 from pipeproof.diagnosis.single_numbers import as_others
@@ -36,13 +35,7 @@ from pipeproof.judging.tolerance import error, rounding_of, stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 
-_MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
-_EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a factor that all have
-_LIKE = 0.999  # the cosine from which on two microbatches are one
-_DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
-_UNFOUNDED = 0.5  # of a gradient: no rounding takes that away
 _WHOLE = {"missing", "unexpected", "rounded", "narrow-accumulation", "not-finite"}  # what a whole stage can be at once
-_HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
 class Explainer:
@@ -121,7 +114,7 @@ class Explainer:
         squares = sum(due.square().sum().item() for _, due in pairs)
         factor = sum((one * due).sum().item() for one, due in pairs) / squares if squares else 0.0
         rows = torch.nn.functional.normalize(system.rows, dim=1)
-        like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > _LIKE
+        like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > 1 - ALIKE
         if not factor or like:
             return None
         told = simple(factor, self._unit * abs(factor), self._unit)
@@ -133,8 +126,8 @@ class Explainer:
 
     def _agree(self, found: Explanation, made: Explanation, factor: float, system: System) -> bool:
         """Whether ``made``, by one factor that is not 1, leaves but rounding, and what was ``found`` is near to it."""
-        even = all(abs(c - factor * term.nominal) <= _EVEN * abs(factor) for term, c in found.coefficients.items())
-        apart = abs(factor - 1.0) > min(_EVEN, max(SAME, LED * LEAD * self._unit))
+        even = all(abs(c - factor * term.nominal) <= LITTLE * abs(factor) for term, c in found.coefficients.items())
+        apart = abs(factor - 1.0) > min(LITTLE, max(ALIKE, LED * LEAD * self._unit))
         return even and apart and made.explained and len(self._holding(made, system)) == len(self._names)
 
     def _explained(self) -> Explanation:
@@ -212,7 +205,7 @@ class Explainer:
         if not sparse:
             for candidate in self._candidates(system, atoms):
                 holds = self._holding(candidate, system)
-                if len(holds) >= _HALF * len(self._names):
+                if len(holds) >= HALF * len(self._names):
                     return self._but_for(self._simple(candidate.coefficients, system.only(holds), atoms), system, atoms)
         return whole
 
@@ -220,7 +213,7 @@ class Explainer:
         """An explanation by pairs, all coefficients found together: one after the other may miss a permutation."""
         pairs = [k for k, atom in enumerate(atoms) if atom.term.what in ("pair", "flow")]
         some, limit = [atoms[k] for k in pairs], self._limit(system)
-        if len(pairs) > _DENSE or not system.conclusive(len(pairs), limit):
+        if len(pairs) > MOST or not system.conclusive(len(pairs), limit):
             return None
         part = system.of_atoms(pairs)
         found = self._fitted(part, some, list(range(len(some))), torch.zeros_like(system.target))
@@ -239,13 +232,13 @@ class Explainer:
             if alone.explained and not alone.undecided:
                 yield alone
             in_vain += not (alone.explained and alone.undecided)
-            if in_vain > (1 - _HALF) * len(self._names):
+            if in_vain > (1 - HALF) * len(self._names):
                 return
 
     def _but_for(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
         """``found`` with the parameters that it does not hold for named, refined without these."""
         holds = self._holding(found, system)
-        if len(holds) < _HALF * len(self._names):
+        if len(holds) < HALF * len(self._names):
             return replace(found, explained=False)
         if len(holds) < len(self._names):
             found = self._refined(found, system.only(holds), atoms)
@@ -276,7 +269,7 @@ class Explainer:
         limit = self._limit(system)
         nominal = [k for k, atom in enumerate(atoms) if atom.term.nominal and from_nominal]
         base = system.rows[nominal].sum(dim=0)
-        most = min(2 * len(self._atoms.nominal) + _MORE, len(atoms))
+        most = min(2 * len(self._atoms.nominal) + FEW, len(atoms))
         while most and not system.conclusive(most, limit):
             most -= 1
         goal = limit / 2 * system.target.norm().item()
@@ -343,7 +336,7 @@ class Explainer:
     def _round(self, value: float, bound: float) -> float:
         """The simple number that ``value`` may well be, or itself."""
         near = min(self._numbers(), key=lambda number: abs(number - value))
-        return near if abs(near - value) <= min(max(bound, 1e-5 * abs(near)), DECIDED) else value
+        return near if abs(near - value) <= min(max(bound, CLOSE * abs(near)), DECIDED) else value
 
     def _numbers(self) -> list[float]:
         count = self._update.now.microbatches
@@ -369,7 +362,7 @@ class Explainer:
         due, whole = self._due[name], self._nominal_sum(name)
         if due is None or not due.any():
             return False
-        return whole is None or (error(due.cpu(), whole) > _UNFOUNDED and not rounding_of(due.cpu(), whole).noise)
+        return whole is None or (error(due.cpu(), whole) > HALF and not rounding_of(due.cpu(), whole).noise)
 
     def _absences(self, found: Explanation) -> tuple[Likeness, ...]:
         """What is plainly wrong, but for zeros that ``found`` explains."""

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Atom, Term, Wrong
+from pipeproof.diagnosis.limits import CLEARLY
 from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Gradient, Stage
-
-_FARTHER = 2.0  # times as much as another may a simple factor leave
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Explanation:
         if len(told) != 1 or len(better) != 1 or told <= {0.0, 1.0, -1.0}:
             return False
         apart = abs(min(told) - min(better)) > lead * abs(min(better))
-        return apart and self.residual > _FARTHER * other.residual
+        return apart and self.residual > CLEARLY * other.residual
 
     def predicted(self, name: str) -> Gradient:
         """What the coefficients make of parameter ``name``; None where no atom says anything."""

@@ -11,6 +11,7 @@ from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.combination import told_within, whole_within
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import likeness, sum_of
+from pipeproof.diagnosis.limits import SHORT
 from pipeproof.observers.likeness import GRADIENT, MEAN, PARAMETER, Label, Likeness
 from pipeproof.observers.recording import Addition, Gradients, Site
 
@@ -26,9 +27,6 @@ class Broken:
     parameters: tuple[str, ...] = ()  # empty: all of the stage's
     factor: float | None = None
     detail: str = ""
-
-
-_SHORT = 3  # with fewer elements than that, any gradient is a multiple of another
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Change:
 def became(site: Site, old: Tensor | None, new: Tensor | None, known: Known | None = None) -> Likeness | None:
     """What became of the gradient ``old`` where it is ``new``; None where so short a one tells nothing."""
     found = likeness(new, old, Label.of_gradient(site), known=known)
-    short = old is not None and new is not None and new.numel() < _SHORT
+    short = old is not None and new is not None and new.numel() < SHORT
     return None if short and found is not None and found.kind not in ("zero", "not-finite") else found
 
 

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.limits import LITTLE, MOST, TELLING
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.elements import bits
 from pipeproof.observers.likeness import Label
 
-_SAMPLED = 256
-_TELLING = 0.25  # where rounding may have made more of a tensor than that, it is like any other
 _ROUNDING = 1 + 1e-12  # of the comparison itself
 _SMALL = 1000  # whole numbers up to this are equal by chance
-_LITTLE = 0.1  # relative: what is a sum of two tensors leaves far less
 
 Owned = tuple[list[Label], Tensor]
 
@@ -48,7 +46,7 @@ class Alike:
 
     def near(self, seen: Tensor, limit: float) -> Iterator[Owned]:
         """Those within ``limit`` of ``seen``, relative to their size."""
-        if limit > _TELLING:
+        if limit > TELLING:
             return
         gaps = (self._few - _few(seen)).abs().amax(dim=1)
         likely = (gaps <= limit * self._largest * _ROUNDING).nonzero().flatten().tolist()
@@ -61,7 +59,7 @@ class Alike:
         rest, rows = target - (target @ base) * base, self._few - (self._few @ base)[:, None] * base
         unit = _unit(rows)
         left = (rest - (unit @ rest)[:, None] * unit).norm(dim=1)
-        yield from (self.owned[k] for k in (left <= _LITTLE * target.norm()).nonzero().flatten().tolist())
+        yield from (self.owned[k] for k in (left <= LITTLE * target.norm()).nonzero().flatten().tolist())
 
     @cached_property
     def _few(self) -> Tensor:
@@ -132,7 +130,7 @@ _NONE = _Nothing()
 
 
 def _few(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].double()
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // MOST)].double()
 
 
 def _unit(rows: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.combination import (
-    DECIDED,
     choices,
     conclusive,
     decided,
@@ -26,7 +25,8 @@ from pipeproof.diagnosis.combination import (
     told_within,
 )
 from pipeproof.diagnosis.known import Known, Terms, form, nearest
-from pipeproof.diagnosis.reordering import TELLING, by_chance, reordered
+from pipeproof.diagnosis.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW, HALF, LITTLE, MANY
+from pipeproof.diagnosis.reordering import by_chance, reordered
 from pipeproof.diagnosis.rounding import rounded_as
 from pipeproof.judging.tolerance import agrees, error, stands_for_none
 from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part
@@ -34,14 +34,6 @@ from pipeproof.observers.recording import Point
 
 Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
 
-_NEAR = 1e-3  # where rounding leaves more, only the very bits tell whose a tensor is
-_FEW = 8  # equal elements that could be chance
-_MANY = 32  # elements of which it shows whether what was added to them is noise
-_NOISE = 0.5  # of the size of a tensor: with more than that little of it is its own
-_EVERYWHERE = 0.9  # of all elements
-_CHANCE = 4.0  # standard deviations that chance does not reach
-_MORE = 3.0  # times what is left without a term: as much it must explain
-_BY_CHANCE = 25.0  # minus the logarithm of how often chance may name one term
 _GARBAGE = 1e12  # times the largest expected element: no arithmetic error comes near
 _TINY = 1e-30  # memory that was never written is full of numbers below this
 _HERE = Label(Point(-1, -1, ""))
@@ -76,7 +68,7 @@ class _Asked:
     @cached_property
     def telling(self) -> Tensor:
         """The elements that show whether they are right: the others are as small as rounding."""
-        return self.two.abs() > TELLING * self.limit * self.two.abs().max()
+        return self.two.abs() > CLEARLY * self.limit * self.two.abs().max()
 
     def but_for(self, wrong: Tensor) -> bool:
         """Whether it is no chance that all that is not ``wrong`` is right."""
@@ -158,7 +150,7 @@ def _absent(seen: Tensor | None, due: Tensor | None, at: Label, known: Known) ->
 
 def _anothers(asked: _Asked) -> Likeness | None:
     """Bit for bit, or within rounding, that of another place, microbatch, parameter or step."""
-    label = asked.known.find(asked.seen, asked.at, limit=asked.limit if asked.limit <= _NEAR else 0.0)
+    label = asked.known.find(asked.seen, asked.at, limit=asked.limit if asked.limit <= ALIKE else 0.0)
     return None if label is None or label == asked.at else Likeness("other", asked.at, label)
 
 
@@ -211,7 +203,7 @@ def factor_of(seen: Tensor, due: Tensor, limit: float) -> float | None:
 
 def _reordered(asked: _Asked) -> Likeness | None:
     seen, due = asked.seen, asked.due
-    exact = seen.numel() >= _FEW and torch.equal(seen.flatten().sort().values, due.flatten().sort().values)
+    exact = seen.numel() >= FEW and torch.equal(seen.flatten().sort().values, due.flatten().sort().values)
     if exact or reordered(seen, due, asked.limit):
         return Likeness("reordered", asked.at, line="row" if exact and _same_rows(seen, due) else "element")
     return None
@@ -325,7 +317,7 @@ def _lines_moved(asked: _Asked) -> Likeness | None:
 def _uninitialised(asked: _Asked) -> Likeness | None:
     size = asked.one.abs()
     tiny = ((size > 0) & (size < _TINY)).sum().item()
-    constant = size.numel() >= _FEW and bool((asked.one == asked.one.flatten()[0]).all())
+    constant = size.numel() >= FEW and bool((asked.one == asked.one.flatten()[0]).all())
     huge = size.max().item() > _GARBAGE * max(asked.two.abs().max().item(), 1.0)
     return Likeness("uninitialised", asked.at) if constant or huge or tiny > size.numel() // 4 else None
 
@@ -364,7 +356,7 @@ def sum_of(seen: Tensor, own: Tensor, term: Tensor, *, limit: float, of: int = 1
     alone = fit(target, rows[:1], limit).residual * target.norm().item()
     # That some direction takes so much away would happen by chance once in (alone / left) to the number of elements.
     gain = math.log(alone / left) if left and alone else math.inf
-    if alone <= _MORE * left or (len(target) - 2) * gain <= _BY_CHANCE + math.log(of):
+    if alone <= CLEARLY * left or (len(target) - 2) * gain <= math.log(of / CHANCE):
         return None
     own_part, more = (simple(c, u, limit) for c, u in zip(made.coefficients, made.uncertain, strict=True))
     return own_part, more
@@ -374,10 +366,10 @@ def _noisy(asked: _Asked) -> Likeness | None:
     """Whether what was added is small, is nearly everywhere, and has nothing to do with what it was added to."""
     one, two = asked.one.flatten(), asked.two.flatten()
     added = one - two
-    if len(two) < _MANY or (added != 0).double().mean() < _EVERYWHERE or added.norm() > _NOISE * two.norm():
+    if len(two) < MANY or (added != 0).double().mean() < 1 - LITTLE or added.norm() > HALF * two.norm():
         return None
     pairs = ((added, two), (added, torch.ones_like(two)), (added[:-1], added[1:]))
-    if max(abs(_cosine(*pair)) for pair in pairs) > _CHANCE / math.sqrt(len(two)):
+    if max(abs(_cosine(*pair)) for pair in pairs) > CLEARLY / math.sqrt(len(two)):
         return None
     return Likeness("noisy", asked.at, error=error(asked.seen, asked.due))
 

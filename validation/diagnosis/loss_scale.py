@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-_NEAR = 1e-3  # how far apart, relative to their size, factors may be that are one: coarse types round
+from pipeproof.diagnosis.limits import ALIKE
 
 
 @dataclass(frozen=True)
@@ -34,4 +34,4 @@ class LossScale:
 
 def is_factor(factor: float | None, due: float) -> bool:
     """Whether ``factor`` is the ``due`` one, and that is no 1."""
-    return factor is not None and due != 1.0 and abs(factor - due) <= _NEAR * abs(due)
+    return factor is not None and due != 1.0 and abs(factor - due) <= ALIKE * abs(due)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.diagnosis.limits import ALIKE, CLOSE
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.calls import Call
@@ -123,10 +124,6 @@ def _counted(count: int, said: object) -> int:
     if not 1 <= count <= MOST_RANKS:
         raise ReplicasError(f"ranks is {said}: expected at least 1, and at most {MOST_RANKS}")
     return count
-
-
-_NORMS_ALIKE = 1e-5  # how far apart, relative to their size, two ways of forming one norm may be
-_ALIKE = 1e-3  # no verdict hangs on it: how near a number must be to one that would explain it
 
 
 class Part(Protocol):
@@ -316,8 +313,8 @@ class Members:
             ("what several ranks of one replica hold is counted once for each of them", within),
             (f"what fewer ranks hold than others is left out, as {few[0][0] if few else ''}", left if few else 0.0),
         ):
-            alike = all(scalar_error(norm, math.sqrt(square)) < _NORMS_ALIKE for norm in norms)
-            if norms and square > 0 and alike and scalar_error(square, every) > _ALIKE:
+            alike = all(scalar_error(norm, math.sqrt(square)) < CLOSE for norm in norms)
+            if norms and square > 0 and alike and scalar_error(square, every) > ALIKE:
                 yield Cause("norm", detail=told)
 
     def _held(self, ranks: Collection[int]) -> Iterator[tuple[str, float, int]]:
@@ -344,8 +341,8 @@ class Members:
             apart = sharded and all(count == 1 for *_, count in self._held(peers))
             for ranks in ([rank], *([peers] if apart else [])):
                 part = math.sqrt(sum(squares[number] for number in ranks))
-                less = len(ranks) < len(self.norms) and scalar_error(part, every) > _ALIKE
-                if norm and less and scalar_error(norm, part) < _NORMS_ALIKE:
+                less = len(ranks) < len(self.norms) and scalar_error(part, every) > ALIKE
+                if norm and less and scalar_error(norm, part) < CLOSE:
                     several = len(ranks) > 1
                     held = f"rank{'s' * several} {_listed(ranks)} hold{'s' * (not several)} alone"
                     yield Cause("norm", rank=rank, detail=f"rank {rank}'s is the norm of what {held}")
@@ -379,7 +376,7 @@ def _times(seen: Tensor, known: Tensor | None) -> float | None:
 
 
 def _alike(seen: Tensor, known: Tensor) -> bool:
-    return error(seen, known) < _ALIKE
+    return error(seen, known) < ALIKE
 
 
 def _listed(numbers: Sequence[int]) -> str:

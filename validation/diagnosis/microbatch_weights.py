@@ -5,13 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.limits import ALIKE, LEFT
 from pipeproof.judging.cause import listed
 from pipeproof.pipeline.sizes import digits
 
 _DIGITS = 6  # of a factor, at most
-SAME = 1e-3  # factors found at two places that differ by no more, relatively, are one
-_LEADS = 1e-2  # farther from the factor of a whole stage no rounding leads, whatever it does to microbatches
-ONE = 1e-5  # a coefficient that differs from 1 by no more is 1: where rounding leaves more, it was told to be
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Fault:
     factor: float | None = None
     detail: str = ""
     earlier: int = 0
-    within: float = field(default=SAME, compare=False)
+    within: float = field(default=ALIKE, compare=False)
 
     def same(self, other: "Fault") -> bool:
         """Whether both are one fault, seen twice: alike but for how rounding moved the factor."""
@@ -43,7 +41,7 @@ def faults_in_counts(update: Update, found: Mapping[int, float], within: float) 
     What some have beside a factor of most is told of each apart where it happened a whole number of times, and with
     that factor where it did not.
     """
-    uneven = _uneven(update, found, max(SAME, within))
+    uneven = _uneven(update, found, max(ALIKE, within))
     if uneven is not None:
         yield uneven
         return
@@ -91,8 +89,8 @@ def uniform(update: Update, factor: float, within: float) -> Fault:
         return Fault("zero")
     if factor == -1.0:
         return Fault("sign", factor=-1.0)
-    room = max(SAME, within)
-    return Fault("scale", factor=factor, detail=factor_words(update, factor, min(room, _LEADS)), within=room)
+    room = max(ALIKE, within)
+    return Fault("scale", factor=factor, detail=factor_words(update, factor, min(room, LEFT)), within=room)
 
 
 def _counted(update: Update, ratio: float, within: float, *, in_place: bool) -> bool:
@@ -117,7 +115,7 @@ def _factors(odd: Mapping[float, list[int]], within: float) -> Fault:
     one = next(iter(odd)) if len(odd) == 1 else None
     every = tuple(sorted(m for some in odd.values() for m in some))
     detail = f"{_digits(one, within)} times" if one is not None else ", ".join(_list(1.0, odd))
-    return Fault("scale", every, factor=one, detail=detail, within=max(SAME, within))
+    return Fault("scale", every, factor=one, detail=detail, within=max(ALIKE, within))
 
 
 def _list(base: float, odd: Mapping[float, list[int]]) -> Iterator[str]:
@@ -151,7 +149,7 @@ def _weightings(update: Update) -> Iterator[tuple[Mapping[int, float], str]]:
     yield {i: 1 / n for i, n in shares.items()}, f"replicas count alike, though they have {listed(every)} microbatches"
 
 
-def factor_words(update: Update, factor: float, within: float = SAME) -> str:
+def factor_words(update: Update, factor: float, within: float = ALIKE) -> str:
     """Where a factor may come from: every number of things in this step that it is, or is one over."""
     count, tokens = len(update.now.batches), sum(batch.tokens for batch in update.now.batches)
     known = {
@@ -175,6 +173,6 @@ def factor_words(update: Update, factor: float, within: float = SAME) -> str:
 
 def _digits(factor: float, within: float) -> str:
     """``factor`` in the fewest digits that tell it as exactly as rounding leaves it."""
-    told = (digits(factor, many) for many in range(1, _DIGITS if within > SAME else 1))
+    told = (digits(factor, many) for many in range(1, _DIGITS if within > ALIKE else 1))
     plain = (one for one in told if "e+" not in one)
     return next((one for one in plain if abs(float(one) - factor) <= within * abs(factor)), digits(factor, _DIGITS))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeproof.diagnosis.combination import DECIDED, alike, conclusive, fit, residual_of, select
+from pipeproof.diagnosis.combination import alike, conclusive, fit, residual_of, select
+from pipeproof.diagnosis.limits import DECIDED
 
 Pair = tuple[int, int]  # the microbatch of the activation, and that of the output gradient
 

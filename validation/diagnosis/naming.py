@@ -12,7 +12,8 @@ from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.chains import swaps
 from pipeproof.diagnosis.combination import told_within
 from pipeproof.diagnosis.explanation import Explanation
-from pipeproof.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, faults_in_counts, uniform
+from pipeproof.diagnosis.limits import ALIKE, CLOSE
+from pipeproof.diagnosis.microbatch_weights import Fault, factor_words, faults_in_counts, uniform
 from pipeproof.diagnosis.mixed_gradients import gradient_of, mixed
 from pipeproof.diagnosis.module_pairing import Paired
 from pipeproof.diagnosis.tied import Shares, of_copies
@@ -143,7 +144,7 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     """What is wrong with one stage's coefficients, swaps apart."""
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
-    within = max(ONE, stage.limit)
+    within = max(CLOSE, stage.limit)
     if stage.whole:
         return (Fault(stage.whole, detail="every parameter"),)
     faults = [*faults_in_counts(update, own, within)]
@@ -221,7 +222,7 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
 def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause | None:
     """A factor that every stage applies once more to what it hands on."""
     factors = []
-    within = max((fault.within for found in faults.values() for fault in found), default=SAME)
+    within = max((fault.within for found in faults.values() for fault in found), default=ALIKE)
     for stage in reversed(range(update.now.stages)):
         found = faults.get(stage, ())
         if len(found) > 1 or any(fault.kind not in ("scale", "sign") or fault.microbatches for fault in found):
@@ -328,7 +329,7 @@ def of_parameters(
         for odd in _telling(one.odd):
             groups.setdefault(replace(odd, at=None, label=None if odd.kind == "other" else odd.label), []).append(odd)
         for alike in groups.values():
-            for cause in _odd_causes(update, alike[0], max(ONE, one.limit)):
+            for cause in _odd_causes(update, alike[0], max(CLOSE, one.limit)):
                 more = f"and {', '.join(map(_likewise, alike[1:]))}" if len(alike) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
                 names = tuple(odd.parameter for odd in alike)

@@ -10,6 +10,7 @@ from pipeproof.judging.cause import Cause, OwnLine
 from pipeproof.observers.observed import Passed
 from pipeproof.observers.recording import GIVEN, KEPT, RECEIVED
 from pipeproof.pipeline.action import Action, ActionError, Kind
+from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.worlds.posted_messages import Came
 from pipeproof.worlds.stack import Line, Stack
 
@@ -20,7 +21,6 @@ _SUMMED = frozenset({"dropped", "doubled"}) | _LOST
 _LOSS = frozenset({"scale", "sign", "unequal-weights"})  # where no stage is named
 _FORWARDS = frozenset({"computation", "mode", "randomness", "swapped-data"})
 _MESSAGES = frozenset({"wrong-message", "uninitialised", "rounded", "altered", "not-finite", "stale-tensor"})
-_MOST = 5  # lines
 _STACK = 2  # lines of one stack
 
 Ran = tuple[str, Stack]  # what ran, and where
@@ -34,7 +34,7 @@ def with_lines(cause: Cause, evidence: Evidence, *, or_message: bool = False) ->
     if cause.earlier:
         return cause  # what was seen is of the step itself
     about = _About(cause, evidence, or_message)
-    return replace(cause, lines=tuple(islice(_once(about.ran()), _MOST)))
+    return replace(cause, lines=tuple(islice(_once(about.ran()), SHOWN)))
 
 
 def _once(ran: Iterable[Ran]) -> Iterator[OwnLine]:

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.combination import conclusive, orders
+from pipeproof.diagnosis.limits import CLEARLY, MANY, MOST
 from pipeproof.judging.tolerance import error
-
-TELLING = 4.0  # times what rounding may leave of it: an element this large shows whether it is right
-_SKETCH = 32
-_PIECE = 256
 
 
 def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:
@@ -68,11 +65,11 @@ def _lines(seen: Tensor, says: Tensor, limit: float) -> bool:
 
 def _nearest(rows: Tensor, others: Tensor) -> Tensor:
     """Which of ``others`` (K, D) each of ``rows`` (L, D) is nearest to, by what few sums of their elements say."""
-    if rows.shape[1] > _SKETCH:
+    if rows.shape[1] > MANY:
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(rows.shape[1], _SKETCH, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(rows.shape[1], MANY, generator=generator, dtype=torch.float64)
         rows, others = rows @ drawn, others @ drawn
-    return torch.cat([torch.cdist(piece, others).argmin(dim=1) for piece in torch.split(rows, _PIECE)])
+    return torch.cat([torch.cdist(piece, others).argmin(dim=1) for piece in torch.split(rows, MOST)])
 
 
 def _no_chance(seen: Tensor, says: Tensor, wrong: Tensor, ways: float, limit: float) -> bool:
@@ -95,4 +92,4 @@ def _wrong(seen: Tensor, says: Tensor, limit: float) -> Tensor:
 
 
 def _telling(of: Tensor, says: Tensor, limit: float) -> Tensor:
-    return of.abs() > TELLING * limit * says.abs().max()
+    return of.abs() > CLEARLY * limit * says.abs().max()

@@ -13,20 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pipeproof.diagnosis.limits import ALIKE, CHANCE, FEW, LEFT, MANY, MOST, ROUNDED, TELLING
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import NARROWER, ROUNDED_TO
 
-_SAMPLE = 256  # elements that a scale must explain
-_LEAST = 16  # elements, with fewer of which any scale would do
 _BITS = {"fp16": 11, "bf16": 8}
 _STEPS = 2**13  # of one size up to the largest element
 _BINADES = 4  # below the largest element: further down fp16 may have fewer bits
-_ON = 1e-3  # of a step
-_FEW = 8
-_NARROW = 2.0**-7  # more than rounding to bf16 changes
-_NO_MORE = 1e-2  # of an element: as many on a grid are found where all lie beside it
-_CHANCE = 1e-4
-_CLOSE = 0.3  # what differs by more was not rounded
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ def rounded_as(seen: Tensor, whole: Tensor) -> Rounded | None:
     if not floating or seen.shape != whole.shape or torch.equal(seen, whole):
         return None
     for name, dtype in ROUNDED_TO.items():
-        allowed = max(_NARROW, 2 * torch.finfo(dtype).eps)
+        allowed = max(ROUNDED, 2 * torch.finfo(dtype).eps)
         told = _holds(seen, dtype) and not _narrow(whole) and _needs_more(whole, dtype)
         if told and 0.0 < error(seen, whole) <= allowed:
             return Rounded(name)
@@ -92,15 +85,15 @@ def _is_no_chance(count: int, of: int) -> bool:
     """Whether numbers among which ``count`` of so many lie beside a grid would hardly all lie on it: sums of coarse
     numbers mostly do."""
     of = max(of, count)  # where zeros lie beside it, too
-    return 0 < count and of * math.log((of - count + _NO_MORE) / of) <= math.log(_CHANCE)
+    return 0 < count and of * math.log((of - count + LEFT) / of) <= math.log(CHANCE)
 
 
 def _at_some_scale(seen: Tensor, whole: Tensor) -> Rounded | None:
     """Both (D). The largest element is a whole number of steps in any type; each such number gives a scale to try."""
-    if (seen - whole).norm() > _CLOSE * whole.norm():
+    if (seen - whole).norm() > TELLING * whole.norm():
         return None
     largest = seen.abs().max()
-    size = seen.abs()[:: max(1, len(seen) // _SAMPLE)].sort(descending=True).values
+    size = seen.abs()[:: max(1, len(seen) // MOST)].sort(descending=True).values
     size = size[size > 0]
     top = size[size > largest / 2**_BINADES]
     for name, bits in _BITS.items():
@@ -122,11 +115,11 @@ def _fitting(size: Tensor, steps: Tensor, width: Callable[[Tensor, Tensor], Tens
 
     ``width``: how far apart values lie around a size, by a step. A few sizes leave few steps for all to be tried with.
     """
-    if len(size) < _LEAST:
+    if len(size) < MANY:
         return steps[:0]
-    for some in (size[:_FEW], size):
+    for some in (size[:FEW], size):
         counts = some[None] / width(some[None], steps[:, None])  # (K, N)
-        steps = steps[((counts - counts.round()).abs() <= _ON).all(dim=1)]
+        steps = steps[((counts - counts.round()).abs() <= ALIKE).all(dim=1)]
     return steps
 
 
@@ -139,5 +132,5 @@ def _floating(size: Tensor, step: Tensor, bits: int) -> Tensor:
 def _off(seen: Tensor, whole: Tensor, widths: Tensor) -> bool:
     """Whether ``seen`` lies no further from ``whole`` than half a step, and many elements are not just that."""
     gap = (seen - whole).abs()
-    beside = int((gap > widths * _ON).sum())
-    return bool((gap <= widths * (0.5 + _ON)).all()) and _is_no_chance(beside, int(whole.count_nonzero()))
+    beside = int((gap > widths * ALIKE).sum())
+    return bool((gap <= widths * (0.5 + ALIKE)).all()) and _is_no_chance(beside, int(whole.count_nonzero()))

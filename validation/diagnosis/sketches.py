@@ -3,13 +3,9 @@
 import math
 from collections.abc import Mapping
 
+from pipeproof.diagnosis.limits import CLEARLY, HALF, ROUNDED
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.sketch import Sketch
-
-_TOLD = 8.0  # times as far from 1 as two sketches of one tensor may be must a factor lie
-_ROUNDED = 2.0**-7  # more than rounding to bf16 changes
-_SOME = 0.5  # a relative error with which more of a tensor is its own than is not
-_APART = 4.0  # times as far away must all others be: a sketch's distance may be wrong by a factor of two
 
 
 def of_sketches(seen: Sketch, due: Sketch, at: Label | None = None) -> Likeness | None:
@@ -17,26 +13,26 @@ def of_sketches(seen: Sketch, due: Sketch, at: Label | None = None) -> Likeness 
     if is_rounded_sketch(seen, due):
         return Likeness("rounded", at, narrow=seen.narrow)
     factor = seen.factor(due)
-    if factor is not None and abs(factor - 1.0) > _TOLD * max(seen.limit, due.limit):
+    if factor is not None and abs(factor - 1.0) > CLEARLY * max(seen.limit, due.limit):
         return Likeness("multiple", at, factor=factor)
     return Likeness("reordered", at, line="element") if seen.is_reordered(due) else None
 
 
 def is_rounded_sketch(seen: Sketch, due: Sketch) -> bool:
     """Whether this is the due tensor, gone through a narrower type."""
-    return bool(seen.narrow) and not due.narrow and seen.distance(due) <= _ROUNDED
+    return bool(seen.narrow) and not due.narrow and seen.distance(due) <= ROUNDED
 
 
 def nearest_sketch(seen: Sketch, known: Mapping[int, Sketch]) -> int | None:
     """The number of the one tensor of ``known`` that ``seen`` is near, and none of the others by far; None if none."""
     distances = sorted((seen.distance(one), number) for number, one in known.items())
     (first, number), (second, _) = [*distances, (math.inf, -1), (math.inf, -1)][:2]
-    return number if first <= _SOME and _APART * first <= second else None
+    return number if first <= HALF and CLEARLY * first <= second else None
 
 
 def is_far_nearer(seen: Sketch, one: Sketch, other: Sketch) -> bool:
     """Whether ``seen`` is so much nearer to ``one`` than to ``other`` that sketches tell it."""
-    return _APART * seen.distance(one) <= seen.distance(other)
+    return CLEARLY * seen.distance(one) <= seen.distance(other)
 
 
 def recognised(seen: Sketch, known: Mapping[int, Sketch]) -> set[int]:

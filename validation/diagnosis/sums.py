@@ -12,13 +12,13 @@ from pipeproof.diagnosis.combination import counts_of, told_within, whole_within
 from pipeproof.diagnosis.interference import Broken, Sources, alike, kind_of
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import factor_of, likeness, plainly
+from pipeproof.diagnosis.limits import TELLING
 from pipeproof.diagnosis.rounding import held_in, rounded_as
 from pipeproof.judging.tolerance import stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.observers.recording import Addition, Gradients, Site
 
 Finding = tuple[str, float | None, str]  # a kind of cause, the factor of a multiple, and its words
-_TELLING = 0.25  # of an addition: where rounding may have made more of it, it has no factor
 
 
 def broken_additions(
@@ -166,7 +166,7 @@ class _Sums:
         if pair is None or delta is None:
             return "missing", None, "no gradient"
         rounding = told_within(wanted.dtype) + _noise(*pair, wanted.dtype) / max(float(wanted.double().norm()), 1e-300)
-        factor = factor_of(delta.cpu(), wanted.cpu(), rounding) if rounding <= _TELLING else None
+        factor = factor_of(delta.cpu(), wanted.cpu(), rounding) if rounding <= TELLING else None
         if factor is not None and abs(factor - 1) <= whole_within(wanted.dtype):
             return None
         found = None if factor is not None else self._rounded(name, delta, wanted) or _rounded(pair, wanted)
@@ -189,7 +189,7 @@ class _Sums:
             others = {(self._stage, other): gradient for other, gradient in self._expected[m].items()}
             self._known[m] = Sources(others=others).known(self._stage)
         at = Label.of_gradient((self._stage, name))
-        if rounding > _TELLING:
+        if rounding > TELLING:
             found = plainly(delta, wanted, at)
         else:
             found = likeness(delta, wanted, at, known=self._known[m], rounding=rounding)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term, Update
-from pipeproof.diagnosis.combination import DECIDED, decided, fit, limit_of, residual_of, simple
+from pipeproof.diagnosis.combination import decided, fit, limit_of, residual_of, simple
 from pipeproof.diagnosis.explanation import Explanation
-from pipeproof.diagnosis.microbatch_weights import SAME
+from pipeproof.diagnosis.limits import ALIKE, DECIDED
 from pipeproof.diagnosis.reordering import reordered
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, same_bits
@@ -239,7 +239,7 @@ def cause_of(copy: Shares, copies: Mapping[Stage, str]) -> Cause:
         return _of_share(copy, off[0], copies)
     if all(map(_is_whole, counts)):
         return replace(where, kind="tied-doubled", detail=detail)
-    if max(counts) - min(counts) <= SAME * abs(max(counts)):
+    if max(counts) - min(counts) <= ALIKE * abs(max(counts)):
         return replace(where, kind="scale", factor=counts[0], detail=detail)
     return replace(where, detail=detail)
 

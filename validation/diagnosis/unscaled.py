@@ -8,10 +8,10 @@ from torch import Tensor
 
 from pipeproof.diagnosis.combination import told_within
 from pipeproof.diagnosis.likeness import factor_of
+from pipeproof.diagnosis.limits import CLEARLY
 from pipeproof.observers.recording import FLOWED, HANDED_ON, LATE, RECEIVED, Gradients, Point, Recording, Site
 
 _FLOWS = (RECEIVED, FLOWED, HANDED_ON, LATE)
-_ABOUT = 2.0  # times as large, or as small, as with the least scale that there may be, is not about as large
 _Sums = Mapping[Site, Tensor | None]
 
 
@@ -71,7 +71,7 @@ def _divisors(recording: Recording, gradients: _Sums, scale: float) -> Iterator[
             there = gradients.get((stage, name))
             if one is not None and there is not None and _telling(one) and _telling(there):
                 near = float(one.double().norm() / there.double().norm()) / scale
-                yield _factor([one], [there]) or (scale if 1 / _ABOUT < near < _ABOUT else None)
+                yield _factor([one], [there]) or (scale if 1 / CLEARLY < near < CLEARLY else None)
 
 
 def _telling(gradient: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pipeproof.diagnosis.limits import CLOSE
 from pipeproof.reference.boundary import Gradients, Tensors, run_layers
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn, Model
@@ -23,12 +24,9 @@ Made = Mapping[str, Tensor | None]  # gradients by name
 End = tuple[Tensors, Tensors]  # what a stage starts from, and what comes out, the last stage's divided loss
 
 
-_SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
-
-
 def same_loss(one: float, other: float) -> bool:
     """Whether two numbers may be one loss."""
-    return abs(one - other) <= _SAME_LOSS * abs(other)
+    return abs(one - other) <= CLOSE * abs(other)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from pipeproof.observers.recording import Point, Site
-from pipeproof.pipeline.sizes import digits
+from pipeproof.pipeline.sizes import SHOWN, digits
 
 # Types that a tensor may have gone through on its way, by the names that people use.
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,7 +21,6 @@ def narrower(dtype: torch.dtype) -> Collection[str]:
 
 GRADIENT, PARAMETER = "gradient", "parameter"  # places of what belongs to a parameter
 SAME_NUMBER, MEAN = "same number", "mean"  # what can be added to every element of anything
-_FEW = 4  # numbers that are listed one by one
 _NO_PART = 1e-2  # a coefficient this near to 0 or 1 is said to be that
 
 
@@ -107,7 +106,7 @@ def numbered(word: str, numbers: Sequence[int], count: int) -> str:
         return f"{word} {numbers[0]}"
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"{word}s {numbers[0]} to {numbers[-1]}"
-    if len(numbers) <= _FEW:
+    if len(numbers) <= SHOWN:
         return f"{word}s {', '.join(map(str, numbers))}"
     return f"{len(numbers)} of {count} {word}s"
 

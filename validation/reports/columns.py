@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from textwrap import fill
 
+from pipeproof.pipeline.sizes import shortened
+
+ROWS = 60  # or columns, of a table in a page: the others are counted; GitHub shows no more than 1 MiB
 _NARROW = 8  # letters in which most words can still be told apart
 
 
@@ -136,11 +139,6 @@ def _set_in(columns: Sequence[Column], piece: slice) -> list[Column]:
     """The columns of one line, of which all stay."""
     first, *others = (replace(column, drop=0) for column in columns[piece])
     return [replace(first, gap=_INDENT) if piece.start else first, *others]
-
-
-def shortened(text: str, width: int | None) -> str:
-    """``text``, cut where it is too long."""
-    return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
 
 
 def wrapped(text: str, width: int | None, *, indent: int) -> str:

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 from pipeproof.cases.case import Case
 from pipeproof.judging.verdict import Verdict, small
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import SHOWN, some
+from pipeproof.reports.columns import ROWS
 
 Group = Literal["table", "pinned", "fuzz", "planted"]
 _ORDER = {"fail": 0, "unknown": 1, "pass": 2}
@@ -89,8 +90,6 @@ class GateResult:
         )
 
 
-_FEW = 3  # annotations of cases; more would hide the culprit
-_ROWS = 60  # rows of a table; GitHub shows no more than 1 MiB
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -129,9 +128,9 @@ def junit(result: GateResult) -> bytes:
 def annotations(result: GateResult) -> list[str]:
     """GitHub's commands: a few errors, the culprit first, and how many more there are."""
     found = result.not_passed
-    lines = [_error(f"pipeproof: {one.case}", one.story) for one in found[:_FEW]]
-    if len(found) > _FEW:
-        lines.append(_error("pipeproof", f"{len(found) - _FEW} more cases are no pass: see the job summary"))
+    lines = [_error(f"pipeproof: {one.case}", one.story) for one in found[:SHOWN]]
+    if len(found) > SHOWN:
+        lines.append(_error("pipeproof", f"{len(found) - SHOWN} more cases are no pass: see the job summary"))
     if result.short:
         lines.append(_error("pipeproof: the gate is short", result.short))
     return lines
@@ -142,10 +141,10 @@ def markdown(result: GateResult) -> str:
     lines = [f"### pipeproof {result}".replace("|", "\\|"), ""]
     rows = [*result.not_passed, *(one for one in result.cases if one.outcome == "pass")]
     lines += ["| | case | tier | worst error | floor | seconds |", "|---|---|---|--:|--:|--:|"]
-    lines += map(_row, rows[:_ROWS])
-    if rest := rows[_ROWS:]:
+    lines += map(_row, rows[:ROWS])
+    if rest := rows[ROWS:]:
         lines += ["", f"{len(rest)} more, all of them {' or '.join(sorted({one.outcome for one in rest}))}."]
-    for one in result.not_passed[:_FEW]:
+    for one in result.not_passed[:SHOWN]:
         lines += ["", *_screen(one)]
     return "\n".join([*lines, ""])
 

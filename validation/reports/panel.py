@@ -10,9 +10,8 @@ from pipeproof.pipeline.action import COMPUTE, Action, Kind
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import shortened, some
 from pipeproof.pipeline.trace import Span, Trace
-from pipeproof.reports.columns import shortened
 
 WORDS: Mapping[Kind, str] = {
     Kind.FORWARD: "forward",

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from pipeproof.worlds.simulated.guide import Guide, Preemption, preemptions
+from pipeproof.worlds.timeout import BUDGET
 from pipeproof.worlds.world import World
-
-_MOST_RUNS = 100
 
 
 def fewest(world: World, fails: Callable[[], bool]) -> None:
@@ -16,7 +15,7 @@ def fewest(world: World, fails: Callable[[], bool]) -> None:
     before, world.noted = world.seed, True
     if not fails() or world.course is None:
         return
-    kept, left = preemptions(world.course.events), _MOST_RUNS
+    kept, left = preemptions(world.course.events), BUDGET
 
     def still(some: Sequence[Preemption]) -> bool:
         nonlocal left

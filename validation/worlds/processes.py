@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.at_terminal import debugging
 from pipeproof.worlds.launcher import CONTEXT, Seat, fork_server, loopback
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
+from pipeproof.worlds.timeout import ANSWER_S, END_S, GRACE_S, LOOK_S
 from pipeproof.worlds.worker import serve
 
-_STALL_BOUND_S = 60  # for one message to move at all
-_EXIT_BOUND_S = 1.0  # for a process whose connection is closed to be seen dead
 _LAST_LINES = 20
-_SIGNAL_BOUND_S = 0.3  # for a signal handler to write a stack
 
 
 class WorkerHandle:
@@ -57,7 +56,7 @@ class WorkerHandle:
                 answer = unpack(self._orders.recv_bytes())
                 assert isinstance(answer, RankReport), f"a worker sends reports, not {type(answer)}"
                 return answer
-        self._process.join(_EXIT_BOUND_S)
+        self._process.join(ANSWER_S)
         last = f"{self._last_words()}{self._signal_stack()}"
         return RankReport(self.seat.rank, Ending.DIED, self._death(), last, at_s=time.time())
 
@@ -77,7 +76,7 @@ class WorkerHandle:
                 return stack, waiting, peers, progress
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)  # the handler in C needs no interpreter lock
-            time.sleep(_SIGNAL_BOUND_S)
+            time.sleep(GRACE_S)
         return f"busy in native code\n{self._signal_stack()}", None, None, ""
 
     def kill(self) -> None:
@@ -117,7 +116,7 @@ def _channel() -> tuple[Connection, Connection]:
     # A worker can be stopped in the middle of a message, so this end never waits long for a single read or write.
     ours, theirs = CONTEXT.Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as options:
-        bound = struct.pack("ll", _STALL_BOUND_S, 0)
+        bound = struct.pack("ll", int(DEFAULT_TIMEOUT_S), 0)
         options.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
         options.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
     return ours, theirs
@@ -173,12 +172,6 @@ class Processes:
         ]
 
 
-START_BOUND_S = 120.0  # importing torch and meeting the other ranks, on a busy machine
-GRACE_S = 0.5  # after the first failure, for the others to fail by themselves
-_SKIP_GRACE_S = 3.0  # after the first skip, for the others to skip too: then it is no failure
-_QUESTION_BOUND_S = 1.0
-_END_BOUND_S = 10.0
-_LOOK_S = 0.05  # how often to ask whether the run has failed elsewhere
 _NOTHING = object()  # what is left of the caller's own work once it is done
 
 
@@ -222,7 +215,7 @@ class Pool:
         rank of the same run has failed that is not in this pool. ``meanwhile`` is as for ``World.run``.
         """
         try:
-            answers = [] if self._ready else self._collect("join its group", START_BOUND_S, cancelled)
+            answers = [] if self._ready else self._collect("join its group", DEFAULT_TIMEOUT_S, cancelled)
             self._ready = True
             if not any(answer.failed for answer in answers):
                 self._debugging.unlink(missing_ok=True)
@@ -245,7 +238,7 @@ class Pool:
         while pending:
             busy = not failing and next(own, _NOTHING) is not _NOTHING
             left_s = max(0.0, deadline_s - time.monotonic())
-            patience_s = 0.0 if busy else left_s if cancelled is None else min(left_s, _LOOK_S)
+            patience_s = 0.0 if busy else left_s if cancelled is None else min(left_s, LOOK_S)
             ready = wait([handle for worker in pending for handle in worker.handles], patience_s)
             if not ready and not left_s and not failing and self._debugging.exists():
                 deadline_s = time.monotonic() + bound_s  # somebody looks into a rank, and needs no bound
@@ -257,7 +250,7 @@ class Pool:
                 answers[worker] = worker.answer()
                 if answers[worker].failed:
                     skipped = answers[worker].ending is Ending.SKIPPED
-                    graces_s.append(_SKIP_GRACE_S if skipped else GRACE_S)
+                    graces_s.append(END_S if skipped else GRACE_S)  # if the others skip too, it is no failure
             if graces_s:
                 failing = True
                 deadline_s = min(deadline_s, time.monotonic() + min(graces_s))
@@ -269,7 +262,7 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
     """Where each worker is that has not finished, and what it waits for. Without a complaint it is only stopped."""
     for worker in workers:
         worker.ask()
-    deadline_s = time.monotonic() + _QUESTION_BOUND_S
+    deadline_s = time.monotonic() + ANSWER_S
     answers = {}
     for worker in workers:
         stack, waiting, peers, progress = worker.testimony(deadline_s)
@@ -283,7 +276,7 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
 def _end(workers: Sequence[WorkerHandle], folder: str) -> None:
     for worker in workers:
         worker.kill()
-    deadline_s = time.monotonic() + _END_BOUND_S
+    deadline_s = time.monotonic() + END_S
     for worker in workers:
         worker.bury(deadline_s)
     shutil.rmtree(folder, ignore_errors=True)

@@ -16,8 +16,10 @@ import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.worlds.rank_report import Ending, RankReport, culprit_of, describe, of_absent
 from pipeproof.worlds.side_store import RanksAbsent, SideStore, side_store
+from pipeproof.worlds.timeout import ANSWER_S, END_S, GRACE_S, LAUNCHER_S
 
 _STRICT = "[XPASS(strict)]"  # how pytest's report begins where a test should have failed
 _ENDINGS = {"passed": Ending.FINISHED, "failed": Ending.RAISED, "skipped": Ending.SKIPPED}
@@ -120,9 +122,6 @@ class _Story(TerminalRepr):
 
 
 STUCK_STATUS = 3
-_LOOK_S = 0.5
-_TELL_BOUND_S = 3.0
-_OVER_BOUND_S = 60.0
 
 
 class Watch:
@@ -138,14 +137,14 @@ class Watch:
     def stop(self) -> None:
         """Stop watching, within a bound."""
         self._stopped.set()
-        self._thread.join(2 * _LOOK_S)
+        self._thread.join(ANSWER_S)
 
     def _run(self) -> None:
         rank = self._side.rank
-        while not self._stopped.wait(_LOOK_S):
+        while not self._stopped.wait(GRACE_S):
             if self._side.has(f"stack wanted/{rank}"):
                 self._side.put(f"stack/{rank}", _stack(self._watched).encode())
-                self._side.wait_for("over", _OVER_BOUND_S)
+                self._side.wait_for("over", LAUNCHER_S)
                 os._exit(STUCK_STATUS)  # the watched thread may be where nothing but this can end it
 
 
@@ -162,15 +161,12 @@ def stacks(side: SideStore, ranks: Collection[int]) -> dict[int, str]:
         return {}
     for rank in ranks:
         side.put(f"stack wanted/{rank}", b"")
-    deadline_s = time.monotonic() + _TELL_BOUND_S
+    deadline_s = time.monotonic() + END_S
     told = {}
     for rank in ranks:
         side.wait_for(f"stack/{rank}", deadline_s - time.monotonic())
         told[rank] = (side.get(f"stack/{rank}") or b"in native code, or gone").decode()
     return told
-
-
-_SHOWN = 5  # tests named for each rank, before the rest is only counted
 
 
 @dataclass(frozen=True)
@@ -188,15 +184,13 @@ def difference(collected: Sequence[Collected]) -> str:
     lines = []
     for rank, its in enumerate(collected):
         if lacks := [nodeid for nodeid in everything if nodeid not in its.nodeids]:
-            more = f" and {len(lacks) - _SHOWN} more" if len(lacks) > _SHOWN else ""
-            lines.append(f"rank {rank} lacks {', '.join(lacks[:_SHOWN])}{more}")
+            lines.append(f"rank {rank} lacks {first_few(lacks)}")
         for path, text in its.errors.items():
             if any(path not in other.errors for other in collected):
                 lines.append(f"rank {rank} cannot collect {path}:\n{indent(text, '    ')}")
     return "\n".join(["the ranks collected different tests", *lines]) if lines else ""
 
 
-_LEAVE_BOUND_S = 30.0  # for the exit statuses of the others; torchrun grants as much to ranks that it ends
 _REPORT_FILES = ("xmlpath", "htmlpath", "report_log", "log_file")  # options; one writer each, or the last one wins
 
 
@@ -355,7 +349,7 @@ class RanksTogether:
         if self._lost:
             return []
         keys = [f"status/{rank}" for rank in range(self._side.ranks)]
-        return [int(self._side.get(key) or STUCK_STATUS) for key in keys if self._side.wait_for(key, _LEAVE_BOUND_S)]
+        return [int(self._side.get(key) or STUCK_STATUS) for key in keys if self._side.wait_for(key, LAUNCHER_S)]
 
     def _end_early(self, number: int, frame: FrameType | None) -> None:
         """End the test in progress, so that there is a report that names the rank whose process is gone."""

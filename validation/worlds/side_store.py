@@ -15,10 +15,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.timeout import LOOK_S
 
 _CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB at once
 _stores = itertools.count()  # every store of a process, and so of every rank, has keys of its own
-_PATIENCE_S = 0.02  # the longest pause between two looks
 
 
 class RanksAbsent(Exception):
@@ -139,7 +139,7 @@ class SideStore:
         """Wait until there is data under this key, at most for the bound in seconds; whether there is."""
         deadline_s = time.monotonic() + bound_s
         while not (there := self.has(key)) and time.monotonic() < deadline_s:
-            time.sleep(_PATIENCE_S)
+            time.sleep(LOOK_S)
         return there
 
     @property
@@ -149,7 +149,7 @@ class SideStore:
     def _gather(self, name: str, value: object, what: str, bound_s: float) -> list[Any]:
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
         written = self.put(keys[self.rank], pack((what, pack(value))))  # the value for those who came to the same
-        deadline_s, pause_s = time.monotonic() + bound_s, _PATIENCE_S / 64
+        deadline_s, pause_s = time.monotonic() + bound_s, LOOK_S / 64
         while not self._store.check(keys):
             late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
             if absent := self._absent(keys, late):
@@ -157,7 +157,7 @@ class SideStore:
                 told = {rank: f"did not come to {what} {reason}" for rank, reason in absent.items()}
                 raise RanksAbsent(told, late=bool(late) and not self._hurry)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PATIENCE_S)
+            pause_s = min(2 * pause_s, LOOK_S)
         if self.has(f"{name}/given up"):
             raise RanksAbsent({self.rank: f"did not come to {what} before the others gave it up"})
         gathered = [unpack(self.get(key) or b"") for key in keys]

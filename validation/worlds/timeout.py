@@ -4,6 +4,12 @@ import argparse
 import math
 
 MOST_SECONDS = 1e6
+BUDGET = 100  # runs, to find a smaller one that fails
+LOOK_S = 0.05  # between two looks at whether something has happened
+GRACE_S = 0.5  # after the first failure, for the other ranks to fail by themselves, and for a handler to write a stack
+ANSWER_S = 1.0  # for a process to say where it is, or to be seen dead
+END_S = 5.0  # for what is told to end, to skip or to say its last words
+LAUNCHER_S = 30.0  # for the other ranks of a launcher to end: torchrun grants as much to ranks that it ends
 _WANTED = f"expected seconds above 0, and at most {MOST_SECONDS:g}"
 
 

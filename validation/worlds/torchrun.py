@@ -5,13 +5,12 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.worlds.launcher import Seat, loopback
-from pipeproof.worlds.processes import START_BOUND_S, Pool
+from pipeproof.worlds.processes import Pool
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, RankReport, of_absent
 from pipeproof.worlds.side_store import RanksAbsent, side_store
-
-_ARRIVAL_BOUND_S = 60.0  # at least this long, as ranks may be busy with other things before they come
-_SLACK_S = 30.0  # beyond the bounds of a run, for ending its workers and telling of it
+from pipeproof.worlds.timeout import LAUNCHER_S
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ class Torchrun:
 
     def _run(self, order: bytes, label: str, ranks: int, timeout_s: float) -> list[RankReport]:
         what = f"the run of {label} on {ranks} ranks"
-        pool = self._pool(ranks, what, max(timeout_s, _ARRIVAL_BOUND_S))
+        pool = self._pool(ranks, what, max(timeout_s, DEFAULT_TIMEOUT_S))
         failed = f"{self._side.latest}/failed"
         mine = pool.run(order, timeout_s=timeout_s, cancelled=lambda: self._side.has(failed)) if pool else []
         if any(answer.failed for answer in mine):
             self._side.put(failed, b"")
-        everyone = self._side.gather(mine, what=what, bound_s=START_BOUND_S + timeout_s + _SLACK_S)
+        everyone = self._side.gather(mine, what=what, bound_s=DEFAULT_TIMEOUT_S + timeout_s + LAUNCHER_S)
         return [answer for answers in everyone for answer in answers]
 
     def _pool(self, ranks: int, what: str, bound_s: float) -> Pool | None:

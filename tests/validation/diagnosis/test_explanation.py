@@ -86,7 +86,7 @@ def test_only_what_is_wrong_is_told(whitebox: WhiteBox) -> None:
 
 
 def test_what_a_narrow_type_can_say_is_not_rounded_where_that_type_is_due() -> None:
-    seen, due = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 3.015625])
+    seen, due = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.015625, 4.0])
     at = Label(Point(0, -1, GRADIENT), name="bias")
     assert plainly(seen, due.to(torch.bfloat16), at) is None
     rounded = plainly(seen, due + 1e-4, at)

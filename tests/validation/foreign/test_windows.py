@@ -13,8 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from pipeproof.cases.primitives.layers import Block, Embedding, ExpertBlock, Head, bits, microbatches
 from pipeproof.cases.primitives.layers import loss_fn as of_tokens
-from pipeproof.cases.primitives.sharded import sharded
-from pipeproof.cases.primitives.stacked import gradients_of
+from pipeproof.cases.primitives.stacked import gradients_of, sharded
 from pipeproof.cases.primitives.tensor_by_hand import cut_whole, held, loss_of_parts
 from pipeproof.cases.primitives.tensor_parallel import cut
 from pipeproof.core.contract import Contract, ContractError

@@ -84,9 +84,9 @@ def test_junit_is_xml_whatever_a_rank_said() -> None:
 
 
 def test_annotations_are_few_and_the_culprit_comes_first() -> None:
-    many = [UNKNOWN, *(result("fail", microbatches=m) for m in (9, 3, 5, 7)), PASS]
+    many = [UNKNOWN, *(result("fail", microbatches=m) for m in (9, 3, 5, 7, 11, 13)), PASS]
     lines = annotations(gated(*many))
-    assert len(lines) == 4
+    assert len(lines) == 6
     assert lines[0].startswith("::error title=pipeproof%3A gpipe r2 s2 m3 split=1%2C1 ")
     assert "%0A  where     rank 1, stage 1" in lines[0]
     assert lines[-1] == "::error title=pipeproof::2 more cases are no pass: see the job summary"

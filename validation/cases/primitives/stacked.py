@@ -1,7 +1,7 @@
 """What a rank does in a step of a stack; and the verdict on it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pipeproof.cases.primitives.context import CONTEXT_PARALLEL, ZIGZAG
 from pipeproof.cases.primitives.data_parallel import DDP, DDP_EVERY, DDP_STATIC, DDP_UNUSED, ZERO_1, adam
@@ -28,7 +29,6 @@ from pipeproof.cases.primitives.recompute import (
 )
 from pipeproof.cases.primitives.ring import RING, RING_ZIGZAG
 from pipeproof.cases.primitives.sequence_parallel import SEQUENCE_PARALLEL
-from pipeproof.cases.primitives.sharded import ZERO_2, ZERO_3, ZERO_3_EVERY
 from pipeproof.cases.primitives.stacks import PIPELINE, Stack
 from pipeproof.cases.primitives.tensor_by_hand import SEQUENCE_BY_HAND, TENSOR_BY_HAND
 from pipeproof.cases.primitives.tensor_parallel import TENSOR_PARALLEL
@@ -38,6 +38,25 @@ from pipeproof.observers.watching import watch
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.step import PipelineSchedule
+
+
+def sharded(stage: Any, mesh: DeviceMesh, *, reshard: bool = True) -> nn.Module:
+    """Every layer of ``stage`` in shards; with a mesh of two axes, in copies along the first. In place."""
+    for layer in (*stage, stage):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    return stage  # type: ignore[no-any-return]
+
+
+def in_last(module: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Gradients are reduced in the last backward alone."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+ZERO_3 = Part(sharded, sync=in_last)
+ZERO_3_EVERY = Part(sharded)
+ZERO_2 = Part(partial(sharded, reshard=False), sync=in_last)
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pipeproof.cases.primitives.primitive import ALIASES, PRIMITIVES, VARIANTS, Level, primitive_of
-from pipeproof.cases.primitives.sizes import CHOSEN, EXPERTS, HEADS, SEQUENCE, VOCABULARY, WIDTH
+from pipeproof.cases.primitives.sizes import CHOSEN, EACH, EXPERTS, HEADS, SEQUENCE, VOCABULARY, WIDTH
 from pipeproof.pipeline.layouts.layout import Job, Layout, problems
 from pipeproof.pipeline.layouts.transformer import Experts, Transformer
 from pipeproof.pipeline.schedules import build, canonical_name, known_are, virtuals
@@ -14,7 +14,6 @@ from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEE
 
 PIPELINE = "pp"
 ONE_DEVICE = "one-device"  # the line of a stack of nothing
-_SIZE = 2  # of an axis, where nothing is said
 _APART = ("ddp", "zero-1")  # replicas that meet once a step, and so may have unequal shares
 
 
@@ -167,7 +166,7 @@ def _virtual(schedule: str) -> int:
 def alone(name: str) -> str:
     """The line of the primitive ``name`` on the smallest mesh. Raises ``StackError`` for an unknown one."""
     known = known_primitive(name)
-    sizes = "x".join([str(_SIZE)] * len(primitive_of(known).axes))
+    sizes = "x".join([str(EACH)] * len(primitive_of(known).axes))
     return f"{known}={sizes}" if sizes else known
 
 
@@ -178,7 +177,7 @@ def _item(text: str, line: str) -> tuple[str, dict[str, int]]:
     axes = primitive_of(name).axes
     if not axes and equals:
         raise StackError(f"stack {line!r} says {text}: {name} has no ranks of its own; leave out {equals}{size}")
-    wanted = "x".join([str(_SIZE)] * len(axes))
+    wanted = "x".join([str(EACH)] * len(axes))
     if axes and not re.fullmatch(rf"\d+(x\d+){{{len(axes) - 1}}}", size.strip()):
         raise StackError(
             f"stack {line!r} says {text!r}: expected the ranks along {' and '.join(axes)}, e.g. {said}={wanted}"

@@ -8,7 +8,7 @@ import torch
 from pipeproof.diagnosis.combination import limit_of
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.attributed import of_gradients, played_through
-from pipeproof.diagnosis.rules.passages import ALIKE, agree, complete
+from pipeproof.diagnosis.rules.passages import ONE_FAULT, agree, complete
 from pipeproof.diagnosis.rules.replayed import besides_change
 from pipeproof.diagnosis.rules.shared import apart, shared, stages_of
 from pipeproof.judging.cause import Cause
@@ -30,13 +30,13 @@ def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
         return (), ()
     said = complete(evidence)
     same = [one for one in said if any(agree(cause, one) for cause in causes)]
-    alike = [group for group in ALIKE for cause in causes if cause.kind in group]
+    alike = [group for group in ONE_FAULT for cause in causes if cause.kind in group]
     others = [one for one in said if one not in same and not any(one.kind in group for group in alike)]
     others = [one for one in others if one.stage is not None or one.parameter is not None]
     unlike = {m.stage for m in evidence.verdict.mismatches if m.law == "replicas"}  # of these, it is no one sum
     others = [one for one in others if unlike.isdisjoint(stages_of(one, evidence))]
     if not forward:
-        told = same and all("B" in (cause.action or "") and cause.kind not in ALIKE[0] for cause in causes)
+        told = same and all("B" in (cause.action or "") and cause.kind not in ONE_FAULT[0] for cause in causes)
         left = evidence.playable is None and evidence.attribution is not None and evidence.attribution.unknown
         return (*(others if told else ()), *_of_ranks(evidence)), (_BEHIND,) if left else ()
     if same:
@@ -126,10 +126,10 @@ def _unexplained(said: Cause, causes: Sequence[Cause], evidence: Evidence) -> It
     """What gradients say in ``said`` but for what follows from ``causes``: one flows back through all stages before."""
     every = range(evidence.microbatches)
     left = [*(said.microbatches or every)]
-    if said.kind in ALIKE[0] and {cause.kind for cause in causes} == _OF_BACKWARDS:
+    if said.kind in ONE_FAULT[0] and {cause.kind for cause in causes} == _OF_BACKWARDS:
         return  # one ran in the place of another, which may have put others in the place of theirs
     for cause in causes:
-        alike = cause.kind == said.kind or any({cause.kind, said.kind} <= group for group in ALIKE)
+        alike = cause.kind == said.kind or any({cause.kind, said.kind} <= group for group in ONE_FAULT)
         reached = max(stages_of(cause, evidence)) >= max(stages_of(said, evidence))
         left = [m for m in left if m not in (cause.microbatches or every)] if alike and reached else left
     if left:

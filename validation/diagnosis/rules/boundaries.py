@@ -12,6 +12,7 @@ from pipeproof.diagnosis.combination import whole_within
 from pipeproof.diagnosis.divergence import Divergence
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.likeness import factor_of
+from pipeproof.diagnosis.limits import ALIKE, LEFT
 from pipeproof.diagnosis.rules.repeated import or_zeros
 from pipeproof.diagnosis.what_ifs import computed, draws, other_target
 from pipeproof.judging.cause import Cause, listed
@@ -29,6 +30,7 @@ from pipeproof.observers.recording import (
     USED,
     Point,
 )
+from pipeproof.pipeline.sizes import first_few
 
 # What a tensor was says what happened to it, wherever that was ...
 _ANYWHERE: Mapping[str, str] = MappingProxyType(
@@ -54,9 +56,6 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         HANDED_ON: ("swapped-gradients", "zero", "computation"),
     }
 )
-_ONE_FACTOR = 2e-3
-_SIGN = 1e-2  # as far from -1: coarse types round
-_TOLD = 3  # microbatches, each of which has another thing wrong
 _GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
 
 
@@ -72,7 +71,7 @@ def boundaries(evidence: Evidence) -> list[Cause]:
         refine=lambda one: _refined(one, evidence),
         came=lambda microbatch: _came(evidence, microbatch),
         stages=evidence.stages,
-        room=max(_ONE_FACTOR, whole_within(evidence.setup.dtype)),
+        room=max(ALIKE, whole_within(evidence.setup.dtype)),
     )
 
 
@@ -83,7 +82,7 @@ def causes_of(
     refine: Refine,
     came: Came,
     stages: int,
-    room: float = _ONE_FACTOR,
+    room: float = ALIKE,
 ) -> list[Cause]:
     """The causes of divergences, which are in the order of the flow.
 
@@ -126,7 +125,7 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
     if what.part is None and what.label is not None and what.label.ago and what.kind == "other":
         return "stale-tensor", what.text
     if what.kind == "multiple" and what.factor is not None and what.part is None and where in _GRADIENTS:
-        return ("sign" if abs(what.factor + 1) < _SIGN else "scale"), what.text
+        return ("sign" if abs(what.factor + 1) < LEFT else "scale"), what.text
     if what.kind == "other" and what.part is None and _is_beside(one) and where != MADE:
         return "wrong-message", what.text
     if what.kind == "sum" and what.part is None and where in _GRADIENTS and where != LOSS:
@@ -245,12 +244,12 @@ def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
         own = listed(one.point.microbatch for one, _ in group)
         which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
         return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
-    whose = [_whose(one) for one, _ in group[:_TOLD]]
-    told = [f"{where} {of} is {text}" for of, (_, text) in zip(whose, group, strict=False)]
+    whose = [_whose(one) for one, _ in group]
+    told = [f"{where} {of} is {text}" for of, (_, text) in zip(whose, group, strict=True)]
     if all(one.what.kind == "different" and one.what.error is not None for one, _ in group):
         rest = [one.point.microbatch for one, _ in group[1:]]
         return f"{told[0]}; that of microbatch{'es' * (len(rest) > 1)} {listed(rest)} is no microbatch's either"
-    return "; ".join(told + ([f"and {len(group) - _TOLD} more"] if len(group) > _TOLD else []))
+    return first_few(told, "; ")
 
 
 def _whose(one: Divergence) -> str:
@@ -286,7 +285,7 @@ def _compounded(came: Mapping[int, float], stages: int) -> str:
     if len(order) < 2 or not came.keys() >= set(order):
         return ""
     ratios = [came[stage] / came.get(stage + 1, 1.0) for stage in order]
-    if any(abs(ratio / ratios[0] - 1) > _ONE_FACTOR for ratio in ratios) or abs(ratios[0] - 1) < _ONE_FACTOR:
+    if any(abs(ratio / ratios[0] - 1) > ALIKE for ratio in ratios) or abs(ratios[0] - 1) < ALIKE:
         return ""
     return ", ".join(f"{came[stage]:.4g} at stage {stage}" for stage in order)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
+from pipeproof.diagnosis.limits import ALIKE, CLOSE, SHORT
 from pipeproof.diagnosis.members import Part, Stage
 from pipeproof.diagnosis.rules.replayed import Changes, Fit
 from pipeproof.diagnosis.what_if import same_loss
@@ -29,9 +30,6 @@ from pipeproof.reference.passage import Passage
 
 _MOST = 1 << 27  # numbers that the gradients of all what-ifs may have
 _PATIENCE_S = 60.0
-_NEXT = 4  # modules that may take in what one gives
-_SAME = 1e-4  # relative: how far what is the same may lie apart where ranks add it up
-_ONE_FACTOR = 1e-6  # how far apart, relative to their size, factors are that are one
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def own_parts(evidence: Evidence) -> list[Cause]:
     stage = members.stages[number]
     first = [k for k, name in sorted(stage.names.items()) if (number, name) in wrong and used.get(name) == last]
     after = sorted((time, name) for name, time in beside.modules.items() if time > last)
-    cut = [name for _, name in after if _columns(stage, stage.part, name) is not None][:_NEXT]
+    cut = [name for _, name in after if _columns(stage, stage.part, name) is not None][:SHORT]
     for count in range(1, len(cut) + 1):
         for modules in combinations(cut, count):
             if first and all(_gives(beside, stage, part, modules, first, evidence) for _, part in stage.part.members):
@@ -190,7 +188,7 @@ def _gives(
         given = [one.double().cpu() for one in parts if one is not None]
         if seen is None or len(given) < evidence.microbatches or seen.shape != given[0].shape:
             return False
-        if error(seen.double(), torch.stack(given).sum(dim=0)) > _SAME:
+        if error(seen.double(), torch.stack(given).sum(dim=0)) > ALIKE:
             return False
     return True
 
@@ -234,7 +232,7 @@ def _told(losses: Sequence[Mismatch], evidence: Evidence) -> bool:
     numbers = [one for one in seen if isinstance(one, float) and math.isfinite(one)]
     others = any(same_loss(one, other) for one in numbers for other in right)
     ratios = [one.ratio for one in losses if one.ratio is not None]
-    multiple = all(abs(one / ratios[0] - 1) < _ONE_FACTOR for one in ratios) if ratios and ratios[0] else True
+    multiple = all(abs(one / ratios[0] - 1) < CLOSE for one in ratios) if ratios and ratios[0] else True
     return len(numbers) < len(seen) or others or (multiple and evidence.microbatches > 1)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.evidence import Due, Evidence
 from pipeproof.diagnosis.interference import became, common_change
-from pipeproof.diagnosis.moved import moved_along
+from pipeproof.diagnosis.limits import HALF, LEFT, LITTLE, MANY, ROUNDINGS, SHORT
 from pipeproof.diagnosis.rules.cut import cut
 from pipeproof.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from pipeproof.diagnosis.rules.update import clip_factor, learning_rate
@@ -20,12 +20,6 @@ from pipeproof.judging.tolerance import agrees, error, same_bits
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.recording import Recording, Site
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
-
-_LARGE = 10.0  # a parameter as small as its update says nothing of what it was before
-_ROOM = 8  # roundings
-_RELATED = 0.5  # cosine
-_MANY = 64  # numbers of which it is no chance that they have nothing to do with each other
-_DERIVED = 1e-2  # a relative error that no doubt about the update reaches; weights drawn otherwise differ by far more
 
 
 def partition(evidence: Evidence) -> list[Cause]:
@@ -52,7 +46,7 @@ def weights(evidence: Evidence) -> list[Cause]:
         recording, model = evidence.observed.recording(number), evidence.played[number].model
         known = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
         began = recording.parameters if recording is not None else _began(evidence, number)
-        limit = _DERIVED if recording is None else evidence.limit if "train" in evidence.setup.plan[:number] else 0.0
+        limit = LEFT if recording is None else evidence.limit if "train" in evidence.setup.plan[:number] else 0.0
         wrong = {site: seen for site, seen in sorted(began.items()) if not _same(known.get(site[1]), seen, limit)}
         if wrong:
             earlier = [one.model.get_parameter(next(iter(wrong))[1]).detach() for one in evidence.played[:number]]
@@ -106,7 +100,7 @@ def _moved(recording: Recording) -> dict[Site, float]:
     """
     pairs = {site: (after, recording.parameters.get(site)) for site, after in sorted(recording.ended.items())}
     far = {site: error(after, began) for site, (after, began) in pairs.items() if began is not None}
-    return {site: gap for site, gap in far.items() if gap > _ROOM * precision_of(recording.ended[site].dtype).unit}
+    return {site: gap for site, gap in far.items() if gap > ROUNDINGS * precision_of(recording.ended[site].dtype).unit}
 
 
 def _while_running(evidence: Evidence, number: int, moved: Mapping[Site, float]) -> Cause:
@@ -141,7 +135,7 @@ def _began(evidence: Evidence, number: int) -> dict[Site, Tensor]:
     return {
         site: left + rate * factor * gradient
         for site, left in evidence.observed.parameters(number).items()
-        if (gradient := gradients.get(site)) is not None and left.norm() > _LARGE * rate * factor * gradient.norm()
+        if (gradient := gradients.get(site)) is not None and LITTLE * left.norm() > rate * factor * gradient.norm()
     }
 
 
@@ -201,7 +195,7 @@ def _became(
         return "update", "what no operation left"
     if any(one is not None and one.is_known for one in changes.values()):
         return "altered", f"its own, {change.text}"
-    drawn = ("randomness", "drawn otherwise") if sum(seen.numel() for seen in wrong.values()) >= _MANY else None
+    drawn = ("randomness", "drawn otherwise") if sum(seen.numel() for seen in wrong.values()) >= MANY else None
     return _related(wrong, known) or drawn
 
 
@@ -218,7 +212,7 @@ def _related(wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]) -> tuple
         return "altered", "not its own, which are no random numbers"
     begun, due = (torch.cat(column) for column in zip(*drawn, strict=True))
     likeness = float(torch.nn.functional.cosine_similarity(begun, due, dim=0))
-    return ("altered", f"its own up to a relative error of {error(begun, due):.2g}") if likeness > _RELATED else None
+    return ("altered", f"its own up to a relative error of {error(begun, due):.2g}") if likeness > HALF else None
 
 
 def _same(one: Tensor | None, other: Tensor, limit: float) -> bool:
@@ -337,3 +331,34 @@ def _at(evidence: Evidence, found: Sequence[Mismatch], kind: str, detail: str) -
         detail=detail + more,
         stages=tuple(stages) if 1 < len(stages) < evidence.stages else (),
     )
+
+
+_LINES = ("rows", "columns")
+
+
+def moved_along(seen: Tensor, due: Tensor) -> str:
+    """In words, which rows or columns of ``due`` lie in the place of others in ``seen``; empty where none do."""
+    if seen.shape != due.shape or seen.dim() not in (1, 2):
+        return ""
+    for dim, lines in enumerate(_LINES[: seen.dim()]):
+        found = _moved_lines(seen.transpose(0, dim), due.transpose(0, dim))
+        if found is not None:
+            start, stop, other = found
+            own = f"its {lines} {other} to {other + stop - start - 1} in the place of {start} to {stop - 1}"
+            return own if seen.dim() == 2 else own.replace(lines, "elements")
+    return ""
+
+
+def _moved_lines(seen: Tensor, due: Tensor) -> tuple[int, int, int] | None:
+    """From where to where lines differ, and where in ``due`` those begin that are there; None where none are."""
+    apart = (seen != due).reshape(len(seen), -1).any(1).nonzero().flatten()
+    if not len(apart):
+        return None
+    start, stop = int(apart[0]), int(apart[-1]) + 1
+    part = seen[start:stop]
+    if part.numel() < SHORT or not part.any():
+        return None
+    for other in range(len(due) - len(part) + 1):
+        if other != start and bool((due[other : other + len(part)] == part).all()):
+            return start, stop, other
+    return None

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.limits import FEW
 from pipeproof.diagnosis.rules.update import clip_factor, factors, moved, near
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.recording import Site
 
 _NOBODYS = "like nothing known"
-_FEW = 8  # stages
 
 Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is about, and its value
 
@@ -118,7 +118,7 @@ def _scaled(value: float, right: float) -> Iterator[Likely]:
 
 def _of_several(by_stage: Mapping[int, Mapping[Site, float]]) -> Iterator[Likely]:
     """Those of several stages, where these are few enough for each choice to be looked at."""
-    most = len(by_stage) - 2 if len(by_stage) <= _FEW else 0  # of all but one, that one is told
+    most = len(by_stage) - 2 if len(by_stage) <= FEW else 0  # of all but one, that one is told
     for count in range(2, most + 1):
         for group in combinations(by_stage, count):
             size = _root(size for stage in group for size in by_stage[stage].values())

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.likeness import likeness
+from pipeproof.diagnosis.limits import LEFT
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import agrees
 from pipeproof.judging.verdict import Mismatch
@@ -14,7 +15,6 @@ from pipeproof.judging.verdict import Mismatch
 _UNTOLD = (
     "outputs are wrong and gradients right: they are handed back otherwise than computed, or a part has no gradient"
 )
-_LEFT = 1e-2  # of what a factor changes: so much may be left
 _UPSTREAM = ("gradient", "presence", "loss", "buffers", "boundaries")
 
 
@@ -87,7 +87,7 @@ def _changed(found: Sequence[Mismatch], evidence: Evidence) -> tuple[str, float 
 def _is_plain(factor: float, seen: Tensor, due: Tensor) -> bool:
     """Whether ``factor`` is all there is to it; one number is a multiple of any other."""
     left, change = (seen - factor * due).double().norm(), abs(factor - 1) * due.double().norm()
-    return bool((due != due.flatten()[:1]).any()) and bool(left <= _LEFT * change)
+    return bool((due != due.flatten()[:1]).any()) and bool(left <= LEFT * change)
 
 
 def _pair(one: Mismatch, evidence: Evidence) -> tuple[Tensor, Tensor] | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from pipeproof.diagnosis.divergence import Divergence
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.limits import ALIKE, CLOSE, MOST
 from pipeproof.diagnosis.rules.boundaries import causes_of
 from pipeproof.diagnosis.rules.first_wrong import Boundaries, FirstWrong
 from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered, turn_of
@@ -19,11 +20,8 @@ from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.pipeline.action import Action, Kind
 
-_SAME = 1e-3
-_LOSSES_ALIKE = 1e-5  # how far apart, relative to their size, two computations of one loss may be
-_MOST_PAIRS = 256  # of a microbatch and another's target, each of which takes a run of the reference
 _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not what it is
-ALIKE: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
+ONE_FAULT: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
     frozenset({"mispaired", "wrong-message", "overwritten", "partition", "stale-tensor"})
     | {"swapped-activations", "swapped-gradients", "swapped-data"},
     frozenset({"dropped", "zero", "missing", "uninitialised"}),
@@ -115,11 +113,11 @@ def _of_one_replica(causes: list[Cause], evidence: Evidence) -> list[Cause]:
     """
     count = 1 if evidence.members is None else evidence.members.replicas.count
     factors = [one.factor for one in causes if one.kind == "scale" and one.factor is not None]
-    either = all(any(abs(factor / due - 1) < _SAME for due in (count, 1 / count)) for factor in factors)
+    either = all(any(abs(factor / due - 1) < ALIKE for due in (count, 1 / count)) for factor in factors)
     said = complete(evidence)
     if count == 1 or not either or len(factors) < len(causes) or any(one.kind != "scale" for one in said):
         return []
-    if any(abs((other.factor or 0.0) / factor - 1) < _SAME for other in said for factor in factors):
+    if any(abs((other.factor or 0.0) / factor - 1) < ALIKE for other in said for factor in factors):
         return []  # both tell one factor, and boundaries where it came in
     return list(said)
 
@@ -178,13 +176,13 @@ def _or_target(cause: Cause, evidence: Evidence) -> Cause:
 def _targets(cause: Cause, evidence: Evidence) -> dict[int, int]:
     """Whose target gives each loss that was seen, with the output of its own microbatch; empty if any tells none."""
     every, beside = range(evidence.microbatches), evidence.beside
-    if beside is None or cause.stage is None or len(every) * len(cause.microbatches) > _MOST_PAIRS:
+    if beside is None or cause.stage is None or len(every) * len(cause.microbatches) > MOST:
         return {}
     found: dict[int, int] = {}
     for microbatch in cause.microbatches:
         seen = _seen_loss(evidence, cause.stage, microbatch)
         made = {other: beside.loss_with(microbatch, other) for other in every if other != microbatch}
-        like = [other for other, loss in made.items() if seen and loss and scalar_error(seen, loss) < _LOSSES_ALIKE]
+        like = [other for other, loss in made.items() if seen and loss and scalar_error(seen, loss) < CLOSE]
         if len(like) != 1:
             return {}
         found[microbatch] = like[0]
@@ -381,7 +379,7 @@ def informed(cause: Cause, evidence: Evidence) -> Cause:
 
 def agree(one: Cause, other: Cause) -> bool:
     """Whether boundaries and final gradients may mean the same by these."""
-    alike = one.kind == other.kind or one.kind in _VAGUE or any({one.kind, other.kind} <= group for group in ALIKE)
+    alike = one.kind == other.kind or one.kind in _VAGUE or any({one.kind, other.kind} <= group for group in ONE_FAULT)
     apart = None not in (one.stage, other.stage) and one.stage != other.stage
     some = set(one.microbatches), set(other.microbatches)
     return alike and not apart and (not all(some) or some[0] <= some[1] or some[1] <= some[0])

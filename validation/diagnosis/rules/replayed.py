@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
+from pipeproof.diagnosis.limits import ALIKE, CLOSE, DECIDED
 from pipeproof.diagnosis.rules.repeated import or_zeros
 from pipeproof.diagnosis.what_if import Given, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, of_stream_back, sent_back_in, sent_in, unfilled
@@ -26,9 +27,6 @@ from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution, Gradient
 from pipeproof.reference.sums import Sums
 
-_COARSE = 1e-3  # where rounding explains so much, many a change would fit
-_LEAST = 1e-5  # relative: the same numbers added in other orders differ by less
-_WHOLE = 0.05  # how far the part of a microbatch may be from 0 or 1
 _MOST = 1 << 27  # numbers that the gradients of all microbatches may have: each change is tried with each of them
 
 Way = Callable[[Any], Any]
@@ -117,7 +115,7 @@ class Fit:
     def possible(self) -> bool:
         """Whether all gradients can be compared so closely that few changes fit, and the reference repeats itself."""
         limits = [m.limit or 0.0 for m in self.evidence.verdict.mismatches if m.law == "gradient"]
-        if max(limits, default=1.0) > _COARSE or not self._sites:
+        if max(limits, default=1.0) > ALIKE or not self._sites:
             return False
         if sum(off.numel() for off in self._off.values()) * self.evidence.microbatches > _MOST:
             return False
@@ -200,7 +198,7 @@ class Fit:
             beside += weight * (rows @ off)
         parts = torch.linalg.lstsq(square, beside, driver="gelsd").solution
         whole = parts.round()
-        if bool(((parts - whole).abs() > _WHOLE).any()) or not set(whole.tolist()) <= {0.0, 1.0}:
+        if bool(((parts - whole).abs() > DECIDED).any()) or not set(whole.tolist()) <= {0.0, 1.0}:
             return ()
         concerned = tuple(m for m, part in enumerate(whole.tolist()) if part)
         losses = all(self._gives_loss(m, made[m] if m in concerned else self._right[m]) for m in range(count))
@@ -210,7 +208,7 @@ class Fit:
         left = self._off[site].flatten() - parts @ self._moved(site, made)
         sizes = self._due(site).flatten(), (self._due(site) + self._off[site]).flatten()
         limits = [m.limit or 0.0 for m in self.evidence.verdict.mismatches if (m.stage, m.parameter) == site]
-        most = max(_LEAST, *limits, 0.0)
+        most = max(CLOSE, *limits, 0.0)
         return all(left.norm(p=p) <= most * max(one.norm(p=p) for one in sizes) for p in (2.0, torch.inf))
 
     def _moved(self, site: Site, made: Sequence[Contribution]) -> Tensor:
@@ -249,7 +247,7 @@ class Fit:
         """Whether a gradient is so far off, and right all the same, that it is rounding alone."""
         due = self._due(site)
         off = _wide(self.evidence.gradients[site], due) - due
-        return site not in self.evidence.wrong("gradient") and bool(off.norm() > _COARSE * due.norm())
+        return site not in self.evidence.wrong("gradient") and bool(off.norm() > ALIKE * due.norm())
 
     def _due(self, site: Site) -> Tensor:
         gradient = self.evidence.expected.gradients[site]

@@ -12,13 +12,13 @@ import torch
 
 from pipeproof.core.limits import FP32
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.limits import DECIDED
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import scalar_error
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.likeness import NARROWER
 from pipeproof.reference.step import Gradient
 
-_SHOWS = 0.05  # of a gradient: so much would be missed
 _UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 
 
@@ -67,7 +67,7 @@ def _there(evidence: Evidence, stage: int, microbatches: Collection[int]) -> boo
     whole = {site: one for site, one in evidence.gradients.items() if site[0] == stage and one is not None}
     parts = [evidence.members.contributions[m].gradients for m in microbatches]
     return bool(parts) and all(
-        any(site in part and _size(part[site]) > _SHOWS * _size(one) for site, one in whole.items()) for part in parts
+        any(site in part and _size(part[site]) > DECIDED * _size(one) for site, one in whole.items()) for part in parts
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.microbatch_weights import SAME
+from pipeproof.diagnosis.limits import ALIKE
 from pipeproof.judging.cause import Cause
 from pipeproof.observers.recording import RECEIVED
 
@@ -54,7 +54,7 @@ def _came_so(cause: Cause, evidence: Evidence) -> bool:
 
 
 def _is(seen: float | None, factor: float | None) -> bool:
-    return seen is not None and factor is not None and abs(seen / factor - 1) <= SAME
+    return seen is not None and factor is not None and abs(seen / factor - 1) <= ALIKE
 
 
 def _losses_are_right(evidence: Evidence) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pipeproof.diagnosis.attribution import attribute
 from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_shards, unreduced
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.limits import ALIKE
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.naming import of_a_part
 from pipeproof.diagnosis.record_sums import RecordSums
@@ -19,8 +20,6 @@ from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Site
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.step import Gradient
-
-_ALIKE = 1e-3  # no verdict hangs on it
 
 
 def shared(evidence: Evidence) -> list[Cause]:
@@ -290,7 +289,7 @@ def _in_every_copy(cause: Cause, evidence: Evidence) -> Cause | None:
 def _same(one: Gradient, other: Gradient) -> bool:
     if one is None or other is None:
         return one is other
-    return one.shape == other.shape and error(one.double().cpu(), other.double().cpu()) < _ALIKE
+    return one.shape == other.shape and error(one.double().cpu(), other.double().cpu()) < ALIKE
 
 
 def _on_replica(cause: Cause, stage: int, evidence: Evidence) -> Cause:
@@ -353,7 +352,7 @@ def _wrong_from(stage: int, line: Evidence) -> float:
 def _of_losses(cause: Cause, evidence: Evidence) -> bool:
     """Whether losses, too, are as many times too large as ``cause`` says of gradients: then no sum of theirs is why."""
     factor = _loss_factor(evidence) if cause.kind == "scale" else None
-    return factor is not None and cause.factor is not None and abs(factor / cause.factor - 1) < _ALIKE
+    return factor is not None and cause.factor is not None and abs(factor / cause.factor - 1) < ALIKE
 
 
 def _loss_factor(evidence: Evidence) -> float | None:
@@ -364,7 +363,7 @@ def _loss_factor(evidence: Evidence) -> float | None:
     pairs = [(one, due.losses[m]) for row in rows for m, one in zip(row.share or (), row.losses, strict=False)]
     pairs += [(row.loss, due.loss) for row in rows if row.loss is not None]
     ratios = [seen / right for seen, right in pairs if right]
-    if not ratios or any(scalar_error(ratio, ratios[0]) > _ALIKE for ratio in ratios):
+    if not ratios or any(scalar_error(ratio, ratios[0]) > ALIKE for ratio in ratios):
         return None
     return ratios[0]
 

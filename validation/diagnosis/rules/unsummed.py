@@ -6,12 +6,11 @@ import torch
 
 from pipeproof.diagnosis.combination import told_within
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.limits import ALIKE
 from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
 from pipeproof.reference.step import Gradient
-
-_ALIKE = 1e-3  # no verdict hangs on it
 
 
 def unsummed_copies(evidence: Evidence) -> list[Cause]:
@@ -87,7 +86,7 @@ def _whole(groups: Groups, due: torch.Tensor, *, replicas: int) -> str:
     whole = torch.stack(parts).sum(dim=0)
     made = [("sum", whole), ("mean", whole / len(parts))]
     made += [("sum over stages, averaged over replicas,", whole / replicas)]
-    limit, wanted = max(_ALIKE, told_within(due.dtype)), due.double().cpu()
+    limit, wanted = max(ALIKE, told_within(due.dtype)), due.double().cpu()
     if len(parts) < 2 or not all(one.any() and error(one, wanted) > limit for one in parts):
         return ""
     who = " and ".join(f"ranks {listed(ranks)}" for ranks, _ in groups)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.limits import FP32, precision_of
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.limits import CLOSE, ROUNDINGS
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import Mismatch, Size
@@ -18,8 +19,6 @@ from pipeproof.pipeline.sizes import some
 from pipeproof.reference.step import Recipe
 from pipeproof.reference.step import clip_factor as factor_of
 
-_ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
-_ROOM = 16  # roundings
 _SKIPS = "gradients overflow, so that every rank should skip its step"
 
 
@@ -31,7 +30,7 @@ class Factor(NamedTuple):
 
     def near(self, other: float) -> bool:
         """Whether it may be ``other``."""
-        return abs(self.value - other) <= max(_ALIKE, FP32.least, self.noise) * max(abs(other), abs(self.value))
+        return abs(self.value - other) <= max(CLOSE, FP32.least, self.noise) * max(abs(other), abs(self.value))
 
 
 def clip(evidence: Evidence) -> list[Cause]:
@@ -216,7 +215,7 @@ def _moved(mismatch: Mismatch, before: Tensor) -> Factor:
     if not isinstance(seen, Size) or not isinstance(due, Size) or seen.norm is None or not due.norm:
         return Factor(math.nan, 0.0)
     value, cosine = (0.0, 1.0) if not seen.norm else (seen.factor or 0.0, seen.cosine or 0.0)
-    noise = _ROOM * precision_of(before.dtype).unit * (due.began or 0.0) / due.norm
+    noise = ROUNDINGS * precision_of(before.dtype).unit * (due.began or 0.0) / due.norm
     rest = seen.norm * math.sqrt(max(0.0, 1.0 - cosine**2))
     multiple = rest <= max(1e-3, noise) * max(seen.norm, due.norm)
     return Factor(value if multiple else math.nan, noise)
@@ -252,7 +251,7 @@ def learning_rate() -> float:
 
 def near(one: float | None, other: float | None) -> bool:
     """Whether two numbers are one, formed in two ways."""
-    return one is not None and other is not None and abs(one - other) <= max(_ALIKE, FP32.least) * abs(other)
+    return one is not None and other is not None and abs(one - other) <= max(CLOSE, FP32.least) * abs(other)
 
 
 def _other_gradients(evidence: Evidence, wrong: Mapping[Site, Factor]) -> list[Cause]:
@@ -277,7 +276,7 @@ def _given(evidence: Evidence) -> dict[Site, tuple[Tensor, float]]:
         due, gradient = evidence.expected.parameters.get(site), evidence.expected.gradients.get(site)
         if due is not None and gradient is not None:
             more = (due.cpu().double() - seen.double()) / rate
-            noise = _ROOM * precision_of(due.dtype).unit * float(due.double().norm()) / rate
+            noise = ROUNDINGS * precision_of(due.dtype).unit * float(due.double().norm()) / rate
             found[site] = (factor * gradient.cpu().double() + more, noise)
     return found
 

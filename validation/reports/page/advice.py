@@ -9,8 +9,7 @@ from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.path import Outcome, Step
 from pipeproof.pipeline.layouts.search import Choice
 from pipeproof.pipeline.sizes import some, three_digits
-from pipeproof.reports.page.frame import framed
-from pipeproof.reports.page.markup import Html, Part, facts, joined, section, table, tag, typed
+from pipeproof.reports.page.markup import Html, Part, facts, framed, joined, section, table, tag, typed
 
 _PARTS = ("weights", "gradients", "optimizer", "activations")
 _BADGES = {Outcome.TAKEN: "pass", Outcome.NOT_ENOUGH: "unknown", Outcome.NOT_NEEDED: "not-applicable"}

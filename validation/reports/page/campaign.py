@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.judging.verdict import Verdict, small
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.page.grid import Grid
 from pipeproof.reports.page.markup import Html, Part, joined, section, tag
 from pipeproof.reports.page.page import grid_of, page, parts, top, whole
 from pipeproof.reports.page.sentences import OUTCOMES
-
-_WHOLE = 8  # cases that are no pass and have their whole page here
-_FEW = 5  # slowest and closest cases
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,10 @@ def campaign(entries: Sequence[Entry], *, said: str, left_out: Mapping[str, str]
     outcome = next((one for one in ("fail", "unknown") if counts[one]), "pass" if entries else "unknown")
     badge = tag("p", tag("span", OUTCOMES[outcome], class_=f"badge {outcome}"), tag("span", said, class_="quiet"))
     wrong = [(k, entry) for k, entry in enumerate(entries) if entry.outcome != "pass"]
-    shown, grids = _whole_pages(wrong[:_WHOLE])
+    shown, grids = _whole_pages(wrong[:SHOWN])
     body = [
         tag("header", badge, tag("h1", _sentence(entries, counts, len(left_out)))),
-        tag("main", _table(entries, {k for k, _ in wrong[:_WHOLE]}), *_extremes(entries), _left_out(left_out)),
+        tag("main", _table(entries, {k for k, _ in wrong[:SHOWN]}), *_extremes(entries), _left_out(left_out)),
         *shown,
     ]
     return whole(f"{OUTCOMES[outcome]}: {said}", joined(body), grids)
@@ -115,13 +112,13 @@ def _value(value: float, text: str) -> Html:
 
 def _extremes(entries: Sequence[Entry]) -> list[Html]:
     """The cases that took longest, and those of the passed ones that came nearest to a fault."""
-    slow = sorted(entries, key=lambda one: -one.verdict.seconds)[:_FEW]
+    slow = sorted(entries, key=lambda one: -one.verdict.seconds)[:SHOWN]
     near = sorted(
         (one for one in entries if one.closeness and one.verdict.verdict == "pass"),
         key=lambda one: -(one.closeness or 0),
     )
     slowest = [tag("li", f"{one.verdict.seconds:.2f} s: {one.verdict.config}") for one in slow]
-    closest = [tag("li", f"{one.closeness:.2g} floors: {one.verdict.config}") for one in near[:_FEW]]
+    closest = [tag("li", f"{one.closeness:.2g} floors: {one.verdict.config}") for one in near[:SHOWN]]
     exact = tag("p", "Every case that passed did so bit for bit.", class_="quiet")
     return [
         section("Slowest", tag("ol", *slowest)),

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pipeproof.judging.measured import Sight
 from pipeproof.judging.verdict import small
 from pipeproof.pipeline.action import Kind
+from pipeproof.reports.columns import ROWS
 from pipeproof.reports.page.grid import Arrow, Grid, Placed
 from pipeproof.reports.page.markup import Html, html, joined, more, table, tag
 
 _WIDE, _NARROW, _ROW = 46, 10, 34  # a cell with its label, one without, and a row, in 16ths of the letters' size
 _LABELLED = 160  # columns; in more of them there are no labels
-_LISTED = 40  # wrong actions in the table; the others are counted
 _NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -124,11 +124,11 @@ def _wrong(grid: Grid) -> Html:
 
 def _tensors(every: Sequence[Placed], caption: str) -> Html:
     rows = []
-    for one in every[:_LISTED]:
+    for one in every[:ROWS]:
         sights = [sight for sight in one.done.sights if sight.agrees is False]
         rows += [[one.done.action, str(one.rank), *_tensor(sight, one.done.microbatch)] for sight in sights[:2]]
     head = ["action", "rank", "tensor", "seen", "expected", "error", "rounding allows"]
-    left = len(every) - _LISTED
+    left = len(every) - ROWS
     shown = table(head, rows, caption=caption, numbers=(5, 6))
     return joined([shown, tag("p", f"and {left} more actions", class_="quiet") if left > 0 else None])
 

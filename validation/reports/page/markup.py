@@ -1,7 +1,11 @@
 """HTML made so that nothing in it is anybody's text: whatever is not markup already is escaped."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Any
 
 _VOID = ("path", "line", "circle")  # elements that hold nothing
@@ -73,3 +77,15 @@ def typed(line: str, *, named: str) -> Html:
     """A line to type, with a button that copies it."""
     button = tag("button", "Copy", type="button", data_copy=True, aria_label=f"Copy {named}")
     return tag("p", tag("code", line, tabindex="0"), button, class_="replay")
+
+
+def framed(title: str, body: Html, told: Mapping[str, object]) -> str:
+    """A file: ``body`` with the style, the script, and what that has to tell."""
+    data = json.dumps(told, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts = {"style": _asset("page.css"), "script": _asset("page.js"), "data": data, "body": body}
+    return Template(_asset("page.html")).substitute(parts, title=html(title))
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

@@ -6,10 +6,9 @@ from pipeproof.judging.cause import KINDS, Cause
 from pipeproof.judging.measured import versions
 from pipeproof.judging.verdict import SCHEMA, Verdict
 from pipeproof.reports.page import sections
-from pipeproof.reports.page.frame import framed
 from pipeproof.reports.page.grid import Grid
 from pipeproof.reports.page.grid_view import cells_told, grid_view
-from pipeproof.reports.page.markup import Html, Part, facts, joined, more, section, table, tag, typed
+from pipeproof.reports.page.markup import Html, Part, facts, framed, joined, more, section, table, tag, typed
 from pipeproof.reports.page.sentences import OUTCOMES, closest, sentence
 
 Configs = Sequence[tuple[str, object, object]]

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from pipeproof.judging.cause import Cell
 from pipeproof.judging.measured import Compared, Weights
 from pipeproof.judging.verdict import LawResult, Verdict, small
+from pipeproof.reports.columns import ROWS
 from pipeproof.reports.page.grid import decades, step_of
 from pipeproof.reports.page.markup import Html, Part, joined, more, section, table, tag
-
-_MOST = 64  # columns of coefficients; of more microbatches, those that are not as they should be
-_ROWS = 200  # rows that are shown at once
 
 
 def losses(verdict: Verdict) -> Html:
@@ -100,8 +98,8 @@ def coefficients(verdict: Verdict) -> Html | None:
         return None
     rows = verdict.cells.rows
     columns = range(len(rows[0]))
-    if len(columns) > _MOST:
-        columns = [m for m in columns if not all(row[m].right for row in rows)][:_MOST]  # type: ignore[assignment]
+    if len(columns) > ROWS:
+        columns = [m for m in columns if not all(row[m].right for row in rows)][:ROWS]  # type: ignore[assignment]
     head = ["", *map(str, columns)]
     stages = [[f"stage {stage}", *(_coefficient(row[m]) for m in columns)] for stage, row in enumerate(rows)]
     numbers = tuple(range(1, len(head)))

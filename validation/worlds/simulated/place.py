@@ -11,9 +11,9 @@ from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.patience import WHOLE
 from pipeproof.worlds.simulated.play import Manner, Order, Played, play
+from pipeproof.worlds.timeout import END_S
 
 _WHICH = ", nor did another: simulated ranks share a process, and which of them holds it is not known"
-_SLACK_S = 10.0  # beyond the bound of a run, for the process to say what did not end
 
 
 class Simulated:
@@ -37,7 +37,7 @@ class Simulated:
         """One answer for each rank, in rank order."""
         self.course, self.in_time, self.may_end = None, False, False
         what = pack((sys.path, (), pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
-        most_s = WHOLE * timeout_s + _SLACK_S
+        most_s = WHOLE * timeout_s + END_S
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better
             if answer.ending is Ending.STUCK:  # its stack is that of who waits for the ranks

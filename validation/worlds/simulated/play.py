@@ -27,12 +27,13 @@ from pipeproof.worlds.simulated.meanings import NotSimulated
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.own_modules import OwnModules, attributes
 from pipeproof.worlds.simulated.own_state import OwnState
-from pipeproof.worlds.simulated.patience import END_BOUND_S, WHOLE, held_up
+from pipeproof.worlds.simulated.patience import WHOLE, held_up
 from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
 from pipeproof.worlds.simulated.torch_inside import asked_for_numbers, before_backwards, one_profiler, standing_in
 from pipeproof.worlds.stack import stack_of
+from pipeproof.worlds.timeout import END_S
 from pipeproof.worlds.worker import RankContext, obey, stack_text
 
 _MOST_AHEAD = 16  # runs in which programs go ahead of devices: what each foresees is the last one's
@@ -185,7 +186,7 @@ class _Run:
                 self._note_late()
                 return Played(self._late(threads, held), sound=False, in_time=False)
             for thread in threads:
-                thread.join(END_BOUND_S)
+                thread.join(END_S)
         sound = not any(thread.is_alive() for thread in threads)
         return Played(self._reports(threads), sound, self._course())
 

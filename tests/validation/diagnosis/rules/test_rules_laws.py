@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from pipeproof.diagnosis.rules.laws import counts, modes
+import torch
+
+from pipeproof.diagnosis.rules.laws import counts, modes, moved_along
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.pipeline.action import Action, Kind
@@ -85,3 +87,31 @@ def test_what_ran_nowhere_is_at_no_stage() -> None:
     ran = [a for a in everything() if a.kind is Kind.FORWARD]
     (cause,) = counts(facts(uncounted("backward", *range(STAGES)), *ran))
     assert (cause.rank, cause.stage, cause.microbatches) == (None, None, (0, 1, 2))
+
+
+DUE = torch.arange(24.0).reshape(6, 4)
+
+
+def changed(rows: slice, other: torch.Tensor, *, columns: slice = slice(None)) -> torch.Tensor:
+    made = DUE.clone()
+    made[rows, columns] = other
+    return made
+
+
+def test_rows_and_columns_of_elsewhere() -> None:
+    assert moved_along(changed(slice(3, 6), DUE[2:5]), DUE) == "its rows 2 to 4 in the place of 3 to 5"
+    assert moved_along(changed(slice(None), DUE[:, 1:3], columns=slice(2, 4)), DUE) == (
+        "its columns 1 to 2 in the place of 2 to 3"
+    )
+    assert moved_along(torch.tensor([0.0, 1, 0, 1, 2, 5]), torch.arange(6.0)) == (
+        "its elements 0 to 2 in the place of 2 to 4"
+    )
+
+
+def test_what_only_differs_tells_nothing() -> None:
+    assert moved_along(DUE, DUE) == ""
+    assert moved_along(DUE + 0.5, DUE) == ""
+    assert moved_along(changed(slice(3, 6), torch.zeros(3, 4)), DUE) == "", "zeros are nobody's"
+    assert moved_along(changed(slice(3, 6), torch.randn(3, 4)), DUE) == ""
+    assert moved_along(DUE[:3], DUE) == "", "of another shape"
+    assert moved_along(torch.tensor([1.0, 0, 2]), torch.tensor([0.0, 1, 2])) == "", "two numbers, by chance"
