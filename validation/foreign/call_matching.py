@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
 
@@ -89,34 +89,6 @@ def columns(calls: Sequence[Call], places: Both) -> Iterator[Column]:
             own = known.usual(seen)
             name = f"{what} {number}" if number else what
             yield Column(kind, where, name, number, seen, known, other, own, own[0] if own else "", bool(own))
-
-
-def at_once(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
-    """``calls``, but as one what are several for each microbatch at places of their own: a block that is applied twice.
-
-    Such a one begins as the first of them does, and ends as the last.
-    """
-    times, rest = divmod(len(calls), microbatches)
-    if times < 2 or rest:
-        return calls
-    turns = [calls[k::times] for k in range(times)]
-    told = [[column for column in columns(turn, places) if column.where == MADE and column.own] for turn in turns]
-    ends = {tuple(column.own for column in seen) for seen in told}
-    if len(ends) < times or () in ends or len({tuple(by_content(seen, microbatches)) for seen in told}) > 1:
-        return calls
-    return [_joined(one) for one in zip(*turns, strict=True)]
-
-
-def _joined(calls: Sequence[Call]) -> Call:
-    first, last = calls[0], calls[-1]
-    return replace(
-        first,
-        training=any(call.training for call in calls),
-        outputs=last.outputs,
-        output_gradients=last.output_gradients,
-        backwards=first.backwards or last.backwards,
-        flowed=last.flowed,
-    )
 
 
 def without_idle(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:

@@ -9,7 +9,7 @@ from typing import Self
 
 from pipeproof.diagnosis.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
-from pipeproof.foreign.call_matching import Column, Order, at_once, columns, orders, without_idle
+from pipeproof.foreign.call_matching import Column, Order, columns, orders, without_idle
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
@@ -68,7 +68,7 @@ class _Watched:
         note: Callable[[Cuts], None],
         scaled: float,
     ) -> Self:
-        every = {stage: at_once(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+        every = dict(sorted(watched.items()))
         own = {stage: without_idle(calls, microbatches) for stage, calls in every.items()}
         idle = {stage: len(calls) - len(own[stage]) for stage, calls in every.items()}
         seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
