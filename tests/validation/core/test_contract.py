@@ -38,6 +38,8 @@ from tests.support.steps import blocks, loss_fn, pairs
         ({"routers": ["a", ""]}, "routers is \\['a', ''\\]"),
         ({"warmup": -1}, "warmup is -1: expected how many first calls are no microbatch's, from 0"),
         ({"warmup": 1.0}, "warmup is 1.0"),
+        ({"ties": ["a"]}, "ties is \\['a'\\]: expected lists of names"),
+        ({"ties": [["a", 1]]}, "ties is \\[\\['a', 1\\]\\]"),
         ({"names": 3}, "names is 3: expected prefixes and what replaces them, or a function of a name"),
         ({"names": {"a": 1}}, "names is {'a': 1}"),
     ],
