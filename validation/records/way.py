@@ -66,11 +66,8 @@ class Way:
         """Take what a last stage's rank ``scaled`` by, and what all tell. Gives by what losses are too large."""
         self.scaled = next(iter(scaled), self.scaled)
         times = agreed_times(factors)
-        self.added = (
-            times is not None
-            and (self.alike and not self.by.accumulation.late)
-            and abs(times * self.replicas - 1.0) <= _MULTIPLE
-        )
+        both = self.alike and self.replicas > 1 and not self.by.accumulation.late
+        self.added = both and times is not None and abs(times * self.replicas - 1.0) <= _MULTIPLE
         return None if self.added else times
 
     def as_agreed(
