@@ -66,7 +66,7 @@ def test_the_guide_says_what_the_page_says() -> None:
         part = KEPT.read_text().split(f"\n## {dtype}\n")[1]
         return next(line for line in part.splitlines() if line.startswith(f"- *{fault}*"))
 
-    guide = " ".join((GUIDES / "oracle.md").read_text().split())
+    guide = " ".join((GUIDES / "limits.md").read_text().split())
     token, drop = found("bf16", "token weight"), found("bf16", "LayerNorm drop")
     assert found("fp32", "LayerNorm drop").startswith("- *LayerNorm drop*: +4.8 ")
     assert found("fp32", "token weight").startswith("- *token weight*: +1.4 ")

@@ -5,12 +5,12 @@ from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.stages import layers_of, owners
 from pipeproof.diagnosis.diagnose import diagnose as diagnose_run
 from pipeproof.diagnosis.played import Setup
-from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.judge import LAWS, judged
 from pipeproof.judging.oracle import LiveOracle
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
+from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.model import DTYPES
 from pipeproof.reference.step import Recipe, Reference
 from pipeproof.worlds.accelerator import deterministic, first_of

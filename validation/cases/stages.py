@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.copies import copies_apart
 from pipeproof.observers.recording import Site
+from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.model import Model
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.atoms import Term, Update, Wrong
 from pipeproof.diagnosis.explainer import Explainer
 from pipeproof.diagnosis.explanation import Explanation
@@ -16,9 +17,8 @@ from pipeproof.diagnosis.naming import name_causes
 from pipeproof.diagnosis.played import Played, Setup
 from pipeproof.diagnosis.tied import Shares, explain_tied
 from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
-from pipeproof.judging.copies import copies_apart
-from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.likeness import Label
+from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.pairing import Pairing
 from pipeproof.reference.step import Expected, Gradient, Site, Stage
 

@@ -13,8 +13,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import FP32, coarsest, precision_of
 from pipeproof.diagnosis.atoms import Atom, Term
-from pipeproof.judging.tolerance import FP32, Floor, coarsest, precision_of, rounding_of, stands_for_none
+from pipeproof.judging.tolerance import Floor, rounding_of, stands_for_none
 from pipeproof.reference.step import Gradient
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.core.limits import PRECISIONS
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
 from pipeproof.diagnosis.copies import apart_by_rank
@@ -19,13 +20,12 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.unscaled import unscaled
 from pipeproof.diagnosis.what_ifs import Tried
-from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.old_weights import StaleCall, WithWeights
-from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site, of_stage
 from pipeproof.observers.sketch import Sketch
+from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution, Expected, Gradient
 

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import LEAD, LED, precision_of
 from pipeproof.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
 from pipeproof.diagnosis.combination import (
     DECIDED,
@@ -31,13 +32,12 @@ from pipeproof.diagnosis.microbatch_weights import SAME
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
 from pipeproof.diagnosis.rounding import added_up_in
 from pipeproof.diagnosis.single_numbers import as_others
-from pipeproof.judging.tolerance import LEAD, error, precision_of, rounding_of, stands_for_none
+from pipeproof.judging.tolerance import error, rounding_of, stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
 _EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a factor that all have
-_LED = 4 * LEAD  # units of rounding: by so much a factor that is not 1 lies from it
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
 _UNFOUNDED = 0.5  # of a gradient: no rounding takes that away
@@ -134,7 +134,7 @@ class Explainer:
     def _agree(self, found: Explanation, made: Explanation, factor: float, system: System) -> bool:
         """Whether ``made``, by one factor that is not 1, leaves but rounding, and what was ``found`` is near to it."""
         even = all(abs(c - factor * term.nominal) <= _EVEN * abs(factor) for term, c in found.coefficients.items())
-        apart = abs(factor - 1.0) > min(_EVEN, max(SAME, _LED * self._unit))
+        apart = abs(factor - 1.0) > min(_EVEN, max(SAME, LED * LEAD * self._unit))
         return even and apart and made.explained and len(self._holding(made, system)) == len(self._names)
 
     def _explained(self) -> Explanation:

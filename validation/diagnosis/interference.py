@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.combination import told_within, whole_within
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import likeness, sum_of
-from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.likeness import GRADIENT, MEAN, PARAMETER, Label, Likeness
 from pipeproof.observers.recording import Addition, Gradients, Site
 

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.combination import (
     DECIDED,
@@ -27,7 +28,7 @@ from pipeproof.diagnosis.combination import (
 from pipeproof.diagnosis.known import Known, Terms, form, nearest
 from pipeproof.diagnosis.reordering import TELLING, by_chance, reordered
 from pipeproof.diagnosis.rounding import rounded_as
-from pipeproof.judging.tolerance import agrees, error, precision_of, stands_for_none
+from pipeproof.judging.tolerance import agrees, error, stands_for_none
 from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part
 from pipeproof.observers.recording import Point
 

@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.combination import counts_of, told_within, whole_within
 from pipeproof.diagnosis.interference import Broken, Sources, alike, kind_of
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import factor_of, likeness, plainly
 from pipeproof.diagnosis.rounding import held_in, rounded_as
-from pipeproof.judging.tolerance import precision_of, stands_for_none
+from pipeproof.judging.tolerance import stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.observers.recording import Addition, Gradients, Site
 

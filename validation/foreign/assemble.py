@@ -18,7 +18,6 @@ from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims
 from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.foreign.survey import Both
-from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.judging.verdict import names_of
@@ -27,6 +26,7 @@ from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
 from pipeproof.observers.shards import Shard, gathered, sized, untiled
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
+from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Site
 
 _PLAIN = 1e-3  # a relative error that no rounding makes; no verdict hangs on it

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from pipeproof.core.limits import precision_of
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.links import Link
@@ -17,7 +18,6 @@ from pipeproof.foreign.outside import as_far_as_known, why_unsure
 from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
 from pipeproof.foreign.sources import TARGETS, Data, Source, Sources, is_target
 from pipeproof.foreign.survey import TOGETHER, Places
-from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED

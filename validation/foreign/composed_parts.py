@@ -7,6 +7,7 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
+from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
@@ -30,7 +31,6 @@ from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.measuring import ran_of
-from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.observers.recording import FORWARD_POINTS, HANDED_ON, MADE

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
 
+from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
 from pipeproof.foreign.call_matching import Column, Order, columns, orders, without_idle
 from pipeproof.foreign.survey import Both, is_part
-from pipeproof.judging.tolerance import precision_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.likeness import ROUNDED_TO, Label, Likeness
 from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.limits import precision_of
 from pipeproof.foreign.crossings import near
 from pipeproof.foreign.first_run import FirstRun
 from pipeproof.foreign.links import Ending, Link, Made, Point, comes_again, fits, limits_of, seen_at
@@ -18,7 +19,6 @@ from pipeproof.foreign.obstacles import by_attributes, draws_elsewhere
 from pipeproof.foreign.run_once_more import RunOnceMore
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.pending import Pending
-from pipeproof.judging.tolerance import precision_of
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call, Flows
 from pipeproof.observers.elements import is_rounded, version

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeproof.judging.tolerance import Floor, precision_of
+from pipeproof.core.limits import precision_of
+from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.elements import in_fp64
 from pipeproof.reference.step import Contribution, Gradient, Site
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from pipeproof.core.limits import Precision
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import Optimizing
 from pipeproof.foreign.reference_run import SecondModel
@@ -19,7 +20,6 @@ from pipeproof.judging.oracle import Answer, precision_of_reference
 from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.pending import Orders, Pending
 from pipeproof.judging.requirements import Requirements
-from pipeproof.judging.tolerance import Precision
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.products import products_in, sorts_in
 from pipeproof.reference.step import Expected, Gradient, Site

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from pipeproof.judging.tolerance import Floor, Precision, unmeasured
+from pipeproof.core.limits import Precision
+from pipeproof.judging.tolerance import Floor, unmeasured
 
 _OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
 
@@ -27,6 +28,3 @@ class Unmeasured:
 
     def update(self, name: str) -> Floor:
         return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
-
-    def slope(self, _: str) -> None:
-        return None

@@ -17,6 +17,7 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
+from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.late_weights import with_late_weights
 from pipeproof.foreign.matching import NamesError
@@ -30,7 +31,6 @@ from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
 from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
 from pipeproof.foreign.windows import Build, Layered
-from pipeproof.judging.elsewhere import told_of_transports
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.core.limits import precision_of
 from pipeproof.judging.ledger import Heading, Ledger
-from pipeproof.judging.slopes import Moved
-from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
+from pipeproof.judging.tolerance import Floor, may_be_rounded, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim
@@ -78,9 +78,6 @@ class Allowed(Protocol):
 
     def update(self, name: str) -> Floor:
         """Of a parameter's movement, but for what storing it does."""
-
-    def slope(self, name: str) -> Tensor | None:
-        """How far each element of a parameter moves where its gradient is off; None: no farther, or nobody knows."""
 
 
 _STILL = "vanish in rounding, by a rate of 0, or in the optimizer"
@@ -214,16 +211,8 @@ class Comparison:
         def floor() -> Floor:
             return update_floor(self.allowed.update(name), before, wanted, gradient)
 
-        def by_gradient() -> tuple[float, Floor] | None:
-            slope = None if gradient is None or seen.shape != wanted.shape else self.allowed.slope(name)
-            if gradient is None or slope is None:
-                return None
-            floor = self.allowed.gradient(name)
-            update = Moved(seen.detach(), wanted, before, gradient, slope)
-            return update.as_gradient(floor.limit, rounded=rounded), floor
-
         place = self._at("updated-parameters", parameter=name, rank=rank, stage=stage)
-        self.ledger.tensors(place, seen.detach(), wanted, floor, base=before, rounded=rounded, or_else=by_gradient)
+        self.ledger.tensors(place, seen.detach(), wanted, floor, base=before, rounded=rounded)
 
     def start(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter before the operation."""

@@ -10,27 +10,30 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeproof.judging.makeup import Makeup
-from pipeproof.judging.nudged import Nudged, Sums
-from pipeproof.judging.pending import Pending
-from pipeproof.judging.slopes import Slopes, Updates
-from pipeproof.judging.tolerance import (
+from pipeproof.core.limits import (
     BY_NAME,
+    DRAWS,
     FP32,
     FP64,
     HARDLY,
-    Floor,
     Precision,
     coarsest,
+    precision_among,
+    precision_of,
+)
+from pipeproof.judging.makeup import Makeup
+from pipeproof.judging.nudged import Nudged, Sums
+from pipeproof.judging.pending import Pending
+from pipeproof.judging.tolerance import (
+    Floor,
     error,
     floor_of,
     in_both,
-    precision_among,
-    precision_of,
     rounding_of,
     scalar_error,
     unmeasured,
 )
+from pipeproof.judging.updates import Updates, gradients_off
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import PLAIN, Accumulation
@@ -40,8 +43,6 @@ from pipeproof.reference.step import Contribution, Expected, Gradient, Reference
 
 Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch
 Otherwise = Callable[[Reference, Expected, Sequence[Batch]], tuple[Contribution, ...]]
-
-_DRAWS = 4  # of weights that are one rounding off, each way: a unit near zero turns in a third of these, as a rule
 
 
 class Floors:
@@ -74,50 +75,39 @@ class Floors:
 
     @cached_property
     def _apart(self) -> Contributions:
-        """What each operation's microbatches give where numbers are rounded otherwise; as they are where none tells."""
-        found, why = self._computed(self._otherwise)
-        found = found or self._much_apart
+        """What each operation's microbatches give where numbers are rounded otherwise; as they are where none tells.
+
+        Where the reference computes in a narrower type than that of its weights, gradients are no farther apart than
+        that type rounds: those of a model that draws otherwise in fp64 are.
+        """
+        narrow = self._narrowest
+        found, why = self._computed(self._otherwise, most=narrow.most)
+        if found is not None and narrow.unit > self._precision.unit:
+            pairs = zip(self._last.contributions, found[-1], strict=True)
+            gaps = [error(one, two) for own, other in pairs for one, two in in_both(own.gradients, other.gradients)]
+            if not gaps or median(gaps) > narrow.most:
+                found, why = None, "gives other gradients"
         if found is None:
             self.obstacle = f"rounding was not measured against fp64: there the reference {why}"
         return found or [one.expected.contributions for one in self._pending]
 
     @property
-    def _much_apart(self) -> Contributions | None:
-        """The same in fp64 of what is computed in a narrower type than weights are in, and so gives other losses.
-
-        None where gradients are farther apart than that type rounds, as those of a model that draws otherwise in fp64.
-        """
-        found = self._of_narrow if self._narrowest.unit > self._precision.unit else None
-        pairs = [] if found is None else zip(self._last.contributions, found[-1], strict=True)
-        gaps = [error(one, two) for own, other in pairs for one, two in in_both(own.gradients, other.gradients)]
-        return found if gaps and median(gaps) <= self._narrowest.most else None
-
-    @cached_property
-    def _of_narrow(self) -> Contributions | None:
-        """The same in fp64, where losses may be as far off as the narrowest type puts them; None in fp64 itself."""
-        if self._otherwise is not in_double:
-            return None
-        return self._computed(in_double, most=self._narrowest.most)[0]
+    def _told(self) -> bool:
+        """Whether other rounding told anything."""
+        return bool(self._apart) and not self.obstacle
 
     @cached_property
     def _nudged(self) -> Contributions | None:
-        """The same with other weights, one rounding off, in the same type; or as what is computed in a narrower one."""
-        if (narrow := self._narrow) is not None:
-            found = self._of_narrow
-            self.obstacle += "" if found is None else f", for it computes in {narrow.name}"
-            if found is None:
-                found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)
+        """The same with other weights, one rounding off; of the narrowest type, where fp64 told nothing of that."""
+        if self._otherwise is one_place_off:
+            return None
+        narrow = self._narrowest
+        if not self._told and narrow.unit > self._precision.unit:
+            found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)
             if found is not None:
                 self._computed_in = narrow
                 return found
-        same = bool(self._apart) and not self.obstacle
-        return None if self._otherwise is one_place_off else self._computed(one_place_off, same=same)[0]
-
-    @property
-    def _narrow(self) -> Precision | None:
-        """How the narrowest type that the reference computes in rounds, if fp64 told nothing of that."""
-        told = (self._apart and not self.obstacle) or self._precision is FP64
-        return None if told or self._narrowest.unit <= self._precision.unit else self._narrowest
+        return self._computed(one_place_off, most=math.inf if self._told else self._precision.most)[0]
 
     @cached_property
     def _coarse(self) -> Precision:
@@ -127,7 +117,7 @@ class Floors:
         much was measured.
         """
         own, narrow = self._precision, self._narrowest
-        told = self._otherwise is in_double and bool(self._apart) and not self.obstacle
+        told = self._otherwise is in_double and self._told
         coarse = told and narrow.unit > own.unit and own.factor * self._coarseness > own.most
         return replace(narrow, least=own.most, most=narrow.least) if coarse else own
 
@@ -166,8 +156,8 @@ class Floors:
         """How far weights that are one rounding off move all of it; None where no narrow type is computed in."""
         if (narrow := self._narrowest).unit <= FP32.unit:
             return None
-        off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(_DRAWS), (1, -1))
-        made = (self._computed(partial(off, draw=draw, way=way), same=True)[0] for draw, way in ways)
+        off, ways = partial(one_place_off, unit=2 * narrow.unit), product(range(DRAWS), (1, -1))
+        made = (self._computed(partial(off, draw=draw, way=way), most=math.inf)[0] for draw, way in ways)
         totals = ((self._total(one), [m.loss for m in one[-1]]) for one in made if one is not None)
         due, norm, least = self._last, self._reference.norm, self._precision.least
         updated = self._updated if due.parameters else None  # else what is due follows from the very gradients
@@ -178,12 +168,10 @@ class Floors:
         own, narrow = self._precision, self._computed_in
         return gap if narrow is None else max(narrow.factor * gap, narrow.least) / own.factor
 
-    def _computed(
-        self, otherwise: Otherwise, *, same: bool = False, most: float = 0.0
-    ) -> tuple[Contributions | None, str]:
+    def _computed(self, otherwise: Otherwise, *, most: float) -> tuple[Contributions | None, str]:
         """All contributions computed ``otherwise``, or None and why they tell nothing: it is the user's code.
 
-        ``same``: it is known to give the same losses, but for rounding; ``most``: how far that may be off at least.
+        ``most``: how far losses may be off; infinite where they are known to be the same but for rounding.
         """
         try:
             found = [otherwise(self._of(one), one.expected, one.batches) for one in self._pending]
@@ -192,8 +180,8 @@ class Floors:
         own = [one.expected.contributions for one in self._pending]
         nothing = HARDLY * max(abs(one.loss) for some in own for one in some)
         # A model that draws otherwise in another precision, as dropout does, says nothing about rounding there.
-        alike = same or all(
-            scalar_error(one.loss, other.loss) <= max(most, self._precision.most) or abs(other.loss) <= nothing
+        alike = most == math.inf or all(
+            scalar_error(one.loss, other.loss) <= most or abs(other.loss) <= nothing
             for pair in zip(own, found, strict=True)
             for one, other in zip(*pair, strict=True)
         )
@@ -267,31 +255,24 @@ class Floors:
         return replace(floor, rounding=max(floor.rounding, settled))
 
     def update(self, site: Site) -> Floor:
-        """The floor of what is made of one parameter, by a gradient that is the reference's but for rounding."""
+        """The floor of what is made of one parameter, by a gradient that is the reference's but for rounding.
+
+        What the optimizer makes of other gradients within their limits is no proof of a fault, however far it leads.
+        """
         floor = self.settled(site)
-        if self._slopes is None or floor.noise or self._slopes.known or site not in self._due:
+        if self._updated is None or floor.noise or site not in self._due:
             return floor
-        permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
-        permutation, rounding = max(floor.permutation, permutation), max(floor.rounding, rounding)
-        far = max(floor.nudged, self._slopes.far(site) / floor.precision.factor)
-        return replace(floor, permutation=permutation, rounding=rounding, nudged=far)
-
-    def slope(self, site: Site) -> Tensor | None:
-        """How far each element of a parameter moves where its gradient is off; None where no farther than that."""
-        return None if self._slopes is None else self._slopes.of(site)
+        far = max(self._moved(site, parameters) for parameters in self._off)
+        return replace(floor, nudged=max(floor.nudged, far / floor.precision.factor))
 
     @cached_property
-    def _slopes(self) -> Slopes | None:
-        if self._updated is None:
-            return None
-        floors = {site: self.gradient(site) for site, one in self._last.gradients.items() if one is not None}
-        return Slopes(self._last, floors, self._updated, there=self._apart_total)
-
-    @cached_property
-    def _updates(self) -> tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]]:
-        """The parameters as gradients in another order, and with other rounding, would make them."""
+    def _off(self) -> Sequence[Mapping[Site, Tensor]]:
+        """The parameters as gradients that are off as far as their floors allow would make them."""
         assert self._updated is not None, "asked for only where there is an optimizer"
-        return self._updated(self._reversed_total), self._updated(self._apart_total)
+        due = self._last.gradients
+        floors = {site: self.gradient(site) for site in due}
+        made = gradients_off(due, floors, there=self._apart_total)
+        return [self._updated(one, norm=self._last.norm) for one in made]
 
     @cached_property
     def _settled(self) -> Mapping[Site, Tensor]:

@@ -11,6 +11,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import FP32, Precision, precision_of
 from pipeproof.judging.comparison import Comparison, due_of, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.floors import Floors
@@ -23,7 +24,7 @@ from pipeproof.judging.nudged import doubt_rounding
 from pipeproof.judging.oracle import Answer
 from pipeproof.judging.requirements import Requirements
 from pipeproof.judging.routes import RouteJudge
-from pipeproof.judging.tolerance import FP32, Precision, error, precision_of, rounded_to, same_bits
+from pipeproof.judging.tolerance import error, rounded_to, same_bits
 from pipeproof.judging.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.observed import Observed

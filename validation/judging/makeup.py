@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import APART, HALF
 from pipeproof.judging.tolerance import pieces
-
-_HALF = 0.5  # of a microbatch: what a sum may have too little or too much of one that is there once
-_APART = 1e-6  # of the largest eigenvalue: what is less is nothing that tells microbatches apart
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Makeup:
 
     def alike(self, observed: Tensor, expected: Tensor) -> bool:
         """Whether each microbatch is in both as often; False where rounding may hide that."""
-        return self.moved < _HALF and most_of(observed, expected, self.parts) < _HALF
+        return self.moved < HALF and most_of(observed, expected, self.parts) < HALF
 
 
 def most_of(one: Tensor, other: Tensor, parts: Sequence[Tensor]) -> float:
@@ -54,6 +52,6 @@ def most_of(one: Tensor, other: Tensor, parts: Sequence[Tensor]) -> float:
         return torch.inf
     unit = products / norms / norms[:, None]
     values = torch.linalg.eigvalsh(unit)
-    if values[0] <= _APART * values[-1]:
+    if values[0] <= APART * values[-1]:
         return torch.inf
     return float((torch.linalg.solve(unit, along / norms) / norms).abs().max())

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeproof.core.limits import Precision, precision_of
 from pipeproof.judging.floors import Floors
-from pipeproof.judging.tolerance import Floor, Precision, precision_of
+from pipeproof.judging.tolerance import Floor
 from pipeproof.reference.step import Site
 
 
@@ -44,6 +45,3 @@ class MeasuredFloors:
         if name in self.wide or self.floors is None:
             return self.gradient(name)
         return self.floors.settled(self.sites[name])
-
-    def slope(self, _: str) -> None:
-        """What is due follows from the very gradient."""

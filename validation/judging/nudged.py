@@ -11,16 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from pipeproof.core.limits import LEAD, LED, NUDGED
 from pipeproof.judging.measured import Compared
 from pipeproof.judging.other_products import OtherProducts
-from pipeproof.judging.tolerance import LEAD, error, lead, scalar_error
+from pipeproof.judging.tolerance import error, lead, scalar_error
 from pipeproof.judging.verdict import Mismatch, Size, Verdict, overall
 from pipeproof.reference.step import Expected, Gradient, Site
 
-# Of 50 right steps beyond their floors, with other kernels, one was 1.35 times as far off and none farther; one led 2.7
-# times as far.
-_AS_FAR = 1.5
-_AS_LED = 4.0
 _MOVES = ("loss", "gradient", "grad-norm", "updated-parameters")  # laws of what does
 _LOCATES = "boundaries"  # where these are off, results show whether by more than rounding
 _NOTE = (
@@ -68,7 +65,7 @@ class Nudged:
                 moved = other.get(site)
                 if one is not None and moved is not None:
                     _reach(gradients, site[1], error(moved, one))
-                    _reach(leads, site[1], max(LEAD * unit, _AS_LED * lead(moved, one)))
+                    _reach(leads, site[1], max(LEAD * unit, LED * lead(moved, one)))
             _reach(numbers, "norm", scalar_error(norm(other), due.norm or 0.0))
             for loss, wanted in zip(losses, due.losses, strict=True):
                 _reach(numbers, "loss", scalar_error(loss, wanted))
@@ -86,7 +83,7 @@ class Nudged:
         far = {"loss": self.loss, "grad-norm": self.norm}.get(one.law, self.gradients.get(name, 0.0))
         if one.law == "updated-parameters":
             far = max(far, self.updates.get(name, 0.0))
-        return one.error <= _AS_FAR * far and (one.law != "gradient" or self._leads(name, one.found))
+        return one.error <= NUDGED * far and (one.law != "gradient" or self._leads(name, one.found))
 
     def _leads(self, name: str, found: object) -> bool:
         """Whether a gradient leads as far along what is due as what was ``found`` does."""

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipeproof.judging.tolerance import FP32, error, same_bits
+from pipeproof.core.limits import FP32
+from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.reference.step import Expected, Gradient, Site
 

@@ -7,12 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.core.limits import Precision, precision_among
 from pipeproof.judging.comparison import Follow
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.other_products import OtherProducts
 from pipeproof.judging.pending import Orders, Pending
-from pipeproof.judging.tolerance import Precision, precision_among
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Expected, Gradient, Reference, Site, clip_factor
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.judging.tolerance import BY_NAME
+from pipeproof.core.limits import BY_NAME
 from pipeproof.judging.verdict import Mismatch, Verdict
 from pipeproof.reference.products import CONVOLUTION, MATRICES
 

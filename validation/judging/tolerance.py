@@ -8,75 +8,31 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import (
+    ALONG,
+    AS_LONG,
+    FP32,
+    FP64,
+    HARDLY,
+    LEAD,
+    LED,
+    MANY,
+    Precision,
+    precision_of,
+)
 from pipeproof.observers.elements import any_nonzero, bits, has_fp64, in_fp64, is_rounded
 
 Key = TypeVar("Key")
 
 _PIECE = 1 << 14  # elements that are compared at once
 _PIECE_ON_DEVICE = 1 << 26  # of all tensors together
-_AS_FAR = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
-_ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
-_MANY = 16  # numbers that need more digits: by chance so many sums do not all need fewer
-LEAD = 1.5  # units of rounding: as far may a sum lead along what it should be, if it is rounded otherwise
-_LED = 4.0  # times as far as is measured, a sum in yet another order may lead
-HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How a dtype rounds, and how much of that is excused.
-
-    unit: its unit roundoff. factor: how many floors are still rounding. least: what a floor measured as zero still
-    leaves. most: what no floor, however large, makes a pass.
-    """
-
-    name: Literal["fp32", "TF32", "bf16", "fp16", "fp64"]
-    unit: float
-    factor: float
-    least: float
-    most: float
-
-
-FP32 = Precision("fp32", unit=2.0**-24, factor=16.0, least=32 * 2.0**-24, most=1e-4)
-# Eight significant bits leave no room to be generous: a lost microbatch is soon as small as 16 floors. Other kernels,
-# other orders and a wide accumulator came to 2.5 floors at most (6 models, 2 to 32 microbatches).
-BF16 = Precision("bf16", unit=2.0**-8, factor=4.0, least=4 * 2.0**-8, most=16 * 2.0**-8)
-FP16 = replace(BF16, name="fp16", unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
-TF32 = replace(FP16, name="TF32")  # of products alone: what is made of fp32 stays in fp32
-FP64 = Precision("fp64", unit=2.0**-53, factor=16.0, least=32 * 2.0**-53, most=1e-12)
-PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
-    {
-        torch.float32: FP32,
-        torch.bfloat16: BF16,
-        torch.float16: FP16,
-        torch.float64: FP64,
-        torch.complex64: FP32,
-        torch.complex128: FP64,
-    }
-)
-BY_NAME: Mapping[str, Precision] = MappingProxyType({one.name: one for one in (*PRECISIONS.values(), TF32)})
 
 _NARROW = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
-
-
-def precision_of(dtype: torch.dtype) -> Precision:
-    """How ``dtype`` rounds, a complex one as its parts do; others than those that are known are judged as fp32."""
-    return PRECISIONS.get(dtype, FP32)
-
-
-def coarsest(precisions: Sequence[Precision]) -> Precision:
-    """That of them with the least digits; fp32 of none."""
-    return max(precisions, key=lambda one: one.unit, default=FP32)
-
-
-def precision_among(tensors: Iterable[Tensor]) -> Precision:
-    """How the first of ``tensors`` rounds that rounds at all."""
-    return precision_of(next((one.dtype for one in tensors if is_rounded(one.dtype)), torch.float32))
 
 
 @dataclass(frozen=True)
@@ -132,6 +88,11 @@ class Floor:
         return not self.noise and 0 < self.fault / 2 <= self.limit
 
     @property
+    def moved(self) -> float:
+        """How far weights, or gradients, that are off by rounding may move it."""
+        return self.precision.factor * self.nudged
+
+    @property
     def limit(self) -> float:
         """The largest error that still counts as rounding."""
         if self.noise:
@@ -157,7 +118,7 @@ class Floor:
             return size, "pass" if passes else "fail" if narrow else outcome
         if outcome == "unknown" and self.stride and base is not None:
             far = distance(observed, base) / max(distance(expected, base), 1e-300)
-            outcome = "pass" if 1 / _AS_FAR <= far <= _AS_FAR else outcome
+            outcome = "pass" if 1 / AS_LONG <= far <= AS_LONG else outcome
         return size, outcome
 
     def reached(self, error: float, outcome: str = "pass") -> "Floor":
@@ -183,7 +144,7 @@ class Floor:
             return "pass" if error <= self.limit else "unknown" if error <= self.limit**2 else "fail"
         if error <= self.limit:
             return "unknown" if self.blind else "pass"
-        explained = error <= self.precision.factor * max(self.largest, self.nudged)
+        explained = error <= max(self.precision.factor * self.largest, self.moved)
         return "unknown" if explained or error < min(self.fault / 2, self.precision.most) else "fail"
 
 
@@ -198,7 +159,7 @@ def rounded_to(precision: Precision, observed: Tensor, expected: Tensor) -> bool
     if not is_rounded(observed.dtype) or torch.finfo(observed.dtype).eps >= torch.finfo(dtype).eps:
         return False
     wide = [one.to(dtype).to(one.dtype) != one for one in (observed, expected)]
-    return bool(observed.any()) and not wide[0].any() and int(wide[1].sum()) >= _MANY
+    return bool(observed.any()) and not wide[0].any() and int(wide[1].sum()) >= MANY
 
 
 def same_bits(observed: Tensor, expected: Tensor) -> bool:
@@ -293,7 +254,7 @@ def _of_noise(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | No
     if not moved:  # what the optimizer makes of any other gradient than zero, nobody knows
         return replace(gradient, size=0.0, nudged=math.inf)
     along = sum(float(((new - old) * old).sum()) for new, old in pieces(after, before))
-    decay = abs(along) > _ALONG * moved * distance(before, torch.zeros_like(before))
+    decay = abs(along) > ALONG * moved * distance(before, torch.zeros_like(before))
     return replace(gradient, size=0.0, stride=not decay)
 
 
@@ -341,8 +302,7 @@ def floor_of(
     """The floor of a sum: ``others`` are the same sum in other orders, ``apart`` rounded otherwise, ``parts`` its
     summands, which say how coarse it is, as ``computed`` does, ``again`` as of ``rounding_of``.
 
-    Of 10,198 gradients in bf16 (13 models, 2 to 32 microbatches) with sums in other orders and types, none led by more
-    than 1.5 units and 2.7 times what is measured here. Other kernels, which give other tensors, lead farther.
+    Other kernels, which give other tensors, lead farther.
     """
     given = [part for part in parts if part is not None]
     wide = precision_of(expected.dtype)
@@ -355,7 +315,7 @@ def floor_of(
         return replace(floor, permutation=permutation, fault=0.0)
     sums = Floor(permutation, 0.0, fault, wide) if wide.unit < coarse.unit else None
     narrow = coarse.unit > FP32.unit  # wider types leave no room for what leads
-    led = max([LEAD * coarse.unit, *(_LED * lead(one, expected) for one in (*others, apart))]) if narrow else math.inf
+    led = max([LEAD * coarse.unit, *(LED * lead(one, expected) for one in (*others, apart))]) if narrow else math.inf
     return replace(floor, permutation=permutation, fault=fault, sums=sums, led=led)
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
+from pipeproof.core.limits import Precision, coarsest, precision_of
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import ENDLESS, Heading, Ledger
 from pipeproof.judging.mismatch import Mismatch
-from pipeproof.judging.tolerance import Floor, Precision, coarsest, precision_of
+from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records.kept_run import KeptRun, KeptStep
@@ -312,9 +313,6 @@ class _Allowed:
     def update(self, name: str) -> Floor:
         """Of a parameter's movement."""
         return self._floor(Quantity("updated-parameters", name))
-
-    def slope(self, _: str) -> None:
-        """Of a parameter: sketches have no elements."""
 
     def _floor(self, what: Quantity) -> Floor:
         return self.runs.allowed(what, self.number, precision_in(self.runs.good))

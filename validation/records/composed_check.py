@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.limits import coarsest, precision_among, precision_of
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import of_gradients
 from pipeproof.foreign.chain import Chain
@@ -30,7 +31,6 @@ from pipeproof.foreign.trials import Trials
 from pipeproof.foreign.wiring import refusals
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import coarsest, precision_among, precision_of
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents

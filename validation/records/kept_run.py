@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from pipeproof.judging.tolerance import FP32, Precision, coarsest, precision_of
+from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pipeproof.judging.tolerance import FP32
+from pipeproof.core.limits import FP32
 
 Options = Mapping[str, Mapping[str, object]]
 

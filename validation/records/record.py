@@ -14,18 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.cases.case import AXES
+from pipeproof.core.limits import Precision, precision_among, precision_of
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.tolerance import (
-    Floor,
-    Precision,
-    error,
-    precision_among,
-    precision_of,
-    same_bits,
-)
+from pipeproof.judging.tolerance import Floor, error, same_bits
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard
@@ -121,12 +115,10 @@ class RecordedOperation(Due):
     """One operation of a plan: "train", "accumulate" or "eval". ``floors`` is None where nobody measured them.
 
     ``contents`` are digests of what is in each microbatch, in whatever form; where nobody took them, there are none.
-    ``slopes``: how far each element of a parameter moves where its gradient is off, of those where that is farther.
     """
 
     floors: RecordedFloors | None = None
     contents: tuple[str, ...] = ()
-    slopes: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -311,10 +303,6 @@ class Recorded:
         """Of a parameter's movement."""
         floors, floor = self.expected.floors, replace(self.gradient(name), sums=None)
         return replace(floor, fault=2 * _LOST) if floors is None else floors.updates.get(name, floor)
-
-    def slope(self, name: str) -> Tensor | None:
-        """How far each element of a parameter moves where its gradient is off."""
-        return self.expected.slopes.get(name)
 
 
 def upstream(names: Iterable[str], stages: dict[str, int]) -> list[str]:

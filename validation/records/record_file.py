@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
+from pipeproof.core.limits import BY_NAME
 from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.tolerance import BY_NAME, Floor
+from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.pipeline.files import cannot_read, open_regular
@@ -154,7 +155,7 @@ def described(record: Record, tensors: dict[str, Tensor]) -> str:
     return json.dumps(finite({**data, "forms": forms} if forms else data), allow_nan=False)
 
 
-_TENSORS = ("before", "gradients", "parameters", "buffers", "slopes")
+_TENSORS = ("before", "gradients", "parameters", "buffers")
 
 
 def restored(text: str, fetch: Fetch) -> Record:
@@ -184,8 +185,8 @@ def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
         tuple(map(float, data["losses"])),
         None if data["loss"] is None else float(data["loss"]),
         None if data["norm"] is None else float(data["norm"]),
-        # Only gradients are None, and older records have no slopes.
-        **{name: Addressed(data.get(name, {}), fetch) for name in _TENSORS},  # type: ignore[arg-type]
+        # Only gradients are None.
+        **{name: Addressed(data[name], fetch) for name in _TENSORS},  # type: ignore[arg-type]
         floors=None if data["floors"] is None else _floors(data["floors"]),
         contents=tuple(data.get("contents", ())),  # which older ones have not
     )
@@ -193,8 +194,8 @@ def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
 
 def _check_whole(data: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for an operation that has not all that belongs together."""
-    for what in ("before", "parameters", "buffers", "slopes"):
-        if lost := next((name for name, address in data.get(what, {}).items() if address is None), None):
+    for what in ("before", "parameters", "buffers"):
+        if lost := next((name for name, address in data[what].items() if address is None), None):
             raise ValueError(f"{what} has no tensor for {lost}")
     floors = data["floors"]
     if floors is None:

@@ -97,7 +97,6 @@ def _renamed(record: Record, names: Mapping[str, str]) -> Record:
             before=by(one.before),
             gradients=by(one.gradients),
             parameters=by(one.parameters),
-            slopes=by(one.slopes),
             floors=None if one.floors is None else floors_of(one.floors),
         )
 

@@ -21,7 +21,6 @@ from pipeproof.foreign.task import (
     name_of,
     repeated,
 )
-from pipeproof.judging.copies import copies_apart
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.old_weights import Given
@@ -33,6 +32,7 @@ from pipeproof.records.record_file import described, restored
 from pipeproof.records.step_record import LossFn, Pairs, check_repeated, loss_of, moved, recipe_of, recorded
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.copied import copied
+from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.data import Batch
 from pipeproof.reference.snapshot import Snapshot, unchanged
 from pipeproof.reference.step import Loss, Recipe

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.limits import PRECISIONS
 from pipeproof.judging.comparison import due_of
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.measured import versions
 from pipeproof.judging.nudged import Nudged
 from pipeproof.judging.pending import Pending
-from pipeproof.judging.slopes import Updates
-from pipeproof.judging.tolerance import PRECISIONS
+from pipeproof.judging.updates import Updates
 from pipeproof.records.record import (
     Record,
     RecordedFloors,
@@ -107,11 +107,11 @@ def recorded(
     step = _performed(model, microbatches, recipe, optimizer, stages)
     beside, expected = _reference(copied(model), recipe, stages), step.expected
     updated = None if optimizer is None else partial(_updated, model, optimizer, recipe, stages)
-    measured, slopes, products = _floors(beside, step, moves=moves, updated=updated) if floors else (None, {}, {})
+    measured, products = _floors(beside, step, moves=moves, updated=updated) if floors else (None, {})
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
     contents = content_digests(microbatches)
-    operation = RecordedOperation(**vars(due), floors=measured, contents=contents, slopes=slopes)
+    operation = RecordedOperation(**vars(due), floors=measured, contents=contents)
     config = _config(model, microbatches, recipe)
     return Record("expected", config | ({"products": products} if floors else {}), (operation,))
 
@@ -166,17 +166,16 @@ def _updated(
 
 def _floors(
     reference: Reference, step: Pending, *, moves: bool, updated: Updates | None
-) -> tuple[RecordedFloors, dict[str, Tensor], Mapping[str, str]]:
-    """What rounding does to every number of ``step``, slopes by name, and as what products of fp32 are rounded.
+) -> tuple[RecordedFloors, Mapping[str, str]]:
+    """What rounding does to every number of ``step``, and as what products of fp32 are rounded.
 
     ``reference`` is as it was before.
     """
     again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
     check_repeated(step.expected.losses, [one.loss for one in again][::-1])
     floors = Floors(reference, [step], updated=updated)
-    slopes = {name: floors.slope((stage, name)) for stage, name in step.expected.parameters}
     found = RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
-    return found, {name: one for name, one in slopes.items() if one is not None}, floors.products
+    return found, floors.products
 
 
 def check_repeated(losses: Sequence[float], others: Sequence[float]) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.core.limits import precision_among
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import precision_among
 from pipeproof.observers.digest import digest
 from pipeproof.observers.shards import held_here
 from pipeproof.records.master_weights import MasterWeights

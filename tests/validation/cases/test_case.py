@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from pipeproof.cases.case import DTYPES, FULL_PLAN, MODELS, Case, CaseError
 from pipeproof.cases.fuzz import cases
-from pipeproof.judging.tolerance import PRECISIONS
+from pipeproof.core.limits import PRECISIONS
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.reference.model import DTYPES as REFERENCE_DTYPES
 from pipeproof.reference.model import MODELS as REFERENCE_MODELS

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from pipeproof.cases.case import Case
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
+from pipeproof.core.limits import FP32
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Heading, Ledger
-from pipeproof.judging.tolerance import FP32, Floor, error
+from pipeproof.judging.tolerance import Floor, error
 from pipeproof.judging.verdict import Mismatch, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline import PipelineSchedule
@@ -219,8 +220,6 @@ def test_what_nobody_compared_makes_a_law_unknown_and_is_counted() -> None:
 
 
 def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
-    model = rooted()
-    nn.init.constant_(model.get_parameter("root"), 1.0)
     plain = nn.Linear(2, 2)
     record = record_step(plain, DATA, loss_fn=mse)
     with check_step(plain, DATA, against=record) as check:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.cases.stages import owners
+from pipeproof.core.limits import BF16, FP32, PRECISIONS
 from pipeproof.judging.floors import Floors
 from pipeproof.judging.pending import Pending
-from pipeproof.judging.tolerance import BF16, FP32, PRECISIONS, error, may_be_rounded, scalar_error, update_floor
+from pipeproof.judging.tolerance import error, may_be_rounded, scalar_error, update_floor
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import DTYPES, build_model
 from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from pipeproof.core.limits import FP32
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.routes import LAW, RouteJudge, explained
-from pipeproof.judging.tolerance import FP32, Floor
+from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.verdict import LawResult
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.core.limits import BF16, FP16
 from pipeproof.judging.leads import Leads
-from pipeproof.judging.tolerance import BF16, FP16, Floor
+from pipeproof.judging.tolerance import Floor
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step

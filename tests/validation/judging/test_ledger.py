@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeproof.core.limits import BF16, FP32, FP64
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import BF16, FP32, FP64, Floor
+from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.sketch import brief
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.limits import BF16
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.makeup import Makeup, most_of
-from pipeproof.judging.tolerance import BF16
 from pipeproof.reference.accumulation import PLAIN
 
 COUNT = 64

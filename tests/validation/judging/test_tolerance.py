@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.limits import FP32, PRECISIONS
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.tolerance import (
-    FP32,
-    PRECISIONS,
     Floor,
     error,
     floor_of,

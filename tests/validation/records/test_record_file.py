@@ -38,7 +38,6 @@ RECORD = Record(
             gradients={"w": WEIGHT * 2, "tied": WEIGHT * 2, "b": None},
             parameters={"w": WEIGHT - 1, "b": BIAS},
             buffers={"n": torch.tensor(3)},
-            slopes={"w": WEIGHT.bfloat16()},
             floors=RecordedFloors((FLOOR, FLOOR), FLOOR, {"w": FLOOR, "tied": FLOOR, "b": FLOOR}, MOVED),
         ),
     ),
@@ -62,7 +61,7 @@ def test_a_record_comes_back_bit_for_bit(path: Path) -> None:
     assert math.isnan(evaluated.losses[1])
     assert (trained.losses, trained.norm, trained.floors) == ((0.1 + 0.2, 1e-300), 2 / 3, RECORD.operations[1].floors)
     assert trained.gradients["b"] is None
-    for kind in ("before", "gradients", "parameters", "buffers", "slopes"):
+    for kind in ("before", "gradients", "parameters", "buffers"):
         wanted, seen = getattr(RECORD.operations[1], kind), getattr(trained, kind)
         assert list(seen) == list(wanted)
         assert all(wanted[name] is None or same_bits(seen[name], wanted[name]) for name in wanted)
@@ -81,7 +80,7 @@ def test_equal_tensors_are_stored_once_and_nothing_is_pickled(path: Path) -> Non
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    assert len(header) - 1 == 6, "two weights, the tied gradient once, one bias, one buffer, one slope"
+    assert len(header) - 1 == 5, "two weights, the tied gradient once, one bias, one buffer"
     with pytest.raises(ValueError, match=r"opcode|exhausted|no newline"):
         list(pickletools.genops(data))
 

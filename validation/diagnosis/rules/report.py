@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from pipeproof.core.limits import FP32
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import FP32, scalar_error
+from pipeproof.judging.tolerance import scalar_error
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.likeness import NARROWER
 from pipeproof.reference.step import Gradient

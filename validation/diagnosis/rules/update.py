@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.limits import FP32, precision_of
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.tolerance import FP32, precision_of, same_bits
+from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import Mismatch, Size
 from pipeproof.observers.recording import Site
 from pipeproof.pipeline.sizes import some
