@@ -43,6 +43,9 @@ class Contract:
     where the two differ by rounding. names: what the step's parameters are called in the reference: prefixes and what
     replaces them, or a function of the name, or of name, rank and number of the module there. warmup: a whole number.
     So many first calls of each watched module are no microbatch's, such as one that tells shapes. The default is 0.
+    ties: the weights that are one in several stages, as lists of their names in the model; ``[]``: none are. They are
+    read where a step is held against itself; the default is what ``build=`` tells, or else weights that begin equal in
+    several stages are unknown.
 
     Raises ``ContractError`` for a value that a word cannot have.
     """
@@ -56,6 +59,7 @@ class Contract:
     routers: str | Sequence[str] = ()
     names: Names | None = None
     warmup: int = 0
+    ties: Sequence[Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         for word in ("loss_divisor", "loss_scale", "max_norm"):
@@ -69,6 +73,7 @@ class Contract:
             raise ContractError(f"outputs is {self.outputs!r}: expected a function of output and target")
         object.__setattr__(self, "routers", _routers(self.routers))
         _check_names(self.names)
+        _check_ties(self.ties)
         if type(self.warmup) is not int or self.warmup < 0:
             raise ContractError(f"warmup is {self.warmup!r}: expected how many first calls are no microbatch's, from 0")
 
@@ -153,6 +158,13 @@ def _check_names(given: object) -> None:
     pairs = isinstance(given, Mapping) and all(isinstance(one, str) for pair in given.items() for one in pair)
     if not (given is None or pairs or callable(given)):
         raise ContractError(f"names is {given!r}: expected prefixes and what replaces them, or a function of a name")
+
+
+def _check_ties(given: Any) -> None:
+    groups = given if isinstance(given, list | tuple) else [given]
+    lists = [isinstance(group, list | tuple) and len(group) > 1 for group in groups]
+    if given is not None and not (all(lists) and all(isinstance(name, str) for group in groups for name in group)):
+        raise ContractError(f'ties is {given!r}: expected lists of names, such as [["embed.weight", "head.weight"]]')
 
 
 DEFAULTS = Contract()

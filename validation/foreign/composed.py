@@ -42,7 +42,7 @@ _ONE_BY_ONE = "one by one"
 _OF_A_JOB = dict.fromkeys(("optimizer", "masters", "scaler", "generators"), "is a rank's own, and no rank runs yet")
 _OF_A_JOB |= dict.fromkeys(("every", "stages"), "is about many steps")
 _OF_A_MODEL = "leave it out, or let reference= be a function that builds the whole model"
-_READ = ("loss_divisor", "loss_scale", "accumulation", "warmup")
+_READ = ("loss_divisor", "loss_scale", "accumulation", "warmup", "ties")
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class AgainstItself(ABC):
     that scales this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
     generators: what stages draw random numbers from besides torch's, Python's, numpy's and their modules' own
     generators: generators of these three, and keepers with ``get_states`` and ``set_states``, such as Megatron's
-    tracker. contract: what the step claims; ``loss_divisor``, ``loss_scale``, ``accumulation``, ``max_norm`` and
-    ``warmup`` are read. The divisor is that of all replicas together.
+    tracker. contract: what the step claims; ``loss_divisor``, ``loss_scale``, ``accumulation``, ``max_norm``,
+    ``warmup`` and ``ties`` are read. The divisor is that of all replicas together.
 
     As ``reference=`` of ``whitebox.validate`` it takes neither ``optimizer``, nor ``masters``, ``scaler`` and
     ``generators``, nor ``every`` and ``stages``: these are of a running job.
@@ -133,6 +133,8 @@ class AgainstItself(ABC):
         self.contract.reads((*_READ, "names", "max_norm"), "where a step is held against itself")
         if self.build is not None:
             check_builds("build", self.build)
+            if self.contract.ties is not None:
+                raise WhiteBoxError("ties is given beside build=, which tells which weights are one: leave one out")
         if not all(isinstance(one, Optimizer) for one in self.optimizers):
             raise WhiteBoxError(f"optimizer is {self.optimizer!r}: expected this rank's torch.optim.Optimizer")
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:

@@ -14,6 +14,7 @@ from pipeproof.foreign.handed_back import HandedBack
 from pipeproof.observers.hook import Hook
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action, Kind
+from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.fence import Fence
 
 _ORDERS = ("pipeline_order_with_comms", "pipeline_order")  # of a schedule of several stages on a rank
@@ -119,7 +120,8 @@ def step(
 
     operation: with ``eval`` it is ``schedule.eval``; the modules' mode is the caller's. kwarg_mbs: keyword arguments of
     the stages, for each microbatch. loss_kwargs: those of the loss function, from torch 2.13 on. The losses are those
-    that the schedule's loss function returned: undivided, unless that function divides.
+    that the schedule's loss function returned: undivided, unless that function divides. Where ``schedule.scale_grads``,
+    gradients are divided at last.
     """
     stages, recorder = stages_of(schedule), Recorder(schedule)
     for stage in stages:
@@ -128,7 +130,8 @@ def step(
     options = {} if loss_kwargs is None else {"loss_kwargs": dict(loss_kwargs)}
     call = schedule.eval if operation == "eval" else schedule.step
     run(call, schedule, microbatches, losses, kwarg_mbs=kwarg_mbs, **options)
-    return HandedBack([stage.submod for stage in stages], losses or None, None, recorder.executed)
+    how = Accumulation(late=schedule.scale_grads)
+    return HandedBack([stage.submod for stage in stages], losses or None, None, recorder.executed, accumulation=how)
 
 
 def run(call: Callable[..., Any], schedule: Any, microbatches: Pairs, losses: list[Tensor], **options: Any) -> None:

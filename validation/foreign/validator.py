@@ -88,6 +88,8 @@ class WhiteBox:
         task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.with_words(words))
         if isinstance(reference, AgainstItself):
             task = LinkedTask.of(task, reference)
+        elif task.contract.ties is not None:
+            raise WhiteBoxError("ties of the contract is not read beside a whole model, which tells them: leave it out")
         task.check()
         replicas = Replicas.along(ranks, task.counts[0])
         for count in task.counts:

@@ -25,7 +25,8 @@ class ChainStart:
     """What one rank brings: microbatches, if it has them, as ``Chain`` has them; its stages; what it was told.
 
     ``first``: by each name of its parameters, the first one, where its stages hold one under several. ``together``:
-    among so many ranks, which run the same microbatches, its stages are cut inside.
+    among so many ranks, which run the same microbatches, its stages are cut inside. ``tied``: the names of weights that
+    are in several stages, as it was told.
     """
 
     data: Sequence[Mapping[int, Sketch]] | None
@@ -33,6 +34,7 @@ class ChainStart:
     first: Mapping[str, str] = field(default_factory=dict)
     told: Mapping[str, object] = field(default_factory=dict)
     together: int = 1
+    tied: Sequence[str] = ()
 
     @staticmethod
     def of(given: Pairs | None, own: RankStages, against: AgainstItself, *, together: int = 1) -> "ChainStart":
@@ -51,8 +53,9 @@ class ChainStart:
         names: dict[int, str] = {}
         every = [(stage, *pair) for stage, module in own.modules.items() for pair in module.named_parameters()]
         first = {own.rename(stage, name): (id(one), own.rename(stage, name)) for stage, name, one in every}
-        first_of = {name: names.setdefault(*key) for name, key in first.items()}
-        return ChainStart(None, tuple(own.modules), first_of, _told(own, against), together)
+        tied = {name: group[0] for group in against.contract.ties or () for name in group}
+        first_of = {name: tied.get(name) or names.setdefault(*key) for name, key in first.items()}
+        return ChainStart(None, tuple(own.modules), first_of, _told(own, against), together, tuple(tied))
 
     def with_data(self, given: Pairs | None) -> "ChainStart":
         """The same with its microbatches."""
@@ -78,6 +81,9 @@ def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[i
     for stage, those in sorted(ranks.items()):
         if len({replicas[rank] for rank in those}) < len(those):
             return {those[1]: f"stage {stage} is on rank {those[0]}, too; {_ONE_OF_EACH}"}
+    held = {name for start in starts for name in start.first}
+    if lost := [name for start in starts for name in start.tied if name not in held]:
+        return {0: f"ties has {lost[0]!r}, which no stage holds: give the names that weights have in the model"}
     if gone := sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys()):
         return {0: f"nobody has stage {gone[0]}: number the stages from 0, along the data path"}
     return {}
@@ -102,6 +108,7 @@ def _told(own: RankStages, against: AgainstItself) -> dict[str, object]:
         "loss_scale": against.contract.loss_scale,
         "max_norm": against.max_norm,
         "warmup": against.contract.warmup,
+        "ties": against.contract.ties,
         "scaler": _given(against.scaler),
         "build": _given(against.build),
         "stages": against.stages,

@@ -303,7 +303,7 @@ class ComposedCheck(CheckedStep):
         hooks = self._watched.comm_hooks(self._own)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
-        if self._one_name is None:
+        if self._one_name is None and self._by.contract.ties is None:
             every = self._gather(weights_here(self._shards, self._weights, self._first), "which weights are equal")
             self._unsure = enter_equal(self._ledger, every, self._only)
         both, own = (self._exchange, self._first), self._own.places

@@ -17,7 +17,7 @@ from pipeproof.reference.step import Site
 from pipeproof.worlds.side_store import Exchange
 
 Copies = Mapping[int, str]  # the names of one parameter's copies, by stage
-_EQUAL = "stages {} begin with equal weights: pass build=, which says whether they are one"
+_EQUAL = "stages {} begin with equal weights: pass build=, or say ties, which tell whether they are one"
 _Share = tuple[str, int]  # a parameter's first name, and a stage
 
 

@@ -17,7 +17,7 @@ from pipeproof.observers.own_losses import OwnLoss, weights_among
 from pipeproof.records.cut_inside import in_doubt
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.way import Way, agreed_times, targets_of, wanting
+from pipeproof.records.way import Way, targets_of, wanting
 from pipeproof.reference.snapshot import Snapshot
 
 _ALIKE = (
@@ -42,12 +42,11 @@ UNEQUAL = (
 class Told:
     """What a rank tells others of its stages: those of which it is not known what they give, and how losses go.
 
-    ``fitting``, ``scaled`` and ``factors``: as in ``Way``, ``scaled`` of the last stage's rank alone. ``crossed``: the
-    targets are those of microbatches that messages were meant for, and not of those that they are of.
+    ``scaled`` and ``factors``: as in ``Way``, ``scaled`` of the last stage's rank alone. ``crossed``: the targets are
+    those of microbatches that messages were meant for, and not of those that they are of.
     """
 
     lost: Sequence[int]
-    fitting: frozenset[str]
     scaled: Sequence[float]
     crossed: bool
     factors: Sequence[float | None]
@@ -105,16 +104,15 @@ class StagesAgain:
         """What other ranks must know."""
         lost = [own.stage for own in self.stages if not own.closed]
         scaled = [self.way.scaled] * (self.chain.last in self.calls)
-        return Told(lost, self.way.fitting, scaled, self._crossed, self.way.factors)
+        return Told(lost, scaled, self._crossed, self.way.factors)
 
     def agree(self, every: Sequence[Told], of_replica: Sequence[Told]) -> None:
         """Take what ranks told of themselves: ``every`` one, and those of this replica."""
         self.lost = frozenset(stage for one in every for stage in one.lost)
-        self.way.agree([one.fitting for one in every], [scaled for one in every for scaled in one.scaled])
         if any(one.crossed for one in of_replica):
             self.chain = crossed(self.chain) or self.chain
         factors = [factor for one in every for factor in one.factors]
-        self.times = agreed_times(factors)
+        self.times = self.way.agree(factors, [scaled for one in every for scaled in one.scaled])
         self.unsaid = not self.way.alike and any(one != 1.0 for one in factors)
 
     def doubt_times(self, ledger: Ledger, *, declared: bool) -> None:
@@ -173,16 +171,16 @@ class StagesAgain:
 
     def _as_meant(self, own: OwnStage) -> OwnStage:
         """``own``; the last stage with the targets of what messages were meant for, if those explain all flows."""
-        if own.stage != self.chain.last or own.fitting == own.flowing or own.speaks:
+        if own.stage != self.chain.last or own.factor is not None or own.fitting == own.flowing or own.speaks:
             return own
         if alike := self._alike:
             raise RecordError(_ALIKE.format(names_of([f"{m}" for m in alike])))
         if (meant := crossed(self.chain)) is None:
             return own
-        other = replace(self.way, name="", fitting=frozenset(), factors=[], _divisor=None)
+        other = replace(self.way, factors=[], _ran=None)
         targets = targets_of(self.given, meant, own.stage)
         found = other.run_again(own.stage, self.modules[own.stage], self._wanting(own.stage), targets)
-        if not found.flowing or found.fitting < found.flowing:
+        if not found.flowing or (found.fitting < found.flowing and found.factor is None):
             return own
         self.way, self._crossed = other, True
         return found

@@ -29,13 +29,13 @@ _SPEAKS = (
 
 @dataclass
 class Way:
-    """Runs stages again. Replicas average gradients, or divide losses by as much more: all do alike, which flows tell.
+    """Runs stages again, divided and scaled as the contract says; ranks tell each other what flows instead.
 
     ``scaled``: what losses are multiplied by, and gradients divided by before they are looked at. ``own``: what the
-    loss of each of the ``replicas`` is divided by, where these average. ``alike``: it is the same in all. ``fitting``:
-    the names of ways that fit what flows here, which ranks tell each other. ``name``: the one that they agreed upon.
-    ``factors``: what flows to a last stage here, in multiples of what is due; None: in various. ``sums``: the type in
-    which the gradients of a stage are added up, where its weights are narrower. ``in_parts``: stages are cut inside.
+    loss of each of the ``replicas`` is divided by, where these average. ``alike``: it is the same in all. ``added``:
+    replicas divide losses by as much more instead, and add up: the sums are the same. ``factors``: what flows to a last
+    stage here, in multiples of what is due; None: in various. ``sums``: the type in which the gradients of a stage are
+    added up, where its weights are narrower. ``in_parts``: stages are cut inside.
     """
 
     by: AgainstItself
@@ -43,51 +43,43 @@ class Way:
     own: float = 1.0
     replicas: int = 1
     alike: bool = True
-    name: str = ""
-    fitting: frozenset[str] = frozenset()
+    added: bool = False
     factors: list[float | None] = field(default_factory=list)
     sums: Mapping[int, torch.dtype] = field(default_factory=dict)
     in_parts: bool = False
-    _divisor: float | None = None  # by which the last stage was run, where anything flows
+    _ran: float | None = None  # what the last stage was run by, where anything flows
 
     def run_again(
         self, stage: int, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
     ) -> OwnStage:
         """A stage, run once more. ``targets``: those of its calls, if it is the last one."""
-        if targets is None:
-            return self._once_more(stage, module, calls, None)
-        best, most = None, -1
-        for divisor in dict.fromkeys(by for by, _ in self._ways.values()):
-            own = self._once_more(stage, module, calls, Ending(self._loss_fn, divisor, targets))
-            if not own.flowing:
-                return own  # by zeros nobody tells; other ranks may know
-            if own.fitting > most:
-                best, most, self._divisor = own, own.fitting, divisor
-            if own.speaks and own.fitting < own.flowing:
-                own.doubt(_SPEAKS.format(stage))
-            if own.speaks or most == own.flowing:
-                break
-        assert best is not None, "there is a way"
-        self.factors = [best.factor if _is_off(best) else 1.0]
-        self.fitting = frozenset(name for name, (by, _) in self._ways.items() if most and by == self._divisor)
-        return best
+        own = self._once_more(stage, module, calls, targets)
+        if targets is None or not own.flowing:
+            return own  # by zeros nobody tells; other ranks may know
+        self._ran = self.divisor
+        if own.speaks and own.fitting < own.flowing:
+            own.doubt(_SPEAKS.format(stage))
+        self.factors = [own.factor if _is_off(own) else 1.0]
+        return own
 
-    def agree(self, fitting: Sequence[frozenset[str]], scaled: Sequence[float]) -> None:
-        """Take the way that fits on most ranks, of those that can tell; and what a last stage's rank ``scaled`` by."""
+    def agree(self, factors: Sequence[float | None], scaled: Sequence[float]) -> float | None:
+        """Take what a last stage's rank ``scaled`` by, and what all tell. Gives by what losses are too large."""
         self.scaled = next(iter(scaled), self.scaled)
-        self.name = max(self._ways, key=lambda name: sum(name in those for those in fitting))
+        times = agreed_times(factors)
+        both = self.alike and self.replicas > 1 and not self.by.accumulation.late
+        self.added = both and times is not None and abs(times * self.replicas - 1.0) <= _MULTIPLE
+        return None if self.added else times
 
     def as_agreed(
         self, own: OwnStage, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
     ) -> OwnStage:
         """``own``, or what it is in the way that ranks agreed upon, if that is not the one it was run in."""
-        divisor = self._ways[self.name][0]
-        if targets is None or self._divisor in (None, divisor):
+        if targets is None or self._ran in (None, self.divisor):
             return own
         if own.speaks:
             own.doubt(_SPEAKS.format(own.stage))
             return own
-        return self._once_more(own.stage, module, calls, Ending(self._loss_fn, divisor, targets))
+        return self._once_more(own.stage, module, calls, targets)
 
     @property
     def _loss_fn(self) -> LossFn | None:
@@ -95,18 +87,18 @@ class Way:
         return self.by.loss_fn
 
     @property
-    def scale(self) -> float:
-        """What sums are divided by at last, where losses were divided by less."""
-        return self._ways[self.name or next(iter(self._ways))][1]
+    def divisor(self) -> float:
+        """What losses are divided by before their backwards."""
+        if self.by.accumulation.late:
+            return 1.0 / self.scaled
+        return (self.whole if self.added else self.own) / self.scaled
 
     @property
-    def _ways(self) -> dict[str, tuple[float, float]]:
-        """What losses may be divided by, and then sums. The sums are the same."""
-        every, scaled = float(self.replicas), self.scaled
+    def scale(self) -> float:
+        """What sums are divided by at last, where losses were divided by less."""
         if self.by.accumulation.late:
-            return {"late": (1.0 / scaled, self.whole * scaled)}
-        found = {"averaged": (self.own / scaled, every * scaled)}
-        return found | ({"added": (self.whole / scaled, scaled)} if self.alike else {})
+            return self.whole * self.scaled
+        return self.scaled if self.added else self.replicas * self.scaled
 
     @property
     def whole(self) -> float:
@@ -123,10 +115,13 @@ class Way:
         scale = self.scale
         return {name: one * scale if isinstance(one, Tensor) and scale != 1.0 else one for name, one in seen.items()}
 
-    def _once_more(self, stage: int, module: nn.Module, calls: Sequence[Call], ending: Ending | None) -> OwnStage:
+    def _once_more(
+        self, stage: int, module: nn.Module, calls: Sequence[Call], targets: Sequence[Any] | None
+    ) -> OwnStage:
         accumulation = replace(self.by.accumulation, bundles={})  # those go by microbatches, and not by calls
         if accumulation.dtype is None and stage in self.sums:
             accumulation = replace(accumulation, dtype=self.sums[stage])
+        ending = None if targets is None else Ending(self._loss_fn, self.divisor, targets)
         own = OwnStage(stage, module, calls, ending=ending, accumulation=accumulation, in_parts=self.in_parts)
         own.run()
         return own

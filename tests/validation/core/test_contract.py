@@ -38,6 +38,8 @@ from tests.support.steps import blocks, loss_fn, pairs
         ({"routers": ["a", ""]}, "routers is \\['a', ''\\]"),
         ({"warmup": -1}, "warmup is -1: expected how many first calls are no microbatch's, from 0"),
         ({"warmup": 1.0}, "warmup is 1.0"),
+        ({"ties": ["a"]}, "ties is \\['a'\\]: expected lists of names"),
+        ({"ties": [["a", 1]]}, "ties is \\[\\['a', 1\\]\\]"),
         ({"names": 3}, "names is 3: expected prefixes and what replaces them, or a function of a name"),
         ({"names": {"a": 1}}, "names is {'a': 1}"),
     ],
@@ -253,7 +255,7 @@ def warmed(model: nn.Module, microbatches: list[Any]) -> HandedBack:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "note"), [(1, ""), (0, "1 call of stage 0 beside those"), (2, "and every result is right: first rank 0")]
+    ("warmup", "note"), [(1, ""), (0, "forward of [0, 0, 1, 2, 3]"), (2, "and every result is right: first rank 0")]
 )
 def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, warmup: int, note: str) -> None:
     given = {"reference": blocks, "microbatches": pairs(4), "ranks": 1, "loss_fn": loss_fn}

@@ -205,19 +205,6 @@ def test_a_stage_may_end_in_a_module_that_is_called_twice(whitebox: WhiteBox, bl
     assert named(judged(whitebox, half_of_it, build)) == [("scale", 0, 0, (1,))]
 
 
-def test_a_watched_block_that_is_applied_twice_is_one(whitebox: WhiteBox) -> None:
-    def inner(model: nn.Sequential, microbatches: list[Any], **options: Any) -> Any:
-        stage = half(model)
-        assert isinstance(stage[1], Twice)
-        watch(stage[1].block)
-        return stage, all_forward_all_backward(stage, microbatches, **options)
-
-    build = partial(model_of, Twice)
-    assert passes(judged(whitebox, inner, build)).law("boundaries").outcome == "pass"
-    half_of_it = partial(inner, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
-    assert named(judged(whitebox, half_of_it, build)) == [("scale", 0, 0, (1,))]
-
-
 def twice(model: nn.Sequential, microbatches: list[Any], *, cleared: bool) -> Any:
     """Two of the microbatches to warm up, then all of them, with the gradients ``cleared`` between or not."""
     stage = watch(half(model))

@@ -70,7 +70,7 @@ def test_right_steps_pass_with_every_boundary_watched(whitebox: WhiteBox, name: 
     assert verdict.verdict == "pass", verdict
     assert verdict.tier == "bitwise"
     assert verdict.law("microbatches").outcome == "pass"
-    assert verdict.law("boundaries").exact == STAGES * M * 3
+    assert verdict.law("boundaries").exact == STAGES * M * 5 - M
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -15,7 +15,6 @@ from pipeproof import Composed, Contract, World
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
-from pipeproof.reference.accumulation import Accumulation
 from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
 
 COUNT = 4
@@ -190,8 +189,7 @@ def shifted(microbatches: Pairs) -> Pairs:
 def test_a_schedule_of_torch_says_its_stages_and_divides_gradients_at_last(
     whitebox: WhiteBox, options: Any, place: tuple[Any, ...] | None
 ) -> None:
-    late = Contract(accumulation=Accumulation(late=True))
-    verdict = judged(whitebox, partial(interleaved, **options), Composed(loss_fn, contract=late))
+    verdict = judged(whitebox, partial(interleaved, **options), Composed(loss_fn))
     assert verdict.verdict == ("pass" if place is None else "fail"), str(verdict)
     assert [told(one) for one in verdict.cause[:1]] == ([] if place is None else [place]), str(verdict)
 

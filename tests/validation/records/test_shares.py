@@ -1,10 +1,11 @@
-"""Weights that begin equal in several stages: only ``build=`` tells whether they are one."""
+"""Weights that begin equal in several stages: only ``build=`` or the contract tells whether they are one."""
 
 import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pipeproof.records.shares import WeightHere, enter_equal, equal_weights, wei
 from pipeproof.records.step_check import check_step
 from tests.support.pipeline_here import MSE, Job, checked, layers
 
-EQUAL = "stages 0 and 2 begin with equal weights: pass build=, which says whether they are one"
+EQUAL = "stages 0 and 2 begin with equal weights: pass build=, or say ties, which tell whether they are one"
 ENDS = ("0.layer.weight", "2.layer.weight")
 
 
@@ -72,14 +73,19 @@ def model(*, tied: bool) -> nn.Module:
 
 
 ONE, TWO = partial(model, tied=True), partial(model, tied=False)
+TIED, APART = Contract(ties=[ENDS]), Contract(ties=[])
 ONES, ZEROS = partial(fill, value=1.0), partial(fill, value=0.0)
-TABLE: dict[str, tuple[Callable[[nn.Module], object], Callable[[], nn.Module] | None, bool, str]] = {
+TABLE: dict[str, tuple[Callable[[nn.Module], object], Callable[[], nn.Module] | Contract | None, bool, str]] = {
     "drawn, each its own": (draw, None, False, "unknown"),
     "drawn, added up": (draw, None, True, "unknown"),
     "one of the model, added up": (draw, ONE, True, "pass"),
     "one of the model, each its own": (draw, ONE, False, "fail"),
     "two of the model, each its own": (draw, TWO, False, "pass"),
     "two of the model, added up": (draw, TWO, True, "fail"),
+    "one, as is said, added up": (draw, TIED, True, "pass"),
+    "one, as is said, each its own": (draw, TIED, False, "fail"),
+    "two, as is said, each its own": (draw, APART, False, "pass"),
+    "two, as is said, added up": (draw, APART, True, "fail"),
     "ones": (ONES, None, False, "pass"),
     "zeros": (ZEROS, None, False, "pass"),
     "ones, added up": (ONES, None, True, "fail"),
@@ -88,15 +94,24 @@ TABLE: dict[str, tuple[Callable[[nn.Module], object], Callable[[], nn.Module] | 
 
 @pytest.mark.parametrize(("begin", "build", "added", "said"), TABLE.values(), ids=TABLE)
 def test_only_the_model_tells_whether_equal_weights_are_one(
-    begin: Callable[[nn.Module], object], build: Callable[[], nn.Module] | None, added: bool, said: str
+    begin: Callable[[nn.Module], object], build: Callable[[], nn.Module] | Contract | None, added: bool, said: str
 ) -> None:
-    verdict = checked(Tied(stages_of(begin), added=added), build=build)
+    told = {"contract": build} if isinstance(build, Contract) else {"build": build}
+    verdict = checked(Tied(stages_of(begin), added=added), **told)
     assert verdict.verdict == said, str(verdict)
     for law in ("presence", "gradient"):
         assert verdict.law(law).left_out == (ENDS if said == "unknown" else ())
         assert (EQUAL in verdict.law(law).note) == (said == "unknown")
     assert verdict.law("grad-norm").outcome == said, str(verdict)
-    assert ("tied-not-summed" in [one.kind for one in verdict.cause]) == (build is ONE and not added)
+    assert ("tied-not-summed" in [one.kind for one in verdict.cause]) == (build in (ONE, TIED) and not added)
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"), [(None, "ties has 'x', which no"), (ONE, "ties is given beside build=")]
+)
+def test_ties_that_cannot_be_are_refused(build: Any, sentence: str) -> None:
+    verdict = checked(Tied(stages_of(draw)), build=build, contract=Contract(ties=[(*ENDS, "x")]))
+    assert (verdict.verdict, sentence in str(verdict)) == ("unknown", True), str(verdict)
 
 
 def test_what_else_is_wrong_still_fails() -> None:
