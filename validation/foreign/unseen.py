@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.observed import Observed
@@ -40,7 +41,7 @@ def missed(found: Assembled, observed: Observed, unlike: str, unrouted: str) -> 
             ("grad-norm", norm, "no rank reports a norm"),
             ("outputs", any(one.outputs for one in every), "no rank hands any back"),
             ("routing", any(one.routes for one in every), unrouted or _UNROUTED),
-            ("updated-parameters", not unlike or "updated-parameters" in claimed, unlike),
+            ("updated-parameters", not unlike or "updated-parameters" in claimed, Reason.OPTIMIZER.doubt(unlike)),
             ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
         )
         if not seen

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.crossings import near
@@ -64,7 +65,7 @@ class Way:
             if own.fitting > most:
                 best, most, self._divisor = own, own.fitting, divisor
             if own.speaks and own.fitting < own.flowing:
-                own.doubt(_SPEAKS.format(stage))
+                own.doubt(Reason.LOSS_SCALE.doubt(_SPEAKS.format(stage)))
             if own.speaks or most == own.flowing:
                 break
         assert best is not None, "there is a way"
@@ -85,7 +86,7 @@ class Way:
         if targets is None or self._divisor in (None, divisor):
             return own
         if own.speaks:
-            own.doubt(_SPEAKS.format(own.stage))
+            own.doubt(Reason.LOSS_SCALE.doubt(_SPEAKS.format(own.stage)))
             return own
         return self._once_more(own.stage, module, calls, Ending(self._loss_fn, divisor, targets))
 
