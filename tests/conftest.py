@@ -12,11 +12,13 @@ import pytest
 from hypothesis import settings
 
 from pipeproof.worlds.launcher import launch_environment
+from tests.support.golden import COLLECTED, golden
 from tests.support.warm_start import Ended, WarmStart, run_new
 
 if TYPE_CHECKING:
     from pipeproof.worlds.world import World
 
+__all__ = ["golden"]  # fixtures
 Launch = Callable[..., Ended]
 
 _BOUND_S = 240.0
@@ -36,11 +38,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts processes like what uses ranks: ``ci/fast`` leaves both out.
 
     What does not share the ranks of a world has nothing to gain from running once on every rank of torchrun.
     """
+    config.stash[COLLECTED] = list(items)
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if _STARTS_PROCESSES & fixtures:

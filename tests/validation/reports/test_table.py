@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -30,9 +29,9 @@ from pipeproof.reports.table import (
     totals,
 )
 from pipeproof.worlds.stack import Line
+from tests.support.golden import Golden
 from tests.validation.cases.test_trial import RIGHT, TRIAL
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 CASE = Case("interleaved", 4, 2, 8, (1,) * 8, model="gpt-tied", seed=3)
 LAWS = (
     LawResult("loss", "pass", 32, 32),
@@ -57,12 +56,12 @@ FAILED = Verdict(str(CASE), "fail", "none", LAWS, (FIRST, *(replace(FIRST, stage
 PASSED = Verdict(str(CASE), "pass", "bitwise", LAWS[:1] * 2 + (LAWS[1],), floor=6e-7, seconds=0.5)
 
 
-def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay() -> None:
-    assert str(FAILED) + "\n" == (GOLDEN / "failure.txt").read_text()
+def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay(golden: Golden) -> None:
+    golden(str(FAILED))
     assert len(str(FAILED).splitlines()) <= 24
 
 
-def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
+def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings(golden: Golden) -> None:
     cause = Cause(
         "zero",
         rank=2,
@@ -72,11 +71,11 @@ def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
     )
     ruled_out = RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", 812)
     named = replace(FAILED, cause=(cause,), ruled_out=(ruled_out,), bindings=CASE.bindings)
-    assert str(named) + "\n" == (GOLDEN / "cause.txt").read_text()
+    golden(str(named))
     assert len(str(named).splitlines()) <= 24
     told = "stage 0: nothing that was tried, of microbatches, pairings and two parameters, makes its gradients"
     undecided = replace(FAILED, undecided=(told,))
-    assert str(undecided) + "\n" == (GOLDEN / "undecided.txt").read_text()
+    golden(str(undecided))
 
 
 def test_causes_that_hold_together_and_explanations_that_exclude_each_other_are_told_apart() -> None:
@@ -163,11 +162,11 @@ def test_nothing_is_ruled_out_by_what_was_not_compared() -> None:
     )
 
 
-def test_the_table() -> None:
+def test_the_table(golden: Golden) -> None:
     sound = (*LAWS[:2], LawResult("gradient", "pass", 101, 101), LAWS[4])
     passed = replace(FAILED, verdict="pass", tier="fp32", laws=sound)
     table = "\n".join([Layout.of(COLUMNS, None).header, line(CASE, FAILED), line(CASE, passed)])
-    assert table + "\n" == (GOLDEN / "table.txt").read_text()
+    golden(table)
     assert max(map(len, table.splitlines())) <= 120
 
 
