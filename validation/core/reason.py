@@ -22,51 +22,26 @@ class Reason(StrEnum):
         """``note``, which has this reason, unless it has its own."""
         return Doubt(note, reasons_of(note) or (self,))
 
-    RERUN = (
-        "rerun",
-        "A stage cannot be run again to the bit.",
-        "Let its calls depend on their arguments and weights alone, and draw the same numbers again.",
-    )
-    LINK = ("link", "It follows from what a stage gives, which is unknown.", "See the law boundaries.")
-    CALLS = (
-        "calls",
-        "A stage's calls tell no microbatch.",
-        "Call each stage once for each microbatch, on what was sent.",
-    )
-    EQUAL_OUTPUTS = ("equal-outputs", "Several outputs are equal.", "Check a later step, in which they differ.")
-    WIRING = ("wiring", "An input has no sender, or an output no receiver.", "Hand on what the stages' modules give.")
-    HIDDEN = (
-        "hidden",
-        "A stage takes or gives tensors that are not seen.",
-        "Watch its module, and pass plain tensors, in tuples, lists or mappings.",
-    )
-    OWN_BACKWARD = (
-        "own-backward",
-        "A backward adds to gradients that no watched call leads to.",
-        "Let the stage add it, or hand it on to the last stage.",
-    )
-    EQUAL_WEIGHTS = (
-        "equal-weights",
-        "Several stages have a weight that may be one or several.",
-        "Pass build=, or names that tell them apart.",
-    )
-    LOSS_SCALE = (
-        "loss-scale",
-        "Losses are scaled or divided as no contract says.",
-        "Say loss_scale=, or loss_divisor=.",
-    )
-    NOT_FINITE = ("not-finite", "A number that the law needs is not finite.", "Check a step that does not overflow.")
-    ROUNDING = ("rounding", "Rounding may be as large as a fault.", "Check a step in fp32, or a longer one.")
-    NOTHING = ("nothing", "The law saw nothing, or zeros alone.", "Check a step in which it is not zero.")
-    UNREPORTED = ("unreported", "The step does not show it.", "Hand it back, or watch the modules.")
-    UNCOMPARED = ("uncompared", "Some of it was not compared.", "Hand back all of it.")
-    OPTIMIZER = ("optimizer", "The optimizer's step is not known.", "Pass the optimizer that steps these weights.")
-    HOOKS = ("hooks", "Hooks may have changed a gradient.", "Check a step without them.")
-    PARTS = ("parts", "Parts of a tensor do not make a whole.", "Say where each part lies.")
-    EARLIER = ("earlier", "What came before is wrong or unknown.", "Mend that first.")
-    RANDOM = ("random", "The reference is not the same each time.", "Seed it, and keep its numbers the same.")
-    USE = ("use", "What the check was given is of no use, or came too late.", "Give it what its sentence asks for.")
-    CRASH = ("crash", "The check itself raised an error.", "See the traceback.")
+    RERUN = "rerun", "A stage cannot be run again to the bit.", "Let calls depend on arguments and weights alone."
+    LINK = "link", "It follows from what a stage gives, which is unknown.", "See the law boundaries."
+    CALLS = "calls", "A stage's calls tell no microbatch.", "Call it once for each microbatch, on what was sent."
+    EQUAL_OUTPUTS = "equal-outputs", "Several outputs are equal.", "Check a later step, in which they differ."
+    WIRING = "wiring", "An input has no sender, or an output no receiver.", "Hand on what the stages' modules give."
+    HIDDEN = "hidden", "A stage takes or gives tensors that are not seen.", "Watch its module; pass plain tensors."
+    OWN_BACKWARD = "own-backward", "A backward adds to gradients besides the calls.", "Let the stage add it."
+    EQUAL_WEIGHTS = "equal-weights", "Several stages have a weight that may be one or several.", "Pass build=."
+    LOSS_SCALE = "loss-scale", "Losses are scaled or divided as no contract says.", "Say loss_scale= or loss_divisor=."
+    NOT_FINITE = "not-finite", "A number that the law needs is not finite.", "Check a step that does not overflow."
+    ROUNDING = "rounding", "Rounding may be as large as a fault.", "Check a step in fp32, or a longer one."
+    NOTHING = "nothing", "The law saw nothing, or zeros alone.", "Check a step in which it is not zero."
+    UNREPORTED = "unreported", "The step does not show it.", "Hand it back, or watch the modules."
+    UNCOMPARED = "uncompared", "Some of it was not compared.", "Hand back all of it."
+    OPTIMIZER = "optimizer", "The optimizer's step is not known.", "Pass the optimizer that steps these weights."
+    HOOKS = "hooks", "Hooks may have changed a gradient.", "Check a step without them."
+    PARTS = "parts", "Parts of a tensor do not make a whole.", "Say where each part lies."
+    EARLIER = "earlier", "What came before is wrong or unknown.", "Mend that first."
+    USE = "use", "What the check was given is of no use, or came too late.", "Give it what its sentence asks for."
+    CRASH = "crash", "The check itself raised an error.", "See the traceback."
 
 
 class Doubt(str):

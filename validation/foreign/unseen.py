@@ -55,7 +55,8 @@ def _claimed(observed: Observed) -> set[str]:
 def unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
     """What the step does not report, by the law that needs it; ``outputs``: the names of those that it could."""
     told = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
-    found = {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
+    why = Reason.UNREPORTED.doubt("no rank reports a loss: hand losses back beside the modules")
+    found: dict[str, str] = {} if told else {"loss": why}
     named = {name for row in observed.ranks for one in row for name in one.outputs}
     if named and (left := [name for name in outputs if name not in named]):
         found["outputs"] = f"no rank hands back {names_of(left)}"

@@ -349,19 +349,19 @@ class Ledger:
         if name in self._skipped:
             skipped, reason = self._skipped[name]
             return LawResult(name, skipped, note=reason, reasons=reasons_of(reason))
-        outcome: Outcome = "pass"
-        if "fail" in entry.outcomes:
-            outcome = "fail"
-        elif "unknown" in entry.outcomes or entry.checked == entry.empty.total():
-            outcome = "unknown"  # also of nothing, or of nothing in which a fault shows
         agree = (losses := self._entries.get("loss", _Entry())).checked == losses.exact > 0
-        doubt = entry.leads.doubts(losses_agree=agree) if outcome != "fail" else []
+        failed = "fail" in entry.outcomes
+        doubt = [] if failed else entry.leads.doubts(losses_agree=agree)
+        nothing = entry.checked == entry.empty.total()  # at all, or nothing in which a fault shows
+        unknown = not failed and bool(doubt or nothing or "unknown" in entry.outcomes)
         empty = [f"{count} of them {'is' if count == 1 else 'are'} {what}" for what, count in entry.empty.items()]
         note = "; ".join([*doubt, *entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
         counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor
-        outcome = "unknown" if doubt else outcome
-        silent = reasons_of(*entry.empty) or (Reason.ROUNDING if doubt or entry.wrong else Reason.NOTHING,)
-        reasons = tuple(entry.reasons) or (silent if outcome == "unknown" else ())
+        otherwise = reasons_of(*entry.notes, *entry.empty) or (
+            Reason.ROUNDING if entry.wrong or doubt else Reason.NOTHING,
+        )
+        reasons = tuple(entry.reasons) or otherwise * unknown
+        outcome: Outcome = "fail" if failed else "unknown" if unknown else "pass"
         return LawResult(name, outcome, *counts, note, tuple(entry.left_out), reasons)
 
     def _enter(

@@ -90,7 +90,7 @@ class StagesAgain:
             if self.only in (None, stage):
                 own = self.way.run_again(stage, self.modules[stage], self._wanting(stage), targets)
                 if self.in_parts and own.other_form:
-                    raise RecordError(own.other_form)
+                    raise RecordError(Reason.RERUN.doubt(own.other_form))
                 self.stages.append(self._as_meant(own))
                 self._note_doubts(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there

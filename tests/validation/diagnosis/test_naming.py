@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import Golden
 
 WIDTH, COUNT = 8, 4
 Change = Callable[[nn.Module], None]
@@ -106,7 +107,7 @@ def test_a_gradient_that_is_rounding_alone_tells_nothing_beside_another_that_is_
     verdict = judged(whitebox, build, after=tripled)
     (cause,) = verdict.cause
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.query.weight", 3.0)
-    assert "bias is no multiple" not in str(verdict)
+    assert not verdict.undecided
 
 
 def test_a_stage_one_of_whose_inputs_nobody_knows_was_not_called_after_another(whitebox: WhiteBox) -> None:
@@ -127,17 +128,19 @@ def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox: 
     assert "mode" not in {kind for one in verdict.ruled_out for kind in one.kinds}, str(verdict)
 
 
-def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -> None:
+def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox, golden: Golden) -> None:
     def exchanged(model: Any) -> None:
         gradient = model[1][0].weight.grad
         gradient.copy_(torch.cat([gradient[WIDTH // 2 :], gradient[: WIDTH // 2]]))
 
     (cause,) = judged(whitebox, partial(model_of, normed, 2), after=exchanged).cause
     assert (cause.kind, cause.parameter) == ("altered", "1.0.weight")
-    assert cause.detail == "its own elements are in another order"
+    golden(cause.detail)
 
 
-def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(whitebox: WhiteBox) -> None:
+def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(
+    whitebox: WhiteBox, golden: Golden
+) -> None:
     def spoilt(model: Any) -> None:
         draw = torch.Generator().manual_seed(2)
         for number, stage in enumerate(model):
@@ -147,7 +150,7 @@ def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 4)
     (cause,) = judged(whitebox, build, after=spoilt).cause
     assert (cause.kind, cause.factor, cause.stage, cause.stages) == ("scale", 3.0, None, (0, 1))
-    assert "already have been so" not in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 class Tied(nn.Module):
@@ -185,7 +188,7 @@ def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whi
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, 2.0), str(verdict)
 
 
-def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox: WhiteBox) -> None:
+def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox: WhiteBox, golden: Golden) -> None:
     def tripled(model: Any) -> None:  # after the backwards, in which every output gradient was right
         for parameter in model[:2].parameters():
             parameter.grad *= 3
@@ -193,7 +196,7 @@ def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox:
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3)
     (cause,) = judged(whitebox, build, after=tripled).cause
     assert (cause.kind, cause.factor, cause.stage) == ("scale", 3.0, 1)
-    assert "stage 1's output gradient may already have been so" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 class Loop(nn.Module):
@@ -271,10 +274,10 @@ def test_a_share_that_was_multiplied_is_not_called_unsummed(
     assert all(cause.detail.startswith(wrong) for cause in verdict.cause), str(verdict)
 
 
-def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox) -> None:
+def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox, golden: Golden) -> None:
     verdict = shared_at_both_ends(whitebox, 1.0, 1.0, other=-1.0)
     assert {(cause.kind, cause.stage) for cause in verdict.cause} == {("sign", 0)}, str(verdict)
-    assert all("-1 times, the others once, in ends." in cause.detail for cause in verdict.cause), str(verdict)
+    golden("\n".join(sorted(cause.detail for cause in verdict.cause)), numbers=False)
     assert all(" of stage 2" in cause.detail for cause in verdict.cause), str(verdict)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import Golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 Cut = dict[str, Any]
@@ -82,25 +83,24 @@ def test_parts_that_make_up_no_whole_are_said_and_nothing_is_blamed(
     assert verdict.undecided == (f"shards of 0.weight: {sentence}: {cure}",)
 
 
-def test_a_part_without_its_place_is_no_other_partition(whitebox: WhiteBox) -> None:
+def test_a_part_without_its_place_is_no_other_partition(whitebox: WhiteBox, golden: Golden) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         gradients, losses = reduced(model, microbatches)
         return HandedBack({**gradients, "2.bias": gradients["2.bias"][:3]}, losses)
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert "the gradient of 2.bias is" in "".join(verdict.undecided)
-    assert "of a part, hand back its place" in "".join(verdict.undecided)
+    golden("".join(verdict.undecided), numbers=False)
 
 
-def test_numbers_that_are_whole_cannot_be_compared(whitebox: WhiteBox) -> None:
+def test_numbers_that_are_whole_cannot_be_compared(whitebox: WhiteBox, golden: Golden) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         gradients, losses = reduced(model, microbatches)
         return HandedBack({name: one.long() for name, one in gradients.items()}, losses)
 
     verdict = judged(whitebox, step)
     assert verdict.verdict == "unknown"
-    assert "the gradient of 0.weight cannot be read: its type is torch.int64: expected floating point" in str(verdict)
+    golden(str(verdict).splitlines()[0])
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])
@@ -123,7 +123,7 @@ def test_a_rank_whose_shard_is_a_multiple_is_the_one_named(whitebox: WhiteBox, w
     assert "not-reduced" not in {kind for one in verdict.ruled_out for kind in one.kinds}
 
 
-def test_zeros_where_no_gradient_is_due_are_no_fault_and_are_said(whitebox: WhiteBox) -> None:
+def test_zeros_where_no_gradient_is_due_are_no_fault_and_are_said(whitebox: WhiteBox, golden: Golden) -> None:
     def step(model: Any, microbatches: list[Any], *, value: float, times: float) -> HandedBack:
         losses = losses_of(model, microbatches)
         for parameter in model.parameters():
@@ -137,7 +137,7 @@ def test_zeros_where_no_gradient_is_due_are_no_fault_and_are_said(whitebox: Whit
 
     right = validated(0.0)
     assert right.verdict == "pass"
-    assert right.law("presence").note.startswith("zeros where no gradient is due: idle.")
+    golden(right.law("presence").note)
     assert [one.kind for one in validated(0.1).cause] == ["unexpected"]
     (cause,) = validated(0.0, times=2.0).cause  # what is wrong elsewhere does not make zeros a fault
     assert (cause.kind, cause.factor) == ("scale", 2.0)
@@ -156,14 +156,14 @@ class Idle(nn.Module):
         return made
 
 
-def test_of_gradients_by_name_nobody_says_that_no_stage_was_watched(whitebox: WhiteBox) -> None:
+def test_of_gradients_by_name_nobody_says_that_no_stage_was_watched(whitebox: WhiteBox, golden: Golden) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         losses = losses_of(watch(model), microbatches)
         return HandedBack({name: parameter.grad for name, parameter in model.named_parameters()}, losses)
 
     verdict = judged(whitebox, step, 1)
     assert verdict.verdict == "pass"
-    assert verdict.law("boundaries").note == "gradients were handed back, not watched modules"
+    golden(verdict.law("boundaries").note)
 
 
 def test_a_shard_without_elements_is_no_gradient_that_is_missing(whitebox: WhiteBox) -> None:
@@ -227,7 +227,7 @@ def test_what_is_wrong_with_one_rank_s_shards_is_not_told_of_the_stage(
     assert not {kind for one in verdict.ruled_out for kind in one.kinds}
 
 
-def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: WhiteBox) -> None:
+def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: WhiteBox, golden: Golden) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         gradients, losses = reduced(model, microbatches)
         own = float(gradients["0.weight" if dist.get_rank() else "2.weight"].norm())
@@ -237,4 +237,4 @@ def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: Whi
     assert [one.law for one in verdict.mismatches] == ["grad-norm", "grad-norm"]
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank) == ("norm", 0)
-    assert cause.detail.endswith("; ranks report norms of their own")
+    golden(cause.detail, numbers=False)
