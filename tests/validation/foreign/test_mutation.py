@@ -1,5 +1,6 @@
 """Faults that are planted in a step tell whether its test tests anything."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -368,9 +369,9 @@ def raises_skip(why: str) -> None:
 
 @pytest.mark.parametrize("how", [pytest.skip, raises_skip])
 def test_a_test_that_skips_on_all_ranks_under_a_fault_has_not_judged_it(
-    whitebox: WhiteBox, how: Callable[[str], Any], golden: Golden
+    whitebox: WhiteBox, how: Callable[[str], Any]
 ) -> None:
     (tried,) = whitebox.mutate(partial(skips, how=how), ranks=2, only=["gradient-doubled"]).tried
     assert tried.outcome == "not judged", tried
-    golden(tried.how)
+    assert re.match(r"the test skips on rank \d", tried.how), tried.how
     assert tried.how.endswith(": odd numbers"), tried.how

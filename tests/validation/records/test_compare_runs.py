@@ -126,7 +126,7 @@ def test_a_fault_is_found_at_the_step_it_begins_and_by_its_law(
     if order != REVERSED:
         assert first(judged(run)) == ("unknown", begins, law, parameter)
     if name == "rate":
-        golden(verdict.law(law).note, numbers=False)
+        golden(verdict.law(law).note)
 
 
 def test_a_fault_smaller_than_what_rounding_grows_to_is_found_where_it_begins(
@@ -201,7 +201,7 @@ def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path, 
         compare_runs(seen, good)
     verdict = compare_runs(good, on_two_ranks(folder / "one fast", folder / "good", folder / "fast"), third=third)
     assert first(verdict)[:3] == ("fail", 1, "replicas")
-    golden(verdict.law("updated-parameters").note, numbers=False)
+    golden(verdict.law("updated-parameters").note)
     both = on_two_ranks(folder / "both endless", folder / "endless", folder / "endless")
     golden(compare_runs(KeptRun(folder / "endless"), both).law("grad-norm").note)
 

@@ -235,7 +235,7 @@ def test_a_lost_microbatch_is_named_beside_the_model_and_unknown_from_sums(
     assert agrees(step(BESIDE, **options).cause[0], planted)
     alone = step(RECORD, **options)
     assert (alone.verdict, alone.cause) == ("fail", ())
-    golden(" ".join(alone.undecided))
+    golden(" ".join(alone.undecided), numbers=False)
 
 
 @EITHER
@@ -248,7 +248,7 @@ def test_clipped_gradients_are_told_from_badly_divided_ones(against: Any, golden
     else:
         (cause,) = verdict.cause
         assert (cause.kind, cause.stage) == ("scale", None)
-        golden(cause.detail, numbers=False)
+        golden(cause.detail.partition("; ")[2])
         assert "1/" not in cause.detail
     (other,) = step(against, divisor=3 * M).cause
     assert "clipping" not in other.detail
