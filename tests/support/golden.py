@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ class Golden:
         self._folders = tuple(folders)
         self._made: Texts = {}
 
-    def __call__(self, text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
+    def compare(self, text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
         """Compare ``text``, or what it has that matches ``lines``, with the entry of this call.
 
         What the machine puts into it is masked: its folders, versions, ports and addresses; but where ``exact``, times
@@ -149,14 +150,28 @@ def stale(config: pytest.Config, tests: Path) -> list[str]:
     ]
 
 
-@pytest.fixture
-def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Golden]:
-    """Compare texts with those that are kept, or keep them."""
+_now: list[Golden] = []  # of the test that runs
+
+
+@contextmanager
+def texts_of(item: pytest.Item) -> Iterator[None]:
+    """Let ``golden`` compare the texts of ``item`` while it runs, or keep them."""
     rewrite = os.environ.get("GOLDEN") == "rewrite"
     alone = not {"PYTEST_XDIST_WORKER", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     assert alone or not rewrite, "processes would overwrite one another's texts: rewrite them with one"
-    item = request.node
-    texts = Golden(file_of(item.path, ROOT / "tests"), name_of(item), rewrite=rewrite, folders=[tmp_path])
-    yield texts
+    folders = [path] if (path := getattr(item, "funcargs", {}).get("tmp_path")) else []
+    texts = Golden(file_of(item.path, ROOT / "tests"), name_of(item), rewrite=rewrite, folders=folders)
+    _now[:] = [texts]
+    try:
+        yield
+    finally:
+        _now.clear()
     if rewrite:
-        texts.keep(whole(request.config, item.path))
+        texts.keep(whole(item.config, item.path))
+
+
+def golden(text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
+    """Compare ``text`` with what is kept of this test: see :meth:`Golden.compare`."""
+    __tracebackhide__ = True
+    (texts,) = _now
+    texts.compare(text, lines=lines, exact=exact, numbers=numbers)

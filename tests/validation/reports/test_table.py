@@ -29,7 +29,7 @@ from pipeproof.reports.table import (
     totals,
 )
 from pipeproof.worlds.stack import Line
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.validation.cases.test_trial import RIGHT, TRIAL
 
 CASE = Case("interleaved", 4, 2, 8, (1,) * 8, model="gpt-tied", seed=3)
@@ -56,12 +56,12 @@ FAILED = Verdict(str(CASE), "fail", "none", LAWS, (FIRST, *(replace(FIRST, stage
 PASSED = Verdict(str(CASE), "pass", "bitwise", LAWS[:1] * 2 + (LAWS[1],), floor=6e-7, seconds=0.5)
 
 
-def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay(golden: Golden) -> None:
+def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay() -> None:
     golden(str(FAILED))
     assert len(str(FAILED).splitlines()) <= 24
 
 
-def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings(golden: Golden) -> None:
+def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
     cause = Cause(
         "zero",
         rank=2,
@@ -162,7 +162,7 @@ def test_nothing_is_ruled_out_by_what_was_not_compared() -> None:
     )
 
 
-def test_the_table(golden: Golden) -> None:
+def test_the_table() -> None:
     sound = (*LAWS[:2], LawResult("gradient", "pass", 101, 101), LAWS[4])
     passed = replace(FAILED, verdict="pass", tier="fp32", laws=sound)
     table = "\n".join([Layout.of(COLUMNS, None).header, line(CASE, FAILED), line(CASE, passed)])
