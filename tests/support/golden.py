@@ -23,6 +23,7 @@ GOLDEN = Path("golden")  # in tests
 HEAD = "==== "
 Texts = dict[str, str]  # by the lines above them
 
+_ALONE = not {"PYTEST_XDIST_WORKER", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before any is deselected
 
 
@@ -32,7 +33,7 @@ class Golden:
     def __init__(self, file: Path, test: str, *, rewrite: bool, folders: Iterable[Path] = ()) -> None:
         self._file, self._test, self._rewrite = file, test, rewrite
         self._folders = tuple(folders)
-        self._made: Texts = {}
+        self.made: Texts = {}
 
     def compare(self, text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
         """Compare ``text``, or what it has that matches ``lines``, with the entry of this call.
@@ -50,8 +51,8 @@ class Golden:
             assert made, f"no line matches {lines!r} in:\n{text}"
         made = made.strip("\n")
         assert not any(line.startswith(HEAD) for line in made.splitlines()), "a line of it looks like a head"
-        name = f"{self._test} {len(self._made) + 1}" if self._made else self._test
-        self._made[name] = made
+        name = f"{self._test} {len(self.made) + 1}" if self.made else self._test
+        self.made[name] = made
         if self._rewrite:
             return
         kept = read(self._file).get(name)
@@ -67,7 +68,7 @@ class Golden:
         others = {name: text for name, text in kept.items() if owner(name) != self._test}
         if names is not None:
             others = {name: text for name, text in others.items() if owner(name) in names}
-        if (texts := others | self._made) != kept:
+        if (texts := others | self.made) != kept:
             write(self._file, texts)
 
 
@@ -157,8 +158,8 @@ _now: list[Golden] = []  # of the test that runs
 def texts_of(item: pytest.Item) -> Iterator[None]:
     """Let ``golden`` compare the texts of ``item`` while it runs, or keep them."""
     rewrite = os.environ.get("GOLDEN") == "rewrite"
-    alone = not {"PYTEST_XDIST_WORKER", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    assert alone or not rewrite, "processes would overwrite one another's texts: rewrite them with one"
+    assert _ALONE or not rewrite, "processes would overwrite one another's texts: rewrite them with one"
+    before = {owner(name) for name in read(file_of(item.path, ROOT / "tests"))} if rewrite else set()
     folders = [path] if (path := getattr(item, "funcargs", {}).get("tmp_path")) else []
     texts = Golden(file_of(item.path, ROOT / "tests"), name_of(item), rewrite=rewrite, folders=folders)
     _now[:] = [texts]
@@ -166,7 +167,7 @@ def texts_of(item: pytest.Item) -> Iterator[None]:
         yield
     finally:
         _now.clear()
-    if rewrite:
+    if rewrite and (texts.made or name_of(item) in before):
         texts.keep(whole(item.config, item.path))
 
 
