@@ -12,13 +12,12 @@ import pytest
 from hypothesis import settings
 
 from pipeproof.worlds.launcher import launch_environment
-from tests.support.golden import COLLECTED, golden
+from tests.support.golden import COLLECTED, texts_of
 from tests.support.warm_start import Ended, WarmStart, run_new
 
 if TYPE_CHECKING:
     from pipeproof.worlds.world import World
 
-__all__ = ["golden"]  # fixtures
 Launch = Callable[..., Ended]
 
 _BOUND_S = 240.0
@@ -50,6 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("pipeproof_ranks")
         if "world" not in fixtures:
             item.add_marker("pipeproof_one_rank")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test may compare texts with those that are kept."""
+    with texts_of(item):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

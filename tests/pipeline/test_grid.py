@@ -6,11 +6,11 @@ from pipeproof.pipeline.grid import draw, grid
 from pipeproof.pipeline.schedule import ScheduleError, schedule_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 from pipeproof.pipeline.simulate import simulate
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_golden(name: str, golden: Golden) -> None:
+def test_golden(name: str) -> None:
     golden(grid(build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))))
 
 

@@ -14,21 +14,21 @@ from tests.support.sources import ROOT
 def test_a_kept_text_is_compared_whole(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "x.txt"
     old = Golden(file, "test_a", rewrite=True)
-    old("one\ntwo\n")
-    old("three")
+    old.compare("one\ntwo\n")
+    old.compare("three")
     old.keep(None)
     assert file.read_text() == "==== test_a\none\ntwo\n\n==== test_a 2\nthree\n"
 
     new = Golden(file, "test_a", rewrite=False)
-    new("one\ntwo")
+    new.compare("one\ntwo")
     with pytest.raises(AssertionError, match=r"(?s)--- kept.*\n-three\n\+four$"):
-        new("four")
+        new.compare("four")
     with pytest.raises(AssertionError, match="has no text of test_a 3"):
-        new("five")
+        new.compare("five")
     with pytest.raises(AssertionError, match="no line matches"):
-        new("one", lines="two")
+        new.compare("one", lines="two")
     with pytest.raises(AssertionError, match="looks like a head"):
-        new("==== one")
+        new.compare("==== one")
 
 
 def test_what_a_test_no_longer_makes_is_dropped(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_what_a_test_no_longer_makes_is_dropped(tmp_path: Path) -> None:
         "==== test_a[x] 2",
     ]
     only = Golden(file, "test_a[x]", rewrite=True)
-    only("new")
+    only.compare("new")
     only.keep({"test_a[x]", "test_b"})
     assert read(file) == {"test_a[x]": "new", "test_b": ""}
     Golden(file, "test_a[x]", rewrite=True).keep({"test_a[x]"})

@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ GOLDEN = Path("golden")  # in tests
 HEAD = "==== "
 Texts = dict[str, str]  # by the lines above them
 
+_ALONE = not {"PYTEST_XDIST_WORKER", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before any is deselected
 
 
@@ -31,9 +33,9 @@ class Golden:
     def __init__(self, file: Path, test: str, *, rewrite: bool, folders: Iterable[Path] = ()) -> None:
         self._file, self._test, self._rewrite = file, test, rewrite
         self._folders = tuple(folders)
-        self._made: Texts = {}
+        self.made: Texts = {}
 
-    def __call__(self, text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
+    def compare(self, text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
         """Compare ``text``, or what it has that matches ``lines``, with the entry of this call.
 
         What the machine puts into it is masked: its folders, versions, ports and addresses; but where ``exact``, times
@@ -49,8 +51,8 @@ class Golden:
             assert made, f"no line matches {lines!r} in:\n{text}"
         made = made.strip("\n")
         assert not any(line.startswith(HEAD) for line in made.splitlines()), "a line of it looks like a head"
-        name = f"{self._test} {len(self._made) + 1}" if self._made else self._test
-        self._made[name] = made
+        name = f"{self._test} {len(self.made) + 1}" if self.made else self._test
+        self.made[name] = made
         if self._rewrite:
             return
         kept = read(self._file).get(name)
@@ -66,7 +68,7 @@ class Golden:
         others = {name: text for name, text in kept.items() if owner(name) != self._test}
         if names is not None:
             others = {name: text for name, text in others.items() if owner(name) in names}
-        if (texts := others | self._made) != kept:
+        if (texts := others | self.made) != kept:
             write(self._file, texts)
 
 
@@ -149,14 +151,28 @@ def stale(config: pytest.Config, tests: Path) -> list[str]:
     ]
 
 
-@pytest.fixture
-def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Golden]:
-    """Compare texts with those that are kept, or keep them."""
+_now: list[Golden] = []  # of the test that runs
+
+
+@contextmanager
+def texts_of(item: pytest.Item) -> Iterator[None]:
+    """Let ``golden`` compare the texts of ``item`` while it runs, or keep them."""
     rewrite = os.environ.get("GOLDEN") == "rewrite"
-    alone = not {"PYTEST_XDIST_WORKER", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    assert alone or not rewrite, "processes would overwrite one another's texts: rewrite them with one"
-    item = request.node
-    texts = Golden(file_of(item.path, ROOT / "tests"), name_of(item), rewrite=rewrite, folders=[tmp_path])
-    yield texts
-    if rewrite:
-        texts.keep(whole(request.config, item.path))
+    assert _ALONE or not rewrite, "processes would overwrite one another's texts: rewrite them with one"
+    before = {owner(name) for name in read(file_of(item.path, ROOT / "tests"))} if rewrite else set()
+    folders = [path] if (path := getattr(item, "funcargs", {}).get("tmp_path")) else []
+    texts = Golden(file_of(item.path, ROOT / "tests"), name_of(item), rewrite=rewrite, folders=folders)
+    _now[:] = [texts]
+    try:
+        yield
+    finally:
+        _now.clear()
+    if rewrite and (texts.made or name_of(item) in before):
+        texts.keep(whole(item.config, item.path))
+
+
+def golden(text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
+    """Compare ``text`` with what is kept of this test: see :meth:`Golden.compare`."""
+    __tracebackhide__ = True
+    (texts,) = _now
+    texts.compare(text, lines=lines, exact=exact, numbers=numbers)
