@@ -13,7 +13,7 @@ from pipeproof.cases.config import LAYOUT, Config, read_config
 from pipeproof.cases.fuzz import cases
 from pipeproof.cases.work import notes_of, work_of
 from pipeproof.commands.cli import main
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 CASE = Case.parse("1f1b r2 s2 m4 split=1,1 model=mlp plan=train seed=0")
 
@@ -126,7 +126,7 @@ def test_a_pipe_or_nothing_is_refused_and_not_waited_for(tmp_path: Path, capsys:
         assert words in capsys.readouterr().err
 
 
-def test_a_config_alone_says_which_case(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_a_config_alone_says_which_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = written(tmp_path / "step.json"), str(tmp_path / "out")
     assert main(["validate", "--config", file, "--seed", "1"]) == 2
     golden(capsys.readouterr().err)
@@ -137,7 +137,7 @@ def test_a_config_alone_says_which_case(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_config_is_validated_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_a_config_is_validated_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, expected, seen = written(tmp_path / "step.json"), str(tmp_path / "expected"), str(tmp_path / "seen")
     assert main(["validate", "--config", file, "--record", seen]) == 0
     assert "1 pass" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
 
@@ -130,7 +130,7 @@ def test_a_campaign_goes_on_where_rounding_is_too_coarse_to_decide() -> None:
     assert len(ran) == 5
 
 
-def test_a_tally_counts_and_reads_well(golden: Golden) -> None:
+def test_a_tally_counts_and_reads_well() -> None:
     tally = Tally(10)
     tally.verdicts.update({"pass": 3, "fail": 1})
     tally.tiers.update({"bitwise": 3, "none": 1})

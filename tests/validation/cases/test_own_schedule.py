@@ -16,7 +16,7 @@ from pipeproof.pipeline.laws import LawBroken
 from pipeproof.pipeline.lower import Program, lower
 from pipeproof.pipeline.schedules import build
 from pipeproof.worlds.shipping import pack, unpack
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.warm_start import Ended
 
 # Three stages on two ranks, one of them with two; the second microbatch goes first on its way back.
@@ -85,7 +85,7 @@ def test_a_lawless_file_is_no_case(tmp_path: Path) -> None:
 
 @pytest.mark.pipeproof_ranks
 def test_the_command_runs_a_file_and_the_line_that_it_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Golden
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.csv").write_text("0F0,0F1,1F0,1B0,1F1,1B1,0I1,0I0,0W0,0W1\n")
@@ -106,9 +106,7 @@ sys.exit(main(["validate", "--schedule", "mine.csv", "--model", "mlp"]))
 """
 
 
-def test_under_torchrun_the_file_is_needed_where_rank_0_is(
-    torchrun: Callable[..., Ended], tmp_path: Path, golden: Golden
-) -> None:
+def test_under_torchrun_the_file_is_needed_where_rank_0_is(torchrun: Callable[..., Ended], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ELSEWHERE)
     (tmp_path / "mine.csv").write_text(FILES["a program of torch 2.15"])
     done = torchrun(tmp_path, "script.py", ranks=2)

@@ -10,7 +10,7 @@ from pipeproof.cases.specimens import PLUGINS, SPECIMENS, Specimen, SpecimenErro
 from pipeproof.cases.validator import validate
 from pipeproof.commands.cli import main
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 OWN = Path(__file__).parents[2] / "examples" / "my_specimens.py"
 NAME = "last-stage-halved"
@@ -31,7 +31,7 @@ def test_a_file_is_read_once_and_forgotten_again() -> None:
     assert NAME not in SPECIMENS
 
 
-def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["specimens", "--plugin", str(OWN), "--list"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.split()[:3] == [NAME, "own", "scale"]
@@ -39,7 +39,7 @@ def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str], golden
 
 
 @pytest.mark.pipeproof_ranks
-def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["specimens", "--plugin", str(OWN)]) == 0
     out = capsys.readouterr().out
     golden(out, lines="tried")
@@ -47,7 +47,7 @@ def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"1f1b r2 s2 m2 split=1,1 model=mlp plan=train specimen={NAME}"
     assert main(["replay", line]) == 2
     golden(capsys.readouterr().err)

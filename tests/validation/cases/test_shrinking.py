@@ -9,7 +9,7 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.shrinking import Shrunk, cases_that_show, shrink
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.sweeps import some
 
 
@@ -23,7 +23,7 @@ def test_a_random_failing_case_shrinks_to_the_stated_one(world: World, name: str
     assert found.cases > 1
 
 
-def test_a_statement_that_is_not_the_smallest_is_seen(world: World, golden: Golden) -> None:
+def test_a_statement_that_is_not_the_smallest_is_seen(world: World) -> None:
     """A specimen that claims to need more than it does."""
     boast = replace(SPECIMENS["backward-repeated"], schedule="zb-v")  # two stages a rank
     found = shrink(boast, world, max_ranks=2)

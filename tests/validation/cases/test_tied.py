@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeproof.core.contract import Contract
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 COUNT, ROWS, WIDTH, RANKS = 4, 6, 5, 3
 Stages = Callable[[Any], list[nn.Module]]
@@ -257,7 +257,7 @@ def faulty(number: int, fault: Callable[[Tensor], Tensor]) -> Callable[[nn.Modul
 
 
 @pytest.mark.parametrize("kind", ["one block", "tied", "three ways", "one bias"])
-def test_copies_that_nobody_summed(whitebox: WhiteBox, kind: str, golden: Golden) -> None:
+def test_copies_that_nobody_summed(whitebox: WhiteBox, kind: str) -> None:
     verdict = judged(whitebox, *RIGHT[kind][:2], ())
     assert verdict.verdict == "fail"
     assert {cause.kind for cause in verdict.cause} == {"tied-not-summed"}, str(verdict)

@@ -25,7 +25,7 @@ from pipeproof.observers.observed import RankOperation
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.sweeps import SWEEP
 
 SPLIT = {1: "1,2", 2: "1,2,1,1"}
@@ -77,7 +77,7 @@ def test_a_finding_is_there_or_torch_has_mended_it(finding: object, world: World
     assert finding.verdict(world) in ({"fail", "raised", "pass"} if finding.name in mended else {"fail", "raised"})  # type: ignore[attr-defined]
 
 
-def test_zeros_where_one_device_has_no_gradient_are_told(world: World, golden: Golden) -> None:
+def test_zeros_where_one_device_has_no_gradient_are_told(world: World) -> None:
     line = "looped-bfs r1 s2 m1 split=1,1 model=sometimes plan=train seed=1 options=unscaled runtime=torch"
     verdict = validate(Case.parse(line), world)
     assert verdict.verdict == "pass"

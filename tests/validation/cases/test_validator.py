@@ -11,7 +11,7 @@ from pipeproof.judging.verdict import ValidationFailed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.sweeps import each_once
 
 SHAPES = {
@@ -92,7 +92,7 @@ def test_what_static_laws_refuse_has_its_cause_before_anything_runs() -> None:
     assert refused(case, [order]).verdict == "fail"
 
 
-def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock(golden: Golden) -> None:
+def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> None:
     case = case_of("1f1b", "mlp", plan=("train",))
     raised = RankFailed([RankReport(0, Ending.RAISED, "ValueError: bad"), RankReport(1, Ending.STOPPED)])
     assert [(c.kind, c.rank, c.detail) for c in crashed(case, raised).cause] == [("crash", 0, "raised ValueError: bad")]
@@ -109,7 +109,7 @@ def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock(golden
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_planted_program_that_breaks_a_law_is_no_pass_though_nothing_runs(golden: Golden) -> None:
+def test_a_planted_program_that_breaks_a_law_is_no_pass_though_nothing_runs() -> None:
     with World() as world:
         for name in ("receive-missing", "sends-last"):
             planted = SPECIMENS[name]

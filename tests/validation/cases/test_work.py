@@ -9,7 +9,7 @@ from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.config import LAYOUT, Config
 from pipeproof.cases.primitives.stacks import Stack, StackError
 from pipeproof.cases.work import case_of, notes_of, stack_of, work_of
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 LARGE = {
     **{"schedule": "interleaved", "pp": 16, "virtual": 2, "microbatches": 32, "split": [2] * 32, "dtype": "bf16"},
@@ -122,24 +122,24 @@ def test_a_case_has_sequences_of_its_own(more: dict[str, object], words: str) ->
         work_of(Config({**case.config, **more}))
 
 
-def test_a_large_pipeline_alone_is_a_small_case(golden: Golden) -> None:
+def test_a_large_pipeline_alone_is_a_small_case() -> None:
     config = large(dp=1, tp=1, zero=0)
     case = work_of(config)
     assert case == Case("interleaved", 4, 2, 8, (1,) * 8)
     golden("\n".join(notes_of(config, case)))
 
 
-def test_its_case_alone_says_which_axes_are_not_run(golden: Golden) -> None:
+def test_its_case_alone_says_which_axes_are_not_run() -> None:
     """As ``record`` has it."""
     golden("\n".join(notes_of(large(), case_of(large()))[1:]))
 
 
-def test_what_stands_for_one_device_says_what_that_has(golden: Golden) -> None:
+def test_what_stands_for_one_device_says_what_that_has() -> None:
     config = large(pp=1, dp=1, tp=1, zero=0, virtual=1, schedule="1f1b", recompute="full")
     golden("\n".join(notes_of(config, work_of(config))))
 
 
-def test_a_decoder_on_one_device_is_a_stack_of_nothing(golden: Golden) -> None:
+def test_a_decoder_on_one_device_is_a_stack_of_nothing() -> None:
     stack = work_of(decoder())
     assert stack == Stack({}, ()) == Stack.parse("one-device")
     assert (stack.ranks, str(stack), notes_of(decoder(), stack)) == (1, "one-device", [])
@@ -162,7 +162,7 @@ def test_a_case_of_ours_is_no_stack() -> None:
     assert stack_of(config) is None
 
 
-def test_another_torch_is_told(golden: Golden) -> None:
+def test_another_torch_is_told() -> None:
     (note,) = notes_of(decoder(torch="1.0"), work_of(decoder()))
     golden(note)
 

@@ -14,7 +14,7 @@ from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution, Expected
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 DRAW = torch.Generator().manual_seed(0)
 NAMES = ("a", "b", "c")
@@ -44,14 +44,14 @@ def share(name: str, *microbatches: int) -> Tensor:
     return torch.stack([EACH[name][m] for m in microbatches]).sum(dim=0)
 
 
-def test_one_parameter_of_one_rank_beside_others_that_are_right(golden: Golden) -> None:
+def test_one_parameter_of_one_rank_beside_others_that_are_right() -> None:
     found = members(TWO, DUE | {"b": share("b", 0, 2)}, DUE)
     (cause,) = unreduced(found, EXPECTED, UPDATE)
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, "b")
     golden(cause.detail)
 
 
-def test_one_parameter_beside_others_that_lack_a_microbatch_on_all_ranks(golden: Golden) -> None:
+def test_one_parameter_beside_others_that_lack_a_microbatch_on_all_ranks() -> None:
     lost = {name: share(name, 0, 1, 2) for name in NAMES}
     found = members(TWO, lost | {"b": share("b", 0, 2)}, lost | {"b": share("b", 1)})
     apart, gone = unreduced(found, EXPECTED, UPDATE)
@@ -61,7 +61,7 @@ def test_one_parameter_beside_others_that_lack_a_microbatch_on_all_ranks(golden:
     assert unreduced(members(TWO, lost, lost), EXPECTED, UPDATE) == [], "all ranks have the same"
 
 
-def test_shards_that_have_the_microbatches_of_some_ranks(golden: Golden) -> None:
+def test_shards_that_have_the_microbatches_of_some_ranks() -> None:
     replicas = Replicas((0, 1, 2, 3), 4)
     places = [(some, where) for some in ((0, 1), (2, 3)) for where in (UPPER, LOWER)]
     halves = [{name: where.of(share(name, *some)) for name in NAMES} for some, where in places]
@@ -75,7 +75,7 @@ def test_a_rank_that_has_nothing_is_not_called_unreduced() -> None:
     assert unreduced(members(TWO, DUE, DUE), EXPECTED, UPDATE) == []
 
 
-def test_parts_of_a_sum(golden: Golden) -> None:
+def test_parts_of_a_sum() -> None:
     parts = {name: torch.randn(32, generator=DRAW) for name in NAMES}
     rest = {name: DUE[name] - parts[name] for name in NAMES}
     every = {(0, name) for name in NAMES}
@@ -84,7 +84,7 @@ def test_parts_of_a_sum(golden: Golden) -> None:
     assert adding_up(members(ONE, parts, DUE), EXPECTED, every, {}) == [], "one of them has all of it"
 
 
-def test_parts_of_a_sum_and_what_was_used_before_them(golden: Golden) -> None:
+def test_parts_of_a_sum_and_what_was_used_before_them() -> None:
     part = torch.randn(32, generator=DRAW)
     found = members(ONE, {"a": DUE["a"] + 1, "b": part}, {"a": DUE["a"] - 2, "b": DUE["b"] - part})
     (cause,) = adding_up(found, EXPECTED, WRONG, {"a": 1, "b": 2})

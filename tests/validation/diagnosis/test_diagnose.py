@@ -21,7 +21,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site, of_stage
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 CASE = Case("gpipe", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
 
@@ -86,7 +86,7 @@ def test_noise_is_nobodys_and_stays_unknown_without_a_recording(runs: tuple[Obse
     assert "no multiple" in verdict.undecided[0]
 
 
-def test_a_first_divergence_says_whose_tensor_it_was(world: World, golden: Golden) -> None:
+def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     planted = replace(CASE, specimen="activations-crossed")
     verdict = validate(planted, world)
     cause = verdict.cause[0]
@@ -109,7 +109,7 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World, golden: Golde
     assert {one.law for one in verdict.measured.compared} == {"loss", "gradient", "grad-norm"}
 
 
-def test_what_does_not_happen_again_is_said(world: World, golden: Golden) -> None:
+def test_what_does_not_happen_again_is_said(world: World) -> None:
     """A second, recorded run that is right: whatever was wrong in the first is not seeded."""
     plain = observe(CASE, world)
     right = plain.gradients(0)[SITE]
@@ -167,9 +167,7 @@ def test_what_weights_became_before_the_step_is_told(
     assert words in cause.detail
 
 
-def test_weights_that_stay_are_no_cause_and_those_that_move_meanwhile_are(
-    runs: tuple[Observed, Observed], golden: Golden
-) -> None:
+def test_weights_that_stay_are_no_cause_and_those_that_move_meanwhile_are(runs: tuple[Observed, Observed]) -> None:
     assert weights(evidence(runs[1])) == []
     recording = runs[1].recording(0)
     assert recording is not None
@@ -219,7 +217,7 @@ def test_other_norms_of_the_same_gradients_are_told(runs: tuple[Observed, Observ
     assert cause.detail.endswith(f": {words}")
 
 
-def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed], golden: Golden) -> None:
+def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed]) -> None:
     own = [
         sum(
             float(one.double().norm()) ** 2 for one in of_stage(runs[1].gradients(0), stage).values() if one is not None
@@ -237,7 +235,7 @@ def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed], gol
     golden(twice.detail, numbers=False)
 
 
-def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World, golden: Golden) -> None:
+def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) -> None:
     case = Case("1f1b", 3, 1, 2, (1, 1, 1), model="pair", plan=("train",))
     right = observe(case, world, record=True)
     assert boundaries(evidence(right, case)) == []
@@ -257,9 +255,7 @@ def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World, 
         golden(cause.detail, numbers=False)
 
 
-def test_gradients_that_an_earlier_microbatchs_are_left_in_have_an_extra_term(
-    runs: tuple[Observed, Observed], golden: Golden
-) -> None:
+def test_gradients_that_an_earlier_microbatchs_are_left_in_have_an_extra_term(runs: tuple[Observed, Observed]) -> None:
     def left(one: Recording) -> Recording:
         first, second = (Point(1, m, HANDED_ON) for m in (0, 1))
         if first not in one.tensors:

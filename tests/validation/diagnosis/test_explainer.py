@@ -17,7 +17,7 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import Record
 from pipeproof.reference.step import Gradient, Site
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 from tests.validation.diagnosis.test_attribution import BIAS, UP, attributed, known, only, summed
 
@@ -64,7 +64,7 @@ def judged(whitebox: WhiteBox, without: Collection[str], reference: Callable[[],
 
 
 @pytest.mark.parametrize("without", [["idle"], ["idle.bias"]], ids=["both", "one"])
-def test_none_where_zeros_are_due_passes_and_is_told(whitebox: WhiteBox, without: list[str], golden: Golden) -> None:
+def test_none_where_zeros_are_due_passes_and_is_told(whitebox: WhiteBox, without: list[str]) -> None:
     verdict = judged(whitebox, without)
     assert verdict.verdict == "pass", verdict
     golden(verdict.law("presence").note)

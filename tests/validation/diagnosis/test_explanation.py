@@ -19,7 +19,7 @@ from pipeproof.observers.recording import Point
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Loss, Site
 from pipeproof.reference.traced import Traced
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 WIDTH, COUNT = 16, 6
 
@@ -74,9 +74,7 @@ def test_a_factor_of_everything_is_told_though_each_microbatch_is_hidden_by_roun
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, COUNT)
 
 
-def test_where_rounding_may_hide_a_microbatch_nothing_is_said_to_be_beyond_it(
-    whitebox: WhiteBox, golden: Golden
-) -> None:
+def test_where_rounding_may_hide_a_microbatch_nothing_is_said_to_be_beyond_it(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, count=24, narrowed=True)
     assert verdict.verdict == "unknown", verdict
     (said,) = verdict.undecided
@@ -127,7 +125,7 @@ def taken_apart(seen: Mapping[Site, Tensor], due: Mapping[Site, Tensor], traced:
 
 
 @pytest.mark.parametrize("factor", [-3.0, 0.25])
-def test_gradients_that_the_microbatches_do_not_add_up_to_are_not_taken_apart(factor: float, golden: Golden) -> None:
+def test_gradients_that_the_microbatches_do_not_add_up_to_are_not_taken_apart(factor: float) -> None:
     due, traced = known_of_chain()
     assert taken_apart(due, due, traced).right
     other = {site: factor * gradient if site[0] == 1 else gradient for site, gradient in due.items()}

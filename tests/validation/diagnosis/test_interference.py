@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.interference import Sources, changed
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -64,13 +64,13 @@ def test_gradients_that_stayed_are_not_mentioned() -> None:
     assert changed(0, OLD, {**OLD, "bias": -OLD["bias"]}, "meanwhile", sources=KNOWN, leaving=["bias"]) == []
 
 
-def test_an_exchange_is_two_gradients_in_each_others_place(golden: Golden) -> None:
+def test_an_exchange_is_two_gradients_in_each_others_place() -> None:
     (found,) = changed(0, OLD, {**OLD, "bias": OLD["norm"], "norm": OLD["bias"]}, "meanwhile")
     assert (found.kind, found.parameters) == ("misplaced", ("bias", "norm"))
     golden(found.detail)
 
 
-def test_several_changes_at_once_are_no_one_thing(golden: Golden) -> None:
+def test_several_changes_at_once_are_no_one_thing() -> None:
     new = {**OLD, "weight": 2 * OLD["weight"], "bias": OLD["bias"].flip(0)}
     (found,) = changed(0, OLD, new, "meanwhile")
     assert found.kind == "altered"
@@ -91,7 +91,7 @@ def test_one_factor_is_one_however_each_gradient_is_rounded() -> None:
     assert (found.kind, found.factor) == ("scale", None)
 
 
-def test_little_that_was_added_to_all_is_seen_in_all_together(golden: Golden) -> None:
+def test_little_that_was_added_to_all_is_seen_in_all_together() -> None:
     old = {name: gradient.bfloat16() for name, gradient in OLD.items()}
     new = {name: (gradient + 0.05 * PARAMETERS[name]).bfloat16() for name, gradient in old.items()}
     (found,) = changed(0, old, new, "meanwhile", sources=KNOWN)

@@ -13,7 +13,7 @@ from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.stages_in_order import Stage
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 REPLICAS = Replicas((0, 1), 4)
 UPPER, LOWER = Shard(((0, 2),)), Shard(((2, 4),))
@@ -39,7 +39,7 @@ def test_nothing_is_said_of_what_is_right_or_fits_nothing() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_a_replica_that_kept_its_own(factor: float, golden: Golden) -> None:
+def test_a_replica_that_kept_its_own(factor: float) -> None:
     found = notes(part(factor * (EACH[0] + EACH[2])), part(WHOLE))
     assert found.keys() == {"replicas"}
     golden(found["replicas"])
@@ -60,13 +60,13 @@ def test_a_mean_and_a_sum_exchanged(factor: float, note: str) -> None:
     assert notes(part(factor * WHOLE), part(factor * WHOLE)) == {"gradient": note}
 
 
-def test_shards_exchanged(golden: Golden) -> None:
+def test_shards_exchanged() -> None:
     found = notes(part(WHOLE[:2], LOWER), part(WHOLE[2:], UPPER))
     assert found.keys() == {"gradient"}
     golden(found["gradient"])
 
 
-def test_a_norm_of_own_shards(golden: Golden) -> None:
+def test_a_norm_of_own_shards() -> None:
     found = notes(part(WHOLE[:2], UPPER), part(WHOLE[2:], LOWER), norms=(None, WHOLE[2:].norm().item()))
     assert found.keys() == {"grad-norm"}
     golden(found["grad-norm"])

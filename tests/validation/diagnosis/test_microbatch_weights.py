@@ -6,7 +6,7 @@ from test_attribution import COUNT, Change, Rows, attributed, batches, build, lo
 
 from pipeproof.judging.cause import Cell
 from pipeproof.reference.step import Gradient, Site
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 def factors(stages: tuple[int, ...], *each: float) -> Change:
@@ -20,7 +20,7 @@ def factors(stages: tuple[int, ...], *each: float) -> Change:
     return change
 
 
-def test_several_factors_of_one_stage_are_one_cause_that_tells_all(golden: Golden) -> None:
+def test_several_factors_of_one_stage_are_one_cause_that_tells_all() -> None:
     found = attributed(factors((1,), 0.1, 0.7, 1.3, 1.0))
     cause = only(found)
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("scale", 1, 1, (0, 1, 2))
@@ -28,7 +28,7 @@ def test_several_factors_of_one_stage_are_one_cause_that_tells_all(golden: Golde
     golden(cause.detail)
 
 
-def test_a_factor_of_all_but_one_is_told_with_that_one(golden: Golden) -> None:
+def test_a_factor_of_all_but_one_is_told_with_that_one() -> None:
     cause = only(attributed(factors((1,), 2.0, 2.0, 2.0, 1.0)))
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 1, 2.0)
     golden(cause.detail)
@@ -42,14 +42,14 @@ def test_what_was_dropped_and_what_was_doubled_hold_together() -> None:
     ]
 
 
-def test_microbatches_that_were_added_more_and_more_often_are_one_cause(golden: Golden) -> None:
+def test_microbatches_that_were_added_more_and_more_often_are_one_cause() -> None:
     """As where gradients are not cleared after each was added to a sum."""
     cause = only(attributed(factors((1,), 1.0, 2.0, 3.0, 4.0)))
     assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 1, (1, 2, 3))
     golden(cause.detail)
 
 
-def test_a_whole_number_among_other_factors_is_one_of_them(golden: Golden) -> None:
+def test_a_whole_number_among_other_factors_is_one_of_them() -> None:
     cause = only(attributed(factors((1,), 0.7, 0.8, 1.3, 2.0)))
     assert (cause.kind, cause.microbatches) == ("scale", (0, 1, 2, 3))
     golden(cause.detail)
@@ -78,7 +78,7 @@ def test_what_came_down_with_the_output_gradient_is_named_where_it_came_in(facto
     assert (cause.kind, cause.stage, cause.rank) == ("scale", 1, 1)
 
 
-def test_one_fault_in_several_stages_is_one_cause(golden: Golden) -> None:
+def test_one_fault_in_several_stages_is_one_cause() -> None:
     cause = only(attributed(factors((0, 2), 1.0, 0.0, 1.0, 1.0)))
     assert (cause.kind, cause.stages, cause.stage, cause.microbatches) == ("dropped", (0, 2), None, (1,))
     golden(str(cause))
@@ -156,7 +156,7 @@ def test_zero_is_a_coefficient_that_is_known() -> None:
     assert not {"dropped", "scale"} & {kind for one in found.ruled_out for kind in one.kinds}
 
 
-def test_coefficients_that_are_known_rule_out_what_they_leave_no_room_for(golden: Golden) -> None:
+def test_coefficients_that_are_known_rule_out_what_they_leave_no_room_for() -> None:
     found = attributed(factors((1,), 1.0, 0.0, 1.0, 1.0))
     cleared = {kind: one.compared for one in found.ruled_out for kind in one.kinds}
     assert {"doubled", "swapped-gradients", "stale-gradient", "scale"} <= cleared.keys()

@@ -3,7 +3,7 @@
 import torch
 
 from pipeproof.diagnosis.moved import moved_along
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 DUE = torch.arange(24.0).reshape(6, 4)
 
@@ -14,7 +14,7 @@ def changed(rows: slice, other: torch.Tensor, *, columns: slice = slice(None)) -
     return made
 
 
-def test_rows_and_columns_of_elsewhere(golden: Golden) -> None:
+def test_rows_and_columns_of_elsewhere() -> None:
     golden(moved_along(changed(slice(3, 6), DUE[2:5]), DUE))
     golden(moved_along(changed(slice(None), DUE[:, 1:3], columns=slice(2, 4)), DUE))
     golden(moved_along(torch.tensor([0.0, 1, 0, 1, 2, 5]), torch.arange(6.0)))

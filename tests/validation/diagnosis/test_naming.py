@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 WIDTH, COUNT = 8, 4
 Change = Callable[[nn.Module], None]
@@ -128,7 +128,7 @@ def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox: 
     assert "mode" not in {kind for one in verdict.ruled_out for kind in one.kinds}, str(verdict)
 
 
-def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -> None:
     def exchanged(model: Any) -> None:
         gradient = model[1][0].weight.grad
         gradient.copy_(torch.cat([gradient[WIDTH // 2 :], gradient[: WIDTH // 2]]))
@@ -138,9 +138,7 @@ def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox, g
     golden(cause.detail)
 
 
-def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(
-    whitebox: WhiteBox, golden: Golden
-) -> None:
+def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(whitebox: WhiteBox) -> None:
     def spoilt(model: Any) -> None:
         draw = torch.Generator().manual_seed(2)
         for number, stage in enumerate(model):
@@ -188,7 +186,7 @@ def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whi
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, 2.0), str(verdict)
 
 
-def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox: WhiteBox, golden: Golden) -> None:
+def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox: WhiteBox) -> None:
     def tripled(model: Any) -> None:  # after the backwards, in which every output gradient was right
         for parameter in model[:2].parameters():
             parameter.grad *= 3
@@ -274,7 +272,7 @@ def test_a_share_that_was_multiplied_is_not_called_unsummed(
     assert all(cause.detail.startswith(wrong) for cause in verdict.cause), str(verdict)
 
 
-def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox) -> None:
     verdict = shared_at_both_ends(whitebox, 1.0, 1.0, other=-1.0)
     assert {(cause.kind, cause.stage) for cause in verdict.cause} == {("sign", 0)}, str(verdict)
     golden("\n".join(sorted(cause.detail for cause in verdict.cause)), numbers=False)

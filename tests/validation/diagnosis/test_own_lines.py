@@ -13,7 +13,7 @@ from pipeproof.observers.recording import GIVEN, KEPT
 from pipeproof.pipeline.action import Action
 from pipeproof.worlds.posted_messages import Came, Message, Sent
 from pipeproof.worlds.stack import Line, Stack
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 def at(text: str, *outer: str) -> Stack:
@@ -122,7 +122,7 @@ def test_no_message_is_shown_of_an_action_that_nobody_names(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "where", "action"), [("altered", GIVEN, "1F0"), ("overwritten", KEPT, "1B0")])
-def test_of_several_tensors_the_wrong_one_is_shown(kind: str, where: str, action: str, golden: Golden) -> None:
+def test_of_several_tensors_the_wrong_one_is_shown(kind: str, where: str, action: str) -> None:
     crossings = [Crossing(Action.parse(action), "input", k == 0, k == 0, where=where, number=k) for k in (0, 1)]
     found = shown(Cause(kind, stage=1, microbatches=(0,), action=action), _Seen(wrong=crossings))
     golden("\n".join(found))

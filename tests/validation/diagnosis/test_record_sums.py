@@ -12,7 +12,7 @@ from pipeproof import SingleDevice, World, check_step
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 COUNT = 4
@@ -95,7 +95,7 @@ def test_a_right_job_passes(world: World) -> None:
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_norm_of_a_rank_alone_is_placed_on_the_rank_and_at_no_other_stage(world: World, golden: Golden) -> None:
+def test_a_norm_of_a_rank_alone_is_placed_on_the_rank_and_at_no_other_stage(world: World) -> None:
     (cause,) = told(world, alone=1).cause
     assert (cause.kind, cause.place) == ("report", "rank 1"), str(cause)
     golden(cause.detail, numbers=False)

@@ -10,7 +10,7 @@ from pipeproof.diagnosis.interference import Broken
 from pipeproof.diagnosis.sums import broken_additions, counted
 from pipeproof.observers.recording import Addition
 from pipeproof.pipeline.action import Action, Kind
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_coefficients_are_told(
     assert all(one.stage == 3 for one in found)
 
 
-def test_the_halves_of_a_backward_add_what_rounding_lets_them(golden: Golden) -> None:
+def test_the_halves_of_a_backward_add_what_rounding_lets_them() -> None:
     draw = torch.Generator().manual_seed(0)
     parts = [{(0, name): torch.randn(30, generator=draw) for name in ("one", "two")} for _ in range(3)]
     additions, sums = [], {name: torch.zeros(30) for name in ("one", "two")}
@@ -78,7 +78,7 @@ def test_right_sums_are_no_finding(dtype: torch.dtype) -> None:
     assert broken_additions(0, summed(parts, lambda one: one), parts) == []
 
 
-def test_sums_in_a_narrower_type_are_rounded_and_nothing_worse(golden: Golden) -> None:
+def test_sums_in_a_narrower_type_are_rounded_and_nothing_worse() -> None:
     parts = drawn()
     for store, words in ((torch.Tensor.bfloat16, "bf16"), (torch.Tensor.half, "fp16")):
         (found,) = broken_additions(0, summed(parts, lambda one, store=store: store(one).float()), parts)
@@ -104,7 +104,7 @@ def test_what_differs_from_its_contribution_by_rounding_alone_is_no_finding() ->
     assert (found.kind, found.microbatches, found.parameters) == ("scale", (1,), ("two",))
 
 
-def test_what_is_added_besides_is_told_from_another_gradient(golden: Golden) -> None:
+def test_what_is_added_besides_is_told_from_another_gradient() -> None:
     parts = drawn()
     more = [{site: part + 0.5 for site, part in one.items()} for one in parts]
     (found,) = broken_additions(0, summed(more, lambda one: one), parts)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 Cut = dict[str, Any]
@@ -83,7 +83,7 @@ def test_parts_that_make_up_no_whole_are_said_and_nothing_is_blamed(
     assert verdict.undecided == (f"shards of 0.weight: {sentence}: {cure}",)
 
 
-def test_a_part_without_its_place_is_no_other_partition(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_part_without_its_place_is_no_other_partition(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         gradients, losses = reduced(model, microbatches)
         return HandedBack({**gradients, "2.bias": gradients["2.bias"][:3]}, losses)
@@ -93,7 +93,7 @@ def test_a_part_without_its_place_is_no_other_partition(whitebox: WhiteBox, gold
     golden("".join(verdict.undecided), numbers=False)
 
 
-def test_numbers_that_are_whole_cannot_be_compared(whitebox: WhiteBox, golden: Golden) -> None:
+def test_numbers_that_are_whole_cannot_be_compared(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         gradients, losses = reduced(model, microbatches)
         return HandedBack({name: one.long() for name, one in gradients.items()}, losses)
@@ -123,7 +123,7 @@ def test_a_rank_whose_shard_is_a_multiple_is_the_one_named(whitebox: WhiteBox, w
     assert "not-reduced" not in {kind for one in verdict.ruled_out for kind in one.kinds}
 
 
-def test_zeros_where_no_gradient_is_due_are_no_fault_and_are_said(whitebox: WhiteBox, golden: Golden) -> None:
+def test_zeros_where_no_gradient_is_due_are_no_fault_and_are_said(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any], *, value: float, times: float) -> HandedBack:
         losses = losses_of(model, microbatches)
         for parameter in model.parameters():
@@ -156,7 +156,7 @@ class Idle(nn.Module):
         return made
 
 
-def test_of_gradients_by_name_nobody_says_that_no_stage_was_watched(whitebox: WhiteBox, golden: Golden) -> None:
+def test_of_gradients_by_name_nobody_says_that_no_stage_was_watched(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         losses = losses_of(watch(model), microbatches)
         return HandedBack({name: parameter.grad for name, parameter in model.named_parameters()}, losses)
@@ -227,7 +227,7 @@ def test_what_is_wrong_with_one_rank_s_shards_is_not_told_of_the_stage(
     assert not {kind for one in verdict.ruled_out for kind in one.kinds}
 
 
-def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: WhiteBox, golden: Golden) -> None:
+def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> HandedBack:
         gradients, losses = reduced(model, microbatches)
         own = float(gradients["0.weight" if dist.get_rank() else "2.weight"].norm())

@@ -18,7 +18,7 @@ from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import Watcher
 from pipeproof.reference.data import Batch
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.two_ranks import (
     WIDTH,
     all_forward_all_backward,
@@ -109,14 +109,14 @@ def test_of_two_unknown_calls_none_is_given_a_number() -> None:
     assert first.seen == told
 
 
-def test_a_single_unknown_call_is_the_microbatch_that_no_other_was_about(golden: Golden) -> None:
+def test_a_single_unknown_call_is_the_microbatch_that_no_other_was_about() -> None:
     flow = flowing(with_strangers([3, 1, 0, 2], 2))[1]
     assert (forwards(flow), flow.lost) == ([3, 1, 0, 2], ())
     (one,) = (one for one in flow.crossings if one.what == "input" and not one.same)
     golden(one.seen, numbers=False)
 
 
-def test_that_it_was_the_only_one_left_is_said_of_zeros_too(golden: Golden) -> None:
+def test_that_it_was_the_only_one_left_is_said_of_zeros_too() -> None:
     seen = calls(batches(), [3, 1, 0, 2])
     zero = sketch(torch.zeros(4, 8))
     seen[1][2] = replace(strange(seen[1][2], 50), inputs=[zero])
@@ -227,7 +227,7 @@ def twice(model: nn.Sequential, microbatches: list[Any], *, cleared: bool) -> An
     return stage, all_forward_all_backward(stage, microbatches)
 
 
-def test_what_warmed_stages_up_and_was_cleared_is_no_part_of_the_step(whitebox: WhiteBox, golden: Golden) -> None:
+def test_what_warmed_stages_up_and_was_cleared_is_no_part_of_the_step(whitebox: WhiteBox) -> None:
     build = partial(model_of, plain_block)
     verdict = passes(judged(whitebox, partial(twice, cleared=True), build))
     golden(verdict.law("microbatches").note, numbers=False)

@@ -14,7 +14,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, WIDTH, Faults, Step, data, named, stage_of, step
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 RANKS, COUNT = 3, 4
 
@@ -131,7 +131,7 @@ def undone(here: Step, stage: nn.Module) -> None:
         parameter.data += 1e-3
 
 
-def test_what_the_optimizer_does_follows_from_the_gradients(simulated: World, golden: Golden) -> None:
+def test_what_the_optimizer_does_follows_from_the_gradients(simulated: World) -> None:
     verdict = checked(simulated, Faults(updated=undone), clips=True)
     assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}, str(verdict)
     assert (verdict.cause[0].rank, verdict.cause[0].stage) == (1, 1)
@@ -153,7 +153,7 @@ def test_a_microbatch_that_is_run_once_more_is_counted(simulated: World) -> None
 
 
 @pytest.mark.parametrize("told", [(), (1,)])
-def test_what_nobody_compared_is_no_pass(told: tuple[int, ...], simulated: World, golden: Golden) -> None:
+def test_what_nobody_compared_is_no_pass(told: tuple[int, ...], simulated: World) -> None:
     verdicts = simulated.run(silent, told, ranks=2)
     assert {verdict.verdict for verdict in verdicts} == {"unknown"}
     assert {verdict.law("comparable").reasons for verdict in verdicts} == {(Reason.USE,)}

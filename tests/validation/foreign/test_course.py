@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 from tests.support.sweeps import sampled
 
@@ -126,7 +126,7 @@ class EvaluatesUnseen(Run):
         return losses
 
 
-def test_an_evaluation_that_nobody_saw_passes_by_its_losses(whitebox: WhiteBox, golden: Golden) -> None:
+def test_an_evaluation_that_nobody_saw_passes_by_its_losses(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, EvaluatesUnseen, steps=["train", "eval", "train"])
     assert verdict.verdict == "pass", verdict
     golden(verdict.law("microbatches").note)
@@ -335,7 +335,7 @@ class ChangesBetween(Run):
                 one.data.mul_(1.01)
 
 
-def test_weights_that_change_between_operations_are_no_matter_of_an_update(whitebox: WhiteBox, golden: Golden) -> None:
+def test_weights_that_change_between_operations_are_no_matter_of_an_update(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, ChangesBetween, steps=["accumulate", "train"]).cause
     assert (cause.kind, cause.rank, cause.stage) == ("altered", 0, 0)
     golden(cause.detail)
@@ -351,7 +351,7 @@ class DividesAnAccumulation(Run):
         return losses
 
 
-def test_what_flowed_in_the_step_itself_says_nothing_of_an_accumulation(whitebox: WhiteBox, golden: Golden) -> None:
+def test_what_flowed_in_the_step_itself_says_nothing_of_an_accumulation(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, DividesAnAccumulation).cause
     golden(cause.detail)
     assert (cause.kind, cause.factor, cause.earlier) == ("scale", 0.5, 1)

@@ -6,7 +6,7 @@ from pipeproof.cases.case import Case
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_case import validate_composed
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,7 @@ def of_links(specimen: str, stages: int, world: World, schedule: str = "gpipe") 
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_activations_that_crossed_are_wrong_where_they_came_and_nowhere_else(
-    stages: int, world: World, golden: Golden
-) -> None:
+def test_activations_that_crossed_are_wrong_where_they_came_and_nowhere_else(stages: int, world: World) -> None:
     verdict = of_links("activations-crossed", stages, world)
     assert [(law.name, law.wrong) for law in verdict.laws if law.outcome == "fail"] == [("boundaries", 2)]
     assert [(one.stage, one.microbatch) for one in verdict.mismatches] == [(1, 0), (1, 1)]

@@ -17,7 +17,7 @@ from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.sketch import sketch
 from pipeproof.observers.watching import Watcher
 from pipeproof.reference.data import Batch
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 from tests.support.two_ranks import all_forward_all_backward, half, judged, model_of, named, plain
 
@@ -86,7 +86,7 @@ def test_a_microbatch_that_comes_twice_is_not_taken_for_the_missing_one() -> Non
     assert list(map(str, flow(calls([0, 0, 2])).actions[:3])) == ["0F0", "0F0", "0F2"]
 
 
-def test_one_unknown_call_is_the_microbatch_that_is_left(golden: Golden) -> None:
+def test_one_unknown_call_is_the_microbatch_that_is_left() -> None:
     found = flow([*calls([0]), *calls([1], change=1.5), *calls([2])])
     assert list(map(str, found.actions[:3])) == ["0F0", "0F1", "0F2"]
     first = wrong(found)[0]
@@ -94,7 +94,7 @@ def test_one_unknown_call_is_the_microbatch_that_is_left(golden: Golden) -> None
     golden(first.seen)
 
 
-def test_an_input_that_changed_before_its_backward_is_told(golden: Golden) -> None:
+def test_an_input_that_changed_before_its_backward_is_told() -> None:
     late = batches()[2].inputs[0]
     found = wrong(flow([*calls([0], late=late), *calls([1, 2])]))
     assert [(str(one.action), one.seen) for one in found] == [("0B0", "microbatch 2's")]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import Job, checked, layers
 
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_draws_others_than_its_forward_is_named(at: int, reent
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_also_where_all_comes_again_as_nobody_drew_meanwhile_it_is_not_right(at: int, golden: Golden) -> None:
+def test_also_where_all_comes_again_as_nobody_drew_meanwhile_it_is_not_right(at: int) -> None:
     verdict = checked(Job(stages_with(Recomputed(keeps=False), at)))
     assert verdict.verdict == "unknown", str(verdict)
     golden(verdict.law("boundaries").note)
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_seeds_before_it_draws_is_right() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_what_a_backward_gives_that_draws_by_itself_is_not_known(at: int, golden: Golden) -> None:
+def test_what_a_backward_gives_that_draws_by_itself_is_not_known(at: int) -> None:
     verdict = checked(Job(stages_with(Noisy(), at)))
     assert verdict.verdict == "unknown", str(verdict)
     golden(verdict.law("boundaries").note)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import loss_fn
 
 WIDTH, COUNT = 8, 4
@@ -94,7 +94,7 @@ def judged(whitebox: WhiteBox, change: Change, *, mask_first: bool) -> Verdict:
     return whitebox.validate(run, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn)
 
 
-def test_what_the_stage_before_hands_on_is_known_wherever_it_is_passed(whitebox: WhiteBox, golden: Golden) -> None:
+def test_what_the_stage_before_hands_on_is_known_wherever_it_is_passed(whitebox: WhiteBox) -> None:
     for mask_first in (False, True):
         verdict = judged(whitebox, lambda came, mask: (came.mul_(1.01), mask), mask_first=mask_first)
         (cause,) = verdict.cause
@@ -103,9 +103,7 @@ def test_what_the_stage_before_hands_on_is_known_wherever_it_is_passed(whitebox:
         assert any(own.what.startswith("sent by") for own in cause.lines), str(verdict)
 
 
-def test_a_mask_that_is_lost_is_known_as_the_models_input_and_no_message_is_blamed(
-    whitebox: WhiteBox, golden: Golden
-) -> None:
+def test_a_mask_that_is_lost_is_known_as_the_models_input_and_no_message_is_blamed(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda came, mask: (came, torch.ones_like(mask)), mask_first=False)
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.stage, cause.action) == ("altered", 1, 1, "1F0"), str(verdict)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 WIDTH, RANKS, COUNT = 8, 2, 4
@@ -103,13 +103,13 @@ def test_what_a_stage_was_given_says_what_happened(
     assert ("wrong-message" in others) == (kind == "uninitialised")
 
 
-def test_what_left_right_and_came_in_wrong_was_altered_between(whitebox: WhiteBox, golden: Golden) -> None:
+def test_what_left_right_and_came_in_wrong_was_altered_between(whitebox: WhiteBox) -> None:
     cause = only(judged(whitebox, received(noise)))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("altered", 1, 1, (1,))
     golden(cause.detail, numbers=False)
 
 
-def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox, golden: Golden) -> None:
+def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox) -> None:
     """Nobody watches the stage before, so what came in may have been sent so."""
 
     def step(model: Any, microbatches: list[Any]) -> Any:
@@ -121,7 +121,7 @@ def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox, golden:
     golden(verdict.undecided[0], numbers=False)
 
 
-def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox, golden: Golden) -> None:
+def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         rank = dist.get_rank()
         stage = watch(own_part(model)) if rank else own_part(model)
@@ -154,7 +154,7 @@ def test_noise_for_some_and_a_microbatch_too_few(whitebox: WhiteBox) -> None:
     assert [(cause.kind, cause.microbatches) for cause in verdict.cause] == [("altered", (1, 2))], str(verdict)
 
 
-def test_a_microbatch_in_place_of_another_was_paired_wrongly_or_came_so(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_microbatch_in_place_of_another_was_paired_wrongly_or_came_so(whitebox: WhiteBox) -> None:
     kept: list[Tensor] = []
 
     def change(m: int, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def test_the_targets_of_one_microbatch_for_all(whitebox: WhiteBox) -> None:
     assert (cause.kind, cause.microbatches) == ("swapped-data", (1, 2, 3))
 
 
-def test_a_sum_in_place_of_a_mean_is_one_factor(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_sum_in_place_of_a_mean_is_one_factor(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         stage = own(model)
         made = train(stage, microbatches)
@@ -232,7 +232,7 @@ def wrapped(rank: int, wrap: Callable[[nn.Module], nn.Module], change: Any = Non
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_output_of_right_inputs_that_the_reference_never_has_was_computed_wrongly(
-    whitebox: WhiteBox, rank: int, golden: Golden
+    whitebox: WhiteBox, rank: int
 ) -> None:
     cause = only(judged(whitebox, wrapped(rank, Squaring)))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", rank, rank, (0, 1, 2, 3))
@@ -262,7 +262,7 @@ def two_streams() -> nn.Module:
     return Chain(Halved(first, first=True), Halved(second, first=False), last)
 
 
-def test_inputs_that_a_stage_takes_for_each_other_are_not_called_right(whitebox: WhiteBox, golden: Golden) -> None:
+def test_inputs_that_a_stage_takes_for_each_other_are_not_called_right(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         first, second, last = (watch(stage) for stage in model)
         losses = [loss_fn(last(second(*reversed(first(x)))), target) for x, target in microbatches]
@@ -314,7 +314,7 @@ def test_weights_that_a_step_began_with(whitebox: WhiteBox, change: Callable[[Te
     assert (cause.kind, cause.rank, cause.stage, cause.parameter) == (kind, 1, 1, "3.0.weight")
 
 
-def test_names_that_do_not_match_are_no_fault_of_the_partition(whitebox: WhiteBox, golden: Golden) -> None:
+def test_names_that_do_not_match_are_no_fault_of_the_partition(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         stage, losses = train(own(model), microbatches)
         return {f"mine.{name}": p.grad for name, p in stage.named_parameters()}, losses

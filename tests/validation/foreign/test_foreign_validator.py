@@ -15,7 +15,7 @@ from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import RankMade, digests
 from pipeproof.foreign.validator import other_data
 from pipeproof.judging.verdict import ValidationFailed, Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import Pairs, loss_fn, pairs
 
 WIDTH = 8
@@ -105,7 +105,7 @@ def test_a_norm_is_judged_where_it_is_reported(whitebox: WhiteBox) -> None:
     assert outcomes(wrong)["grad-norm"] == "fail"
 
 
-def test_gradients_by_name_and_one_loss_are_enough(whitebox: WhiteBox, golden: Golden) -> None:
+def test_gradients_by_name_and_one_loss_are_enough(whitebox: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         losses = train(half(model), microbatches)
         first = 2 * dist.get_rank()
@@ -154,7 +154,7 @@ def test_a_step_can_tell_the_names_and_names_comes_before_it(whitebox: WhiteBox)
     assert judged(whitebox, step, contract=Contract(names={"mine.": "yours."})).law("parameters-once").outcome == "fail"
 
 
-def test_names_can_be_mapped_by_prefix_or_by_a_function(whitebox: WhiteBox, golden: Golden) -> None:
+def test_names_can_be_mapped_by_prefix_or_by_a_function(whitebox: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         stage = nn.Sequential(*half(model))
         losses = train(stage, microbatches)
@@ -176,7 +176,7 @@ def test_names_can_be_mapped_by_prefix_or_by_a_function(whitebox: WhiteBox, gold
     assert listed.note.startswith("unknown: rank1.0.0.bias, rank1.0.0.weight, ")
 
 
-def test_parameters_unknown_to_the_reference_are_listed(whitebox: WhiteBox, golden: Golden) -> None:
+def test_parameters_unknown_to_the_reference_are_listed(whitebox: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         stage, losses = plain(model, microbatches)
         return [stage, nn.Linear(3, 3)] if dist.get_rank() else [stage], losses
@@ -300,7 +300,7 @@ def raises(model: nn.Module, microbatches: list[Any]) -> Any:
     return plain(model, microbatches)
 
 
-def test_a_step_that_raises_on_one_rank(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_step_that_raises_on_one_rank(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, raises)
     assert (verdict.verdict, verdict.exit_status) == ("unknown", 3)
     golden(str(verdict).splitlines()[0])
@@ -308,7 +308,7 @@ def test_a_step_that_raises_on_one_rank(whitebox: WhiteBox, golden: Golden) -> N
     assert "in run_step" not in verdict.failure, "the traceback is the user's, not ours"
 
 
-def test_a_step_that_hands_back_nothing(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_step_that_hands_back_nothing(whitebox: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         return None
 
@@ -321,7 +321,7 @@ def unseeded() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH))
 
 
-def test_weights_that_nobody_seeded(whitebox: WhiteBox, golden: Golden) -> None:
+def test_weights_that_nobody_seeded(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, plain, reference=unseeded)
     assert verdict.verdict == "unknown"
     golden(str(verdict).splitlines()[0])
@@ -332,7 +332,7 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Identity())
 
 
-def test_dropout_that_nobody_seeded(whitebox: WhiteBox, golden: Golden) -> None:
+def test_dropout_that_nobody_seeded(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, plain, reference=dropping)
     assert verdict.verdict == "unknown"
     golden(str(verdict).splitlines()[0], numbers=False)
@@ -343,13 +343,13 @@ def by_rank() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-def test_a_reference_that_differs_between_ranks(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_reference_that_differs_between_ranks(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, plain, reference=by_rank)
     assert verdict.verdict == "unknown"
     golden(str(verdict).splitlines()[0])
 
 
-def test_microbatches_that_differ_between_ranks_of_torchrun(golden: Golden) -> None:
+def test_microbatches_that_differ_between_ranks_of_torchrun() -> None:
     made = [RankMade((), (), None, None, None, {}, digests(data(seed))) for seed in (0, 1)]
     assert other_data(made[:1], digests(data())) == ""
     golden(other_data(made, digests(data())))
@@ -362,7 +362,7 @@ def hangs(model: nn.Module, microbatches: list[Any]) -> Any:
     return None
 
 
-def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox) -> None:
     judged(whitebox, plain)  # ranks are there
     began = time.monotonic()
     verdict = judged(whitebox, hangs, timeout_s=2.0)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,7 @@ def never(rank: int, *, ranks: frozenset[int]) -> bool:
 
 @pytest.mark.parametrize("plain", [-1, 1])
 @pytest.mark.parametrize("ranks", [{1}, {2}, {1, 2}])
-def test_who_forgot_that_a_gradient_is_wanted_is_named(
-    ranks: set[int], plain: int, world: World, golden: Golden
-) -> None:
+def test_who_forgot_that_a_gradient_is_wanted_is_named(ranks: set[int], plain: int, world: World) -> None:
     way = Chained(partial(stage, plain=plain), wants=partial(never, ranks=frozenset(ranks)))
     verdict = world.run(chain_step, way, ranks=3)[0]
     assert verdict.verdict == "fail", str(verdict)

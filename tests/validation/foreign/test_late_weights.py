@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 ROWS = (slice(0, 4), slice(4, 8))
 
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize(("outcome", "updated", "how", "optimizer"), CASES.values(), ids=CASES)
 def test_weights_are_those_that_the_next_operation_begins_with(
-    whitebox: WhiteBox, outcome: str, updated: str, how: dict[str, Any], optimizer: Any, golden: Golden
+    whitebox: WhiteBox, outcome: str, updated: str, how: dict[str, Any], optimizer: Any
 ) -> None:
     verdict = whitebox.validate(
         partial(train, **how),

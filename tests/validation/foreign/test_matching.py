@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.foreign.matching import Local, match, renamed
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 # Two blocks of a norm, whose weights are all alike, and a linear layer.
 KNOWN = {
@@ -38,7 +38,7 @@ def test_alike_contents_are_told_by_their_neighbours() -> None:
     assert named(first, second) == ["a.norm", "a.linear", "b.norm", "b.linear"]
 
 
-def test_what_only_neighbours_tell_is_dropped_where_something_does_not_fit(golden: Golden) -> None:
+def test_what_only_neighbours_tell_is_dropped_where_something_does_not_fit() -> None:
     """The norm comes after its layer here: the neighbours point one block too far, and off the end."""
     parts = [
         Local("0", content=b"a"),
@@ -67,7 +67,7 @@ def test_where_those_beside_it_differ_its_name_counts() -> None:
     assert match([part], known).names[0, 2] == "a.z"
 
 
-def test_what_is_nowhere_is_said_so(golden: Golden) -> None:
+def test_what_is_nowhere_is_said_so() -> None:
     found = match([[Local("extra", content=b"x")], [Local("y", said="z")]], KNOWN)
     assert found.unmatched.keys() == {(0, 0), (1, 0)}
     golden("\n".join(found.unmatched.values()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 
 
@@ -32,13 +32,13 @@ def told(which: list[int]) -> Verdict:
 
 
 @pytest.mark.parametrize("which", [[0, 1, 2], [0, 0, 2]])
-def test_a_target_that_is_told_before_a_call_is_not_seen(which: list[int], golden: Golden) -> None:
+def test_a_target_that_is_told_before_a_call_is_not_seen(which: list[int]) -> None:
     verdict = told(which)
     assert verdict.verdict == "unknown", str(verdict)
     golden(str(verdict).splitlines()[0])
 
 
-def test_a_target_that_is_the_same_in_all_calls_came_to_no_stage(golden: Golden) -> None:
+def test_a_target_that_is_the_same_in_all_calls_came_to_no_stage() -> None:
     verdict = told([0, 0, 0])
     assert verdict.verdict == "unknown", str(verdict)
     golden(str(verdict).splitlines()[0])

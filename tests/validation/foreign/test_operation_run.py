@@ -16,7 +16,7 @@ from pipeproof.core.contract import Contract
 from pipeproof.core.reason import Reason
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 STEPS = ["train", "train", "accumulate", "train", "eval", "train"]
@@ -154,7 +154,7 @@ def named(model: nn.Module, losses: list[float]) -> Any:
     return {name: one.grad for name, one in model.named_parameters()}, losses
 
 
-def test_with_gradients_alone_nothing_after_an_update_is_compared(whitebox: WhiteBox, golden: Golden) -> None:
+def test_with_gradients_alone_nothing_after_an_update_is_compared(whitebox: WhiteBox) -> None:
     steps = ["accumulate", "train", "train"]
     verdict = judged(whitebox, partial(run, made=named), optimizer=None, steps=steps)
     assert verdict.verdict == "pass", verdict
@@ -191,7 +191,7 @@ def test_modules_are_handed_back_once(whitebox: WhiteBox) -> None:
     assert judged(whitebox, once).verdict == "pass"
 
 
-def test_a_master_copy_of_the_weights_is_no_obstacle_to_a_second_step(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_master_copy_of_the_weights_is_no_obstacle_to_a_second_step(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(run, made=lambda model, losses: HandedBack(model, losses, masters=True)))
     assert verdict.verdict == "pass", verdict
     assert verdict.law("second-step").outcome == "pass"

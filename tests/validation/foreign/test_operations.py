@@ -16,7 +16,7 @@ from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.operations import Operation, Operations
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 DUE = [Operation("train", [1]), Operation("eval", [2])]
@@ -140,9 +140,7 @@ def course(whitebox: WhiteBox, step: Course, ranks: Any = 1) -> Verdict:
         (Course(adds=Accumulation(torch.float32)), {"dp": 2}),
     ],
 )
-def test_operations_may_have_different_numbers_of_microbatches(
-    whitebox: WhiteBox, step: Course, ranks: Any, golden: Golden
-) -> None:
+def test_operations_may_have_different_numbers_of_microbatches(whitebox: WhiteBox, step: Course, ranks: Any) -> None:
     verdict = course(whitebox, step, ranks)
     assert verdict.verdict == "pass", verdict
     assert {verdict.law(law).outcome for law in ("updated-parameters", "accumulation", "eval")} == {"pass"}

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from pipeproof.core.contract import Contract
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 STEPS = ["train", "accumulate", "train", "eval", "train", "train"]
@@ -80,9 +80,7 @@ def test_rates_are_those_of_the_scheduler(whitebox: WhiteBox, made: Any) -> None
 
 
 @pytest.mark.parametrize("times", [0, 2])  # it is forgotten, or steps once for each microbatch
-def test_a_scheduler_that_does_not_step_once_is_seen_in_the_update(
-    whitebox: WhiteBox, times: int, golden: Golden
-) -> None:
+def test_a_scheduler_that_does_not_step_once_is_seen_in_the_update(whitebox: WhiteBox, times: int) -> None:
     verdict = judged(whitebox, partial(run, made=warmed_up, times=times), warmed_up)
     assert verdict.verdict == "fail"
     assert [cause.kind for cause in verdict.cause] == ["update"], verdict
@@ -105,7 +103,7 @@ def no_scheduler(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("made", [no_optimizer, no_scheduler])
-def test_what_is_no_optimizer_is_said(whitebox: WhiteBox, made: Any, golden: Golden) -> None:
+def test_what_is_no_optimizer_is_said(whitebox: WhiteBox, made: Any) -> None:
     verdict = judged(whitebox, partial(run, made=halved), made, ["train"])
     assert verdict.verdict == "unknown"
     golden(verdict.stopped.rpartition(" (")[0])

@@ -15,7 +15,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 WIDTH, ROWS, COUNT = 8, 4, 3
 Around = Callable[[], AbstractContextManager[object]]
@@ -231,7 +231,7 @@ class Told(nn.Module):
         return out
 
 
-def test_an_input_that_a_stage_has_in_an_attribute_is_not_seen(golden: Golden) -> None:
+def test_an_input_that_a_stage_has_in_an_attribute_is_not_seen() -> None:
     first, last = nn.Linear(WIDTH, WIDTH), Told()
     given = [(torch.ones(ROWS, WIDTH) * m, torch.ones(ROWS, WIDTH)) for m in range(COUNT)]
     with check_step({0: first, 1: last}, given, against=Composed(loss_fn), rename=lambda s, n: f"{s}.{n}") as check:

@@ -5,7 +5,7 @@ import torch
 
 from pipeproof.foreign.part_sums import Wrong, not_summed, of_other_ranks, sketched
 from pipeproof.observers.sketch import sketch
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 WHOLE = torch.randn(16, generator=torch.Generator().manual_seed(0))
 PART = torch.randn(16, generator=torch.Generator().manual_seed(1))
@@ -15,7 +15,7 @@ def wrong(seen: torch.Tensor, *names: str) -> Wrong:
     return sketched(1, names, dict.fromkeys(names, seen), dict.fromkeys(names, WHOLE))
 
 
-def test_parts_that_add_up_to_what_is_due_are_not_reduced(golden: Golden) -> None:
+def test_parts_that_add_up_to_what_is_due_are_not_reduced() -> None:
     (cause,) = not_summed([wrong(PART, "a", "b"), wrong(WHOLE - PART, "a", "b")], [0, 0])
     assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("not-reduced", 0, 1, None)
     golden(cause.detail)
@@ -23,7 +23,7 @@ def test_parts_that_add_up_to_what_is_due_are_not_reduced(golden: Golden) -> Non
     assert cause.parameter == "a"
 
 
-def test_replicas_whose_sum_or_mean_is_due_were_not_all_reduced(golden: Golden) -> None:
+def test_replicas_whose_sum_or_mean_is_due_were_not_all_reduced() -> None:
     for times in (1, 2):
         (cause,) = not_summed([wrong(PART, "a"), wrong(times * WHOLE - PART, "a")], [0, 1])
         assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("not-reduced", 0, 1, "a")

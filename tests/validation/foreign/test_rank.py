@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import Origin
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 
 
@@ -83,9 +83,7 @@ def test_a_part_may_have_no_gradient_where_none_is_due(whitebox: WhiteBox) -> No
     assert frozen.verdict == "pass", frozen
 
 
-def test_parts_without_the_gradient_that_is_due_began_with_the_right_weights(
-    whitebox: WhiteBox, golden: Golden
-) -> None:
+def test_parts_without_the_gradient_that_is_due_began_with_the_right_weights(whitebox: WhiteBox) -> None:
     everywhere, one = judged(whitebox, (0, 1)), judged(whitebox, (1,))
     assert [(cause.kind, cause.parameter) for cause in everywhere.cause] == [("missing", "a.weight")], everywhere
     assert one.law("shards").outcome == "fail"
@@ -106,7 +104,7 @@ def without_a_call(model: Any, microbatches: list[Any]) -> Any:
     return model, losses
 
 
-def test_weights_that_were_not_seen_are_not_said_to_be_right(whitebox: WhiteBox, golden: Golden) -> None:
+def test_weights_that_were_not_seen_are_not_said_to_be_right(whitebox: WhiteBox) -> None:
     verdict = whitebox.validate(without_a_call, reference=two, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
     assert verdict.verdict == "fail"
     golden("\n".join(map(str, verdict.ruled_out)))

@@ -14,7 +14,7 @@ from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.task import ReferenceRaised, Task
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.reference.step import Recipe, Reference, Site
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn
 from tests.support.two_ranks import all_forward_all_backward, data, half, model_of
 
@@ -165,14 +165,14 @@ def twin_of(build: Callable[[], nn.Module]) -> tuple[SecondModel, float, Task]:
     return second, task.loss.function(model(PAIR[0]), PAIR[1]).item(), task
 
 
-def test_a_seeded_reference_is_the_same_every_time(golden: Golden) -> None:
+def test_a_seeded_reference_is_the_same_every_time() -> None:
     second, loss, task = twin_of(seeded)
     assert second.other_weights == ""
     assert second.other_loss(loss, task.batches(second.model)[0]) == ""
     golden(second.other_loss(float("nan"), task.batches(second.model)[0]), numbers=False)
 
 
-def test_weights_drawn_anew_are_told_by_name(golden: Golden) -> None:
+def test_weights_drawn_anew_are_told_by_name() -> None:
     second, _, _ = twin_of(drawing)
     golden(second.other_weights)
 

@@ -3,7 +3,7 @@
 from pipeproof.foreign.composed_verdict import OF_REPLICAS
 from pipeproof.foreign.replica_weights import enter_weights, not_one
 from pipeproof.judging.ledger import Ledger
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 SAME = {(0, "a"): ("", b"1"), (0, "b"): ("[0:2]", b"2")}
 
@@ -35,7 +35,7 @@ def test_one_weight_of_several_stages_is_one_where_they_have_the_same_in_it() ->
     assert not_one([SAME, {(1, "a"): ("", b"1")} | other_half, SAME]) == ""
 
 
-def test_one_name_of_several_weights_is_said_with_its_cure(golden: Golden) -> None:
+def test_one_name_of_several_weights_is_said_with_its_cure() -> None:
     told = not_one([SAME, {(1, "a"): ("", b"5"), (1, "b"): ("[0:2]", b"6")}])
     golden(told)
     assert "rename=" in told

@@ -11,7 +11,7 @@ from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route
 from pipeproof.reference.choices import Choice
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 OWN = [torch.tensor([[m], [m], [2]]) for m in range(2)]  # of each microbatch, which expert its tokens go to
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_left_out_and_said(routes: dict[str, list[torch.Ten
     assert [*routing.ranks] == [1], "of others all is compared"
 
 
-def test_a_router_may_choose_for_some_microbatches_alone(golden: Golden) -> None:
+def test_a_router_may_choose_for_some_microbatches_alone() -> None:
     due = made()
     due[0] = SimpleNamespace(choices={"b.gate": due[0].choices["b.gate"]})
     routing = Routing.of(found({"router": OWN[1:]}, {"router": OWN}), due)

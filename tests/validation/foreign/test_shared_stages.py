@@ -18,7 +18,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard, flat_shard
 from pipeproof.pipeline.action import Action
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, pairs
 
 TWICE = Replicas((0, 1), 4)
@@ -76,7 +76,7 @@ def test_zeros_on_one_rank_stand_for_none_on_another() -> None:
     assert broken(ranks, ALONE) == []
 
 
-def test_a_stage_that_a_replica_lacks(golden: Golden) -> None:
+def test_a_stage_that_a_replica_lacks() -> None:
     ((law, rank, told),) = broken([made(part(1, 2)), made()], TWICE)
     assert (law, rank) == ("replicas", 0)
     golden(told)
@@ -236,7 +236,7 @@ def test_mirrored_stages_are_replicas(whitebox: WhiteBox, watched: bool) -> None
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_mirrored_stage_that_was_not_summed(whitebox: WhiteBox, watched: bool, golden: Golden) -> None:
+def test_a_mirrored_stage_that_was_not_summed(whitebox: WhiteBox, watched: bool) -> None:
     (cause,) = judged(whitebox, watched=watched, summed=(0,)).cause
     assert (cause.kind, cause.stage) == ("not-reduced", 1)
     golden(cause.detail)

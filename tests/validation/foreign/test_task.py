@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeproof.core.contract import Contract
 from pipeproof.foreign.task import Continued, Task, WhiteBoxError, name_of
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 GOOD: dict[str, Any] = {
     "step": lambda model, microbatches: None,
@@ -34,7 +34,7 @@ def test_what_makes_no_sense_is_refused(more: dict[str, Any], sentence: str) -> 
         Task(**GOOD | more).check()
 
 
-def test_every_operation_has_its_part_of_the_microbatches(golden: Golden) -> None:
+def test_every_operation_has_its_part_of_the_microbatches() -> None:
     data = tuple((torch.full((1, 2), float(m)), torch.ones(1, 2)) for m in range(6))
     task = Task(**GOOD | {"microbatches": data, "contract": Contract(operations=["train", "eval", "train"])})
     assert (task.plan, task.counts) == (("train", "eval", "train"), (2, 2, 2))

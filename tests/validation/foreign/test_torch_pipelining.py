@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import Pairs, blocks, pairs
 
 WIDTH, STAGES, M = 16, 4, 4
@@ -116,7 +116,7 @@ def test_gradients_that_are_never_cleared_are_told(whitebox: WhiteBox) -> None:
     assert [one.kind for one in verdict.cause] == ["stale-gradient"]
 
 
-def test_schedules_that_scale_gradients_scale_what_was_accumulated_again(whitebox: WhiteBox, golden: Golden) -> None:
+def test_schedules_that_scale_gradients_scale_what_was_accumulated_again(whitebox: WhiteBox) -> None:
     """As torch does: the second ``step`` divides all that is in ``.grad``."""
     verdict = several(whitebox, ["accumulate", "train"])
     assert verdict.law("accumulation").outcome == "fail"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, Job, checked, layers
 
 
@@ -26,13 +26,13 @@ def verdict_of(*, cleared: bool) -> Verdict:
     return checked(Tried(layers(torch.tanh, torch.sin), cleared=cleared), given=DATA)
 
 
-def test_a_first_call_too_many_that_adds_nothing_is_taken_for_a_trial_and_that_is_said(golden: Golden) -> None:
+def test_a_first_call_too_many_that_adds_nothing_is_taken_for_a_trial_and_that_is_said() -> None:
     verdict = verdict_of(cleared=True)
     assert verdict.verdict == "pass", str(verdict)
     golden(verdict.law("microbatches").note)
 
 
-def test_a_first_call_too_many_whose_gradient_is_in_the_sums_is_told_of_beside_the_gradients(golden: Golden) -> None:
+def test_a_first_call_too_many_whose_gradient_is_in_the_sums_is_told_of_beside_the_gradients() -> None:
     """A microbatch that was not given, or an evaluation that trains: nobody knows which."""
     verdict = verdict_of(cleared=False)
     assert verdict.verdict == "fail", str(verdict)
@@ -40,7 +40,7 @@ def test_a_first_call_too_many_whose_gradient_is_in_the_sums_is_told_of_beside_t
     assert not any("order" in one.kinds for one in verdict.ruled_out)
 
 
-def test_beside_a_trial_nobody_says_that_every_stage_ran_once(golden: Golden) -> None:
+def test_beside_a_trial_nobody_says_that_every_stage_ran_once() -> None:
     job = Job(layers(torch.tanh, torch.sin, torch.tanh), trial=True)
     job.fault = lambda stage, m, given: [one * 1.5 if (stage, m) == (1, 1) else one for one in given]
     verdict = checked(job)

@@ -22,7 +22,7 @@ from pipeproof.foreign import HandedBack, WhiteBox, Window, layerwise, watch
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.foreign.windows import Layered, off_target
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 Step = Callable[[Window, list[Any]], Any]
@@ -165,7 +165,7 @@ def sends_half_back(block: nn.Module) -> None:
     block.register_forward_pre_hook(halved)
 
 
-def test_what_a_layer_sends_back_is_seen_by_the_layer_before(whitebox: WhiteBox, golden: Golden) -> None:
+def test_what_a_layer_sends_back_is_seen_by_the_layer_before(whitebox: WhiteBox) -> None:
     wrong = failed(whitebox, partial(by_hand, layer="2", change=sends_half_back))
     assert list(wrong) == NEIGHBOURS[1:2], "where it is the first, it sends nothing back"
     (verdict,) = wrong.values()
@@ -300,7 +300,7 @@ def test_a_loss_that_is_a_module_is_no_layer(whitebox: WhiteBox) -> None:
     assert verdict.verdict == "pass", verdict
 
 
-def test_dropout_that_is_not_seeded_is_told(whitebox: WhiteBox, golden: Golden) -> None:
+def test_dropout_that_is_not_seeded_is_told(whitebox: WhiteBox) -> None:
     layers = [partial(linear, 0), partial(nn.Dropout, 0.5), partial(linear, 1)]
     (verdict,) = whitebox.layerwise(alone, layers=layers, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
     assert verdict.verdict == "unknown"

@@ -14,7 +14,7 @@ from pipeproof.observers.calls import Call
 from pipeproof.observers.sketch import sketch
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, Job, checked, layers
 
 INPUT, OUTPUT = "input 1 of the microbatches", "output 1 of stage 0"
@@ -97,7 +97,7 @@ def test_labels_among_the_inputs_went_into_the_loss(world: World) -> None:
     assert (verdict.verdict, verdict.law("boundaries").note) == ("pass", ""), str(verdict)
 
 
-def test_data_of_another_use_is_told_and_is_no_fault(world: World, golden: Golden) -> None:
+def test_data_of_another_use_is_told_and_is_no_fault(world: World) -> None:
     verdict = world.run(chain_step, Chained(given=given(0, 0), inputs=2), ranks=1)[0]
     assert verdict.verdict == "pass"
     golden(verdict.law("boundaries").note)
@@ -133,7 +133,7 @@ def test_what_is_altered_and_passed_on_is_no_other_place_s(world: World) -> None
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_order_that_is_another_in_every_call_is_told(at: int, world: World, golden: Golden) -> None:
+def test_an_order_that_is_another_in_every_call_is_told(at: int, world: World) -> None:
     """Arguments may be given by name in any order, so that it is no fault; but readers know what was taken as meant."""
     verdict = world.run(chain_step, Chained(given=given(at, 1, 0), inputs=2), ranks=2)[0]
     assert verdict.verdict == "pass"
@@ -141,14 +141,14 @@ def test_an_order_that_is_another_in_every_call_is_told(at: int, world: World, g
 
 
 @pytest.mark.parametrize("given", [1, 2])
-def test_more_calls_than_microbatches_were_given_are_told_so(given: int, golden: Golden) -> None:
+def test_more_calls_than_microbatches_were_given_are_told_so(given: int) -> None:
     verdict = checked(Job(layers(torch.tanh, torch.tanh)), given=DATA[:given])
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.CALLS,)
     golden(verdict.law("comparable").note)
 
 
-def test_what_comes_out_of_a_stage_later_is_not_seen(golden: Golden) -> None:
+def test_what_comes_out_of_a_stage_later_is_not_seen() -> None:
     seen = {number: StageSeen(0, (Call(True, outputs=[sketch(DATA[0][0])] * number),)) for number in range(3)}
     golden("\n".join(gives_nothing(Chain(seen, []))))
     assert not [*gives_nothing(Chain({0: seen[1], 1: seen[0]}, []))], "of the last one the loss is another's"

@@ -18,7 +18,7 @@ from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked
 
 Back = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]  # a stage, what it was given and gave, and what flows back
@@ -172,7 +172,7 @@ def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
     ],
     ids=lambda one: one.__name__,
 )
-def test_what_a_loss_of_its_own_adds_is_not_known(back: Back, golden: Golden) -> None:
+def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
     verdict = verdict_of(back)
     assert verdict.verdict == "unknown", str(verdict)
     assert not verdict.cause
@@ -191,7 +191,7 @@ def of_all_weights(stages: Sequence[nn.Module]) -> Any:
     return 0.01 * sum(one.square().sum() for stage in stages for one in stage.parameters())
 
 
-def test_a_loss_that_punishes_weights_is_one_of_each_stage(golden: Golden) -> None:
+def test_a_loss_that_punishes_weights_is_one_of_each_stage() -> None:
     verdict = verdict_of(usual, last=of_all_weights)
     assert verdict.verdict == "unknown", str(verdict)
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
@@ -309,7 +309,7 @@ def in_shards(context: RankContext) -> Verdict:
     return verdict_of(together, at=0, wrap=lambda stage: fully_shard(stage, mesh=mesh), shift=context.rank)
 
 
-def test_it_is_known_of_a_stage_in_shards_which_computes_with_other_weights(golden: Golden) -> None:
+def test_it_is_known_of_a_stage_in_shards_which_computes_with_other_weights() -> None:
     verdict = World(kind="simulated").run(in_shards, ranks=2)[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons

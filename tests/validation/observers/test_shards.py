@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import FlatShard, HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 
@@ -114,7 +114,7 @@ def test_a_plain_tensor_is_no_part() -> None:
     assert shard_of(torch.ones(3)) is None
 
 
-def test_a_sum_that_was_not_formed_is_put_together(golden: Golden) -> None:
+def test_a_sum_that_was_not_formed_is_put_together() -> None:
     parts = [placed((2,), (Replicate(), Placement(partial=True)), (copy, own)) for copy in (0, 1) for own in (0, 1)]
     assert [part.addend for part in parts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     whole = gathered([(part, torch.tensor([1.0, 10.0]) * (1 + part.addend[0])) for part in parts])
@@ -171,7 +171,7 @@ def test_an_index_says_where_a_part_lies(index: Any, told: str) -> None:
     assert (shard.lengths, shard.count, shard.of(whole).shape) == ((2, 3), 6, (2, 3))
 
 
-def test_pieces_are_put_together_with_those_of_others(golden: Golden) -> None:
+def test_pieces_are_put_together_with_those_of_others() -> None:
     whole = torch.arange(24.0).view(6, 4)
     ranks = [[slice(0, 1), slice(2, 3), slice(4, 5)], [slice(1, 2), slice(3, 4), slice(5, 6)]]
     parts = [torch.cat([whole[one] for one in rows]) for rows in ranks]
@@ -218,7 +218,7 @@ def test_parts_put_together() -> None:
     assert untiled([upper, lower, upper]) == ""
 
 
-def test_parts_that_are_no_whole(golden: Golden) -> None:
+def test_parts_that_are_no_whole() -> None:
     part, other = Shard(((0, 2), (0, 2))), Shard(((1, 3), (0, 2)))
     golden(untiled([part, other]))
     golden(untiled([Shard(((0, 1), (0, 2)), (3, 2))]))

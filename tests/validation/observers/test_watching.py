@@ -16,7 +16,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.sketch import sketch
 from pipeproof.observers.watching import Watcher, watching
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.two_ranks import Call as Way
 from tests.support.two_ranks import called, named, passes, plain, step, without_second
@@ -126,7 +126,7 @@ def compiled(model: nn.Sequential, microbatches: list[Any], *, itself: bool) -> 
 
 
 @pytest.mark.parametrize("itself", [True, False])
-def test_a_stage_that_is_compiled_is_watched_from_outside(itself: bool, whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_stage_that_is_compiled_is_watched_from_outside(itself: bool, whitebox: WhiteBox) -> None:
     step = partial(compiled, itself=itself)
     verdict = passes(whitebox.validate(step, reference=blocks, microbatches=data(), ranks=1, loss_fn=loss_fn))
     law = verdict.law("boundaries")
@@ -276,7 +276,7 @@ def fed(model: nn.Sequential, microbatches: list[Any], *, wrong: int | None = No
     return stage, losses or None
 
 
-def test_a_stage_that_is_fed_otherwise_than_by_its_arguments_is_said(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_stage_that_is_fed_otherwise_than_by_its_arguments_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, fed)
     assert verdict.verdict == "pass", str(verdict)
     golden(verdict.law("boundaries").note)

@@ -15,7 +15,7 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck, check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 DATA = pairs(2)
@@ -99,12 +99,12 @@ def test_what_is_as_it_should_be_passes() -> None:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_cannot_be_checked_is_said_and_the_training_goes_on(name: str, golden: Golden) -> None:
+def test_what_cannot_be_checked_is_said_and_the_training_goes_on(name: str) -> None:
     golden(refusal(str(judged(**GIVEN[name]))))
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_cannot_be_compared_is_said_and_the_training_goes_on(name: str, golden: Golden) -> None:
+def test_what_cannot_be_compared_is_said_and_the_training_goes_on(name: str) -> None:
     golden(refusal(str(judged(SHOWN[name]))))
 
 
@@ -128,7 +128,7 @@ def on_one_rank(given: dict[str, Any], _: RankContext) -> str:
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", ["no modules", "a rename that raises", "a time as text"])
-def test_what_one_rank_gives_holds_up_no_other(name: str, world: World, golden: Golden) -> None:
+def test_what_one_rank_gives_holds_up_no_other(name: str, world: World) -> None:
     one, other = world.run(partial(on_one_rank, GIVEN[name]), ranks=2)
     assert one == other
     golden(refusal(one))

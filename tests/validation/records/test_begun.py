@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, layers
 
 
@@ -21,7 +21,7 @@ class Around(nn.Module):
         return self.inner(self.inner(x))
 
 
-def test_a_module_whose_calls_nobody_sees_is_refused(golden: Golden) -> None:
+def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
     inner = layers(torch.tanh)[0]
     with check_step(inner, DATA, against=Composed(MSE)) as check:
         for x, target in DATA:
@@ -59,7 +59,7 @@ def test_of_a_compiled_module_it_is_said_what_to_pass(how: str, sentence: str) -
     assert sentence in str(check.verdict), str(check.verdict)
 
 
-def test_a_module_that_is_called_on_what_it_gave_is_refused(golden: Golden) -> None:
+def test_a_module_that_is_called_on_what_it_gave_is_refused() -> None:
     inner = layers(torch.tanh)[0]
     with check_step(inner, DATA, against=Composed(MSE)) as check:
         for x, target in DATA:
@@ -69,7 +69,7 @@ def test_a_module_that_is_called_on_what_it_gave_is_refused(golden: Golden) -> N
     golden(check.verdict.law("comparable").note)
 
 
-def test_a_module_that_is_called_on_several_inputs_is_refused(golden: Golden) -> None:
+def test_a_module_that_is_called_on_several_inputs_is_refused() -> None:
     inner = layers(torch.tanh)[0]
     data = [((x, x + 1), target) for x, target in DATA]
     with check_step(inner, data, against=Composed(MSE)) as check:

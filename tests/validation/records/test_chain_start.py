@@ -17,7 +17,7 @@ from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 COUNT, BOUND_S = 3, 3.0
 Options = Mapping[str, Any]
@@ -53,7 +53,7 @@ UNLIKE: dict[str, list[Options]] = {
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("case", UNLIKE)
-def test_both_values_are_named(case: str, clips: bool, simulated: World, golden: Golden) -> None:
+def test_both_values_are_named(case: str, clips: bool, simulated: World) -> None:
     options = UNLIKE[case]
     both = options
     if clips:
@@ -64,7 +64,7 @@ def test_both_values_are_named(case: str, clips: bool, simulated: World, golden:
     assert said[0] == said[1]
 
 
-def test_all_that_train_have_an_optimizer_or_none(simulated: World, golden: Golden) -> None:
+def test_all_that_train_have_an_optimizer_or_none(simulated: World) -> None:
     said, _ = simulated.run(told, [{}, {}], [True, False], ranks=2)
     golden(said.splitlines()[0])
 
@@ -107,7 +107,7 @@ def steps(context: RankContext) -> list[str]:
     return [str(one_step(context, stage_of(context.rank), by)) for _ in range(2)]
 
 
-def test_who_is_waited_for_in_vain_may_have_been_told_otherwise(simulated: World, golden: Golden) -> None:
+def test_who_is_waited_for_in_vain_may_have_been_told_otherwise(simulated: World) -> None:
     (first, second), _ = simulated.run(steps, ranks=2)
     golden(first.splitlines()[0])
     golden(second.splitlines()[0])
@@ -120,21 +120,21 @@ def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tup
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World, golden: Golden) -> None:
+def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World) -> None:
     (said, took_s), (other, _) = world.run(misnamed, clips, {"nonsense": torch.zeros(3)}, ranks=2)
     golden(said.splitlines()[0])
     assert said == other
     assert took_s < BOUND_S
 
 
-def test_what_is_no_contract_is_said_in_a_sentence(golden: Golden) -> None:
+def test_what_is_no_contract_is_said_in_a_sentence() -> None:
     with check_step(nn.Linear(8, 8), data(COUNT), against=Composed(LOSS, contract=3)) as check:  # type: ignore[arg-type]
         check.gradients()
     golden(str(check.verdict).splitlines()[0])
 
 
 @pytest.mark.parametrize("stage", [nn.LazyLinear(8), nn.Linear(8, 8, device="meta")])
-def test_weights_that_are_made_in_the_first_call_are_said_in_a_sentence(stage: nn.Module, golden: Golden) -> None:
+def test_weights_that_are_made_in_the_first_call_are_said_in_a_sentence(stage: nn.Module) -> None:
     with check_step(stage, data(COUNT), against=Composed(LOSS)) as check:
         check.gradients()
     golden(str(check.verdict).splitlines()[0])

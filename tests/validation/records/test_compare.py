@@ -11,7 +11,7 @@ from pipeproof.cases.case import Case
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordedOperation, RecordError
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 EXPECTED = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
 REVERSED = expected_record(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))
@@ -135,7 +135,7 @@ def test_numbers_that_are_none_are_no_pass() -> None:
     assert compare(nan, EXPECTED).law("loss").outcome == "unknown"
 
 
-def test_an_expected_gradient_of_zero_proves_nothing(golden: Golden) -> None:
+def test_an_expected_gradient_of_zero_proves_nothing() -> None:
     zero = changed(EXPECTED, **with_one("gradients", torch.zeros_like)(EXPECTED.operations[0]))
     law = compare(zero, zero).law("gradient")
     golden(law.note)

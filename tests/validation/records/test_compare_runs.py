@@ -18,7 +18,7 @@ from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import RecordError
 from pipeproof.records.run_growth import Quantity, differences
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.long_runs import RATE, Fault, Loop, faster, in_replicas, in_stages, model_of
 
 pytestmark = pytest.mark.long
@@ -70,7 +70,7 @@ def test_a_run_that_went_on_from_a_checkpoint_is_equal(folder: Path, judged: Cal
 
 
 def test_another_order_of_sums_passes_by_the_measure_of_a_third_run(
-    folder: Path, judged: Callable[..., Verdict], golden: Golden
+    folder: Path, judged: Callable[..., Verdict]
 ) -> None:
     Loop(REVERSED).train(folder / "reversed", range(LONG))
     verdict = judged("reversed", also=True, until=None)
@@ -115,7 +115,7 @@ FAULTS = {
 @pytest.mark.parametrize("order", [range(4), REVERSED], ids=["in order", "reversed"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_at_the_step_it_begins_and_by_its_law(
-    name: str, order: list[int], folder: Path, judged: Callable[..., Verdict], golden: Golden
+    name: str, order: list[int], folder: Path, judged: Callable[..., Verdict]
 ) -> None:
     fault: Fault
     fault, begins, law, parameter = FAULTS[name]
@@ -162,7 +162,7 @@ def test_steps_that_overflow_and_weights_that_are_frozen_are_no_fault(what: Faul
     assert bool(verdict.law("grad-norm").note) == (what is overflowing)
 
 
-def test_which_gradients_overflow_is_no_fault_in_a_step_in_which_both_runs_do(folder: Path, golden: Golden) -> None:
+def test_which_gradients_overflow_is_no_fault_in_a_step_in_which_both_runs_do(folder: Path) -> None:
     def wider(loop: Loop, number: int) -> None:
         overflowing(loop, number)
         loop.model[2].weight.grad.fill_(float("nan"))
@@ -185,7 +185,7 @@ def on_two_ranks(to: Path, *runs: Path) -> KeptRun:
     return KeptRun(to)
 
 
-def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path, golden: Golden) -> None:
+def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path) -> None:
     started = Loop()
     with torch.no_grad():
         started.model[0][0].weight.mul_(1.1)
@@ -218,9 +218,7 @@ class Keys(nn.Module):
 
 
 @pytest.mark.parametrize("fault", [None, faster])
-def test_an_update_that_optimizers_make_of_rounding_hides_no_other(
-    fault: Fault | None, folder: Path, golden: Golden
-) -> None:
+def test_an_update_that_optimizers_make_of_rounding_hides_no_other(fault: Fault | None, folder: Path) -> None:
     runs = [folder / f"keys {order[0]} {fault}" for order in (range(4), SHUFFLED, REVERSED)]
     for run, order in zip(runs, (range(4), SHUFFLED, REVERSED), strict=True):
         model = model_of()
@@ -259,7 +257,7 @@ def test_all_of_a_gradient_that_is_as_small_as_rounding_may_jump(weights: str, f
     assert first(compare_runs(good, seen, third=third)) == ("unknown", 1, "gradient", "1.0.weight")
 
 
-def test_other_data_are_told_as_data(folder: Path, judged: Callable[..., Verdict], golden: Golden) -> None:
+def test_other_data_are_told_as_data(folder: Path, judged: Callable[..., Verdict]) -> None:
     class OtherData(Loop):
         def microbatches(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
             return super().microbatches(number if number < 4 else 99)
@@ -302,9 +300,7 @@ def test_other_layouts_are_matched_by_name_and_by_microbatch(
         judged("stages")
 
 
-def test_a_killed_job_is_compared_up_to_its_last_whole_step(
-    folder: Path, judged: Callable[..., Verdict], golden: Golden
-) -> None:
+def test_a_killed_job_is_compared_up_to_its_last_whole_step(folder: Path, judged: Callable[..., Verdict]) -> None:
     Loop().train(folder / "killed", range(STEPS))
     file = folder / "killed" / "rank-0.jsonl"
     file.write_bytes(file.read_bytes()[:-100])

@@ -18,7 +18,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 
 TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
@@ -173,7 +173,7 @@ def test_what_is_right_passes(case: str) -> None:
     assert verdict.verdict == "pass", str(verdict)
 
 
-def test_what_a_rank_makes_alike_in_every_call_is_no_wrong_data_of_that_form(golden: Golden) -> None:
+def test_what_a_rank_makes_alike_in_every_call_is_no_wrong_data_of_that_form() -> None:
     given = [((x, torch.randint(9, (3, 4))), target) for x, target in TOKENS]  # the second is used nowhere
     verdict = checked(Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at), given=given)
     assert (verdict.verdict, verdict.law("boundaries").reasons) == ("unknown", (Reason.WIRING,))
@@ -290,7 +290,7 @@ class PutOff(nn.Module):
         self.later.clear()
 
 
-def test_what_a_stage_has_besides_tensors_is_left_alone(golden: Golden) -> None:
+def test_what_a_stage_has_besides_tensors_is_left_alone() -> None:
     put_off, stages = PutOff(), layers(torch.tanh, torch.sin)
     with check_step(dict(enumerate([*stages, put_off])), DATA, against=Composed(MSE), rename=named) as check:
         Job([*stages, put_off]).step()
@@ -306,7 +306,7 @@ def named(stage: int, name: str) -> str:
     return f"{stage}.{name}"
 
 
-def test_a_microbatch_that_never_ran_is_named(golden: Golden) -> None:
+def test_a_microbatch_that_never_ran_is_named() -> None:
     stages = layers(torch.tanh, torch.sin)
     with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename=named) as check:
         Job(stages, DATA[:2]).step()
@@ -338,7 +338,7 @@ def test_the_one_call_that_ran_in_another_mode_is_named() -> None:
     assert (cause.kind, cause.stage, cause.microbatches, cause.action) == ("mode", 1, (1,), "1F1"), str(verdict)
 
 
-def test_what_is_no_step_is_refused_in_a_sentence(golden: Golden) -> None:
+def test_what_is_no_step_is_refused_in_a_sentence() -> None:
     (one,) = layers(torch.tanh)
     golden(str(checked(Job([one, one]))).splitlines()[0])
     assert "microbatches is empty" in str(checked(Job([one]), given=[]))
@@ -371,7 +371,7 @@ def told_otherwise(context: RankContext, numbers: Sequence[int], max_norms: Sequ
 
 @pytest.mark.parametrize(("numbers", "max_norms"), [((0, 2), (1.0, 1.0)), ((0, 0), (1.0, 1.0)), ((0, 1), (1.0, 2.0))])
 def test_ranks_that_make_no_chain_are_told(
-    simulated: World, numbers: Sequence[int], max_norms: Sequence[float], golden: Golden
+    simulated: World, numbers: Sequence[int], max_norms: Sequence[float]
 ) -> None:
     said = simulated.run(told_otherwise, numbers, max_norms, ranks=2)
     golden(said[0].splitlines()[0])
@@ -388,6 +388,6 @@ def of_one_name(context: RankContext) -> str:
     return str(check.verdict)
 
 
-def test_weights_of_one_name_that_are_not_one_are_told_with_the_cure(simulated: World, golden: Golden) -> None:
+def test_weights_of_one_name_that_are_not_one_are_told_with_the_cure(simulated: World) -> None:
     (said, *_) = simulated.run(of_one_name, ranks=2)
     golden(said.splitlines()[0])

@@ -17,7 +17,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 COUNT = 4
 Pairs = list[tuple[Tensor, Tensor]]
@@ -117,7 +117,7 @@ def whole_on_meta() -> nn.Module:
     return build_model()
 
 
-def test_a_right_step_passes_where_nobody_builds_the_whole_model(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_right_step_passes_where_nobody_builds_the_whole_model(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, Mine(after=updated), Composed(build=whole_on_meta), loss_fn=loss_fn)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
     golden(verdict.config)
@@ -249,7 +249,7 @@ def local_names(model: None, microbatches: Pairs) -> Any:
     return stage, OneFOneB(stage, microbatches).step()
 
 
-def test_names_that_are_no_names_of_the_whole_model_are_told_by_names(simulated: World, golden: Golden) -> None:
+def test_names_that_are_no_names_of_the_whole_model_are_told_by_names(simulated: World) -> None:
     whitebox = WhiteBox(simulated)
     verdict = judged(whitebox, local_names, Composed(loss_fn))
     assert verdict.verdict == "unknown"

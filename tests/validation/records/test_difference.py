@@ -13,7 +13,7 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.difference import Difference, difference
 from pipeproof.records.record import OtherSteps, Record, config_differences
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 LINE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=3"
 ONE = expected_record(Case.parse(LINE))
@@ -43,7 +43,7 @@ def test_numbers_that_agree_bit_for_bit_need_no_reason() -> None:
     assert why(run_of(ONE), run_of(ONE)).reason == "same"
 
 
-def test_another_order_of_sums_is_rounding_and_its_size_is_told(golden: Golden) -> None:
+def test_another_order_of_sums_is_rounding_and_its_size_is_told() -> None:
     found = why(run_of(ONE), run_of(OTHER))
     assert (found.reason, found.fields, found.next) == ("rounding", ("schedule", "pp", "split"), ())
     golden(found.said)
@@ -63,7 +63,7 @@ def test_fields_that_order_sums_explain_what_numbers_of_a_coarse_dtype_leave_ope
     assert found.size
 
 
-def test_numbers_that_differ_without_a_field_that_says_why_are_not_explained_by_one(golden: Golden) -> None:
+def test_numbers_that_differ_without_a_field_that_says_why_are_not_explained_by_one() -> None:
     found = why(run_of(ONE), run_of(ONE, gradients=scaled(ONE, 1 + 1e-7)))
     assert (found.reason, found.fields) == ("unknown", ())
     golden(found.said)
@@ -81,14 +81,14 @@ def test_numbers_that_differ_without_a_field_that_says_why_are_not_explained_by_
         (LINE.replace("1f1b", "gpipe").replace("m3", "m4"), ("microbatches",)),
     ],
 )
-def test_a_field_that_asks_for_another_answer_is_named(line: str, fields: tuple[str, ...], golden: Golden) -> None:
+def test_a_field_that_asks_for_another_answer_is_named(line: str, fields: tuple[str, ...]) -> None:
     found = why(run_of(ONE), expected_record(Case.parse(line)))
     assert (found.reason, found.fields) == ("asked", fields), found.said
     golden(found.said)
 
 
 @pytest.mark.parametrize("sides", [("one",), ("other",), ("one", "other")])
-def test_a_side_that_is_wrong_by_its_own_config_is_named(sides: tuple[str, ...], golden: Golden) -> None:
+def test_a_side_that_is_wrong_by_its_own_config_is_named(sides: tuple[str, ...]) -> None:
     good = {"one": ONE, "other": OTHER}
     records = [
         run_of(one, gradients=scaled(one, 2 + number)) if name in sides else run_of(one)
@@ -124,7 +124,7 @@ UNKNOWN: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_side_of_which_nothing_is_due_here_leaves_the_reason_unknown(name: str, golden: Golden) -> None:
+def test_a_side_of_which_nothing_is_due_here_leaves_the_reason_unknown(name: str) -> None:
     found = why(run_of(ONE), run_of(OTHER, **UNKNOWN[name]))
     assert found.reason == "unknown"
     assert [side.outcome for side in found.sides] == ["pass", "not computed"]
@@ -138,7 +138,7 @@ def test_a_side_that_is_not_decided_leaves_the_reason_unknown() -> None:
     assert found.next[-1].split()[:2] == ["pipeproof", "compare"]
 
 
-def test_a_crash_while_a_side_is_computed_is_told(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+def test_a_crash_while_a_side_is_computed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: object) -> Any:
         raise ZeroDivisionError("no reference")
 

@@ -9,7 +9,7 @@ from torch import nn
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 Update = Callable[[torch.optim.Optimizer], None]
@@ -42,7 +42,7 @@ def and_cleared(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("update", [alone, and_cleared])
-def test_a_step_that_was_over_too_early_is_not_judged(update: Update, golden: Golden) -> None:
+def test_a_step_that_was_over_too_early_is_not_judged(update: Update) -> None:
     verdict = verdict_of(update)
     assert verdict.verdict == "unknown", str(verdict)
     golden(str(verdict).splitlines()[0])
@@ -57,7 +57,7 @@ def test_a_step_of_other_weights_is_nobody_s_business() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_steps_inside_backwards_are_not_judged(microbatches: int, golden: Golden) -> None:
+def test_steps_inside_backwards_are_not_judged(microbatches: int) -> None:
     job = Job(layers(torch.tanh, torch.sin), DATA[:microbatches])
     for one in nn.ModuleList(job.stages).parameters():
         optimizer = torch.optim.SGD([one], lr=0.1)

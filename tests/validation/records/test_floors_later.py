@@ -14,7 +14,7 @@ from pipeproof.records.floors_later import FloorsLater
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_check import StepCheck, check_step
 from pipeproof.records.step_parts import StepPart
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -74,7 +74,7 @@ def test_the_reference_runs_again_as_it_began() -> None:
     assert found.law("gradient").exact == 3
 
 
-def test_a_reference_that_gives_another_loss_later_is_unknown(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+def test_a_reference_that_gives_another_loss_later_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(_: Data) -> None:
         monkeypatch.setenv("FACTOR_OF_LOSS", "2")
 

@@ -11,7 +11,7 @@ from pipeproof import Composed, Contract, SingleDevice, World, check_step
 from pipeproof.foreign import FlatShard
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 WIDTH = 4
@@ -96,7 +96,7 @@ def test_a_part_that_is_another_is_a_wrong_gradient(world: World) -> None:
 
 
 @pytest.mark.pipeproof_ranks
-def test_replicas_whose_gradients_differ_by_less_than_rounding_are_told(world: World, golden: Golden) -> None:
+def test_replicas_whose_gradients_differ_by_less_than_rounding_are_told(world: World) -> None:
     for verdict in world.run(step, "unequal", ranks=2):
         assert verdict.law("gradient").outcome == "pass", str(verdict)
         (told,) = verdict.mismatches

@@ -15,7 +15,7 @@ from pipeproof.foreign.handed_back import FlatShard
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.sharded_chain import (
     COUNT,
     DROPPED,
@@ -222,7 +222,7 @@ def cut_between(context: RankContext) -> Verdict:
     return check.verdict
 
 
-def test_stages_that_pass_on_parts_are_refused(world: World, golden: Golden) -> None:
+def test_stages_that_pass_on_parts_are_refused(world: World) -> None:
     verdict = world.run(cut_between, ranks=4)[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.RERUN,)

@@ -15,10 +15,10 @@ from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
-def test_ranks_that_run_other_microbatches_are_named(golden: Golden) -> None:
+def test_ranks_that_run_other_microbatches_are_named() -> None:
     assert disagreement([None, ("a", "b"), ("a", "b")]) == {}
     golden(told(disagreement([("a", "b"), None, ("b", "a")])))
     golden(disagreement([None, None])[0])
@@ -38,7 +38,7 @@ def test_two_stages_of_a_rank_that_share_a_weight_have_two_names_of_it() -> None
         RankStages({0: nn.Linear(2, 2), 3: one}, lambda stage, name: name).check_names()
 
 
-def test_what_is_wrong_is_told_in_one_line(golden: Golden) -> None:
+def test_what_is_wrong_is_told_in_one_line() -> None:
     golden(told({0: "", 1: "x", 2: "y"}))
     assert told({0: ""}) == ""
 

@@ -20,7 +20,7 @@ from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 M, WIDTH = 4, 8
@@ -215,7 +215,7 @@ def test_what_only_one_weight_of_the_last_stage_shows_in_a_coarse_type_is_that_o
 
 
 @EITHER
-def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any, golden: Golden) -> None:
+def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any) -> None:
     first, second = step(against, fault=swap).cause
     assert (first.kind, first.stage, first.parameter) == ("misplaced", 0, "0.0.weight")
     golden(first.detail)
@@ -230,7 +230,7 @@ def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: An
     ],
 )
 def test_a_lost_microbatch_is_named_beside_the_model_and_unknown_from_sums(
-    options: dict[str, Any], planted: Cause, golden: Golden
+    options: dict[str, Any], planted: Cause
 ) -> None:
     assert agrees(step(BESIDE, **options).cause[0], planted)
     alone = step(RECORD, **options)
@@ -239,7 +239,7 @@ def test_a_lost_microbatch_is_named_beside_the_model_and_unknown_from_sums(
 
 
 @EITHER
-def test_clipped_gradients_are_told_from_badly_divided_ones(against: Any, golden: Golden) -> None:
+def test_clipped_gradients_are_told_from_badly_divided_ones(against: Any) -> None:
     verdict = step(against, clip_first=True)
     if verdict.law("updated-parameters").outcome == "pass":  # the record knows the update, which is right
         assert verdict.undecided
@@ -266,7 +266,7 @@ def test_a_right_step_is_told_nothing_whatever_it_began_with(against: Any) -> No
 
 
 @EITHER
-def test_noise_is_unknown(against: Any, golden: Golden) -> None:
+def test_noise_is_unknown(against: Any) -> None:
     verdict = step(against, fault=spoil)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
     golden(verdict.undecided[0], numbers=False)
@@ -313,7 +313,7 @@ def test_a_wrong_update_of_right_gradients_is_clippings_only_where_that_comes_to
     assert words in verdict.cause[0].detail
 
 
-def test_too_much_to_keep_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+def test_too_much_to_keep_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeproof.records.step_check.MOST", 1000)
     verdict = step(BESIDE, divisor=1)
     assert verdict.cause[0].factor == pytest.approx(M)
@@ -347,7 +347,7 @@ def changed(record: Record, number: int, **fields: Any) -> Record:
     return replace(record, kind="observed", operations=tuple(operations))
 
 
-def test_two_records_that_disagree_are_told_the_cause(golden: Golden) -> None:
+def test_two_records_that_disagree_are_told_the_cause() -> None:
     tripled = {name: None if g is None else 3 * g for name, g in EXPECTED.operations[1].gradients.items()}
     for config in (EXPECTED.config, {}):
         verdict = compare(EXPECTED, replace(changed(EXPECTED, 1, gradients=tripled), config=config))
@@ -373,7 +373,7 @@ def test_a_record_that_names_its_case_shows_microbatches_and_one_that_does_not_i
     assert compare(EXPECTED, other).cause == (), "the case that it names is not the one that was recorded"
 
 
-def test_names_that_do_not_go_together_are_no_partition(golden: Golden) -> None:
+def test_names_that_do_not_go_together_are_no_partition() -> None:
     renamed = {name.replace("blocks", "layers"): one for name, one in EXPECTED.operations[0].gradients.items()}
     before = {name.replace("blocks", "layers"): one for name, one in EXPECTED.operations[0].before.items()}
     seen = replace(changed(EXPECTED, 0, gradients=renamed, before=before), places={}, config={})

@@ -19,7 +19,7 @@ from pipeproof.judging.tolerance import Floor, same_bits
 from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError
 from pipeproof.records.record_file import FORMAT, VERSION, described, read, write
 from pipeproof.worlds.output_file import OutputError, OutputFile
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 FLOOR = Floor(1e-8, 2e-7, 0.25, size=3e-9)
 WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3) / 7, torch.tensor([1.0, -0.0])
@@ -228,7 +228,7 @@ FORMS: Mapping[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_record_of_another_form_is_refused_in_a_sentence(tmp_path: Path, name: str, golden: Golden) -> None:
+def test_a_record_of_another_form_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
     change, words = FORMS[name]
     one = RecordedOperation(
         "train",

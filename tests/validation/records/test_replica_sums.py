@@ -26,7 +26,7 @@ from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.long
 
@@ -146,13 +146,13 @@ def test_what_is_wrong_between_replicas_is_named(
     assert set(told) <= {"2 times"}, "the factor by which its gradients are too large"
 
 
-def test_where_nothing_tells_what_is_wrong_between_replicas_that_is_said(simulated: World, golden: Golden) -> None:
+def test_where_nothing_tells_what_is_wrong_between_replicas_that_is_said(simulated: World) -> None:
     verdict = checked(simulated, "noise")
     assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
     golden(verdict.undecided[0], numbers=False)
 
 
-def test_replicas_of_whom_nobody_tells_what_they_run_are_not_judged(simulated: World, golden: Golden) -> None:
+def test_replicas_of_whom_nobody_tells_what_they_run_are_not_judged(simulated: World) -> None:
     verdict = checked(simulated, same=True)
     assert verdict.verdict == "unknown"
     golden(str(verdict).splitlines()[0])

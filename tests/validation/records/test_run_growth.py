@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare_runs import compare_runs
 from pipeproof.records.kept_run import KeptRun
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.long_runs import WIDTH, Fault, Loop
 
 STEPS = 4
@@ -62,7 +62,7 @@ def test_of_another_layout_in_bf16_a_third_one_tells_rounding_from_a_fault(fault
         assert said(verdict) == ("fail", 1, "gradient", "0.bias"), str(verdict)
 
 
-def test_what_is_wrong_is_said_before_what_may_be_rounding(tmp_path: Path, golden: Golden) -> None:
+def test_what_is_wrong_is_said_before_what_may_be_rounding(tmp_path: Path) -> None:
     def nudged(loop: Loop, number: int) -> None:
         loop.model.get_parameter("0.bias").data.mul_(1 + 1e-6)
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from pipeproof import Composed, Contract, check_step
 from pipeproof.core.reason import Reason
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 
@@ -45,7 +45,7 @@ def test_a_hook_on_a_gradient_is_not_called_again_and_what_it_makes_is_not_known
     assert Reason.HOOKS in law.reasons
 
 
-def test_microbatches_with_the_same_inputs_in_another_order_are_refused_and_pass_in_theirs(golden: Golden) -> None:
+def test_microbatches_with_the_same_inputs_in_another_order_are_refused_and_pass_in_theirs() -> None:
     data = [(torch.ones(4, 8), torch.full((4, 8), m / 4)) for m in range(3)]
     for given, outcome in ((data, "pass"), (data[::-1], "unknown")):
         stages = layers(torch.tanh, torch.sin)

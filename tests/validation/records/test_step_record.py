@@ -17,7 +17,7 @@ from pipeproof.records.record import RecordError
 from pipeproof.records.record_file import read
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step, write_record
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 mse = nn.functional.mse_loss
@@ -158,7 +158,7 @@ def test_a_model_that_cannot_run_in_fp64_has_floors_that_let_less_pass() -> None
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_what_adam_makes_of_rounding_passes_where_it_goes_as_far(kind: type[torch.optim.Adam], golden: Golden) -> None:
+def test_what_adam_makes_of_rounding_passes_where_it_goes_as_far(kind: type[torch.optim.Adam]) -> None:
     """A batch norm takes no notice of the bias before it, whose gradient is rounding; Adam takes a full step of it."""
 
     def before_a_norm() -> nn.Module:

@@ -15,7 +15,7 @@ from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, layers
 
 WIDTH, ROWS = 8, 4
@@ -153,7 +153,7 @@ def overflowing(rank: int) -> nn.Module:
     return Overflowing() if rank else Both()
 
 
-def test_a_step_that_one_rank_alone_skips_is_wrong_on_the_others(world: World, golden: Golden) -> None:
+def test_a_step_that_one_rank_alone_skips_is_wrong_on_the_others(world: World) -> None:
     verdict = world.run(chain_step, Chained(overflowing, scale=one_scale), ranks=2)[0]
     assert (verdict.verdict, verdict.law("updated-parameters").outcome) == ("fail", "fail"), str(verdict)
     assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("step-skipped", 0), str(verdict)

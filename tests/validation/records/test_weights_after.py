@@ -13,7 +13,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 WIDTH, ROWS = 8, 4
 
@@ -82,7 +82,7 @@ def test_what_is_frozen_and_moves_is_told(world: World) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, [3]])
-def test_what_is_no_optimizer_is_refused(wrong: object, world: World, golden: Golden) -> None:
+def test_what_is_no_optimizer_is_refused(wrong: object, world: World) -> None:
     verdict = world.run(refused, wrong, ranks=1)[0]
     golden(str(verdict).splitlines()[0])
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import Arithmetic, DeviceError, computing
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 @dataclass
@@ -43,7 +43,7 @@ def test_a_type_that_torch_names_is_one(kind: str) -> None:
     assert accelerator.parsed(kind) == kind
 
 
-def test_another_is_refused_in_a_sentence(golden: Golden) -> None:
+def test_another_is_refused_in_a_sentence() -> None:
     golden(accelerator.refusal("gpu"))
     assert accelerator.refusal("").startswith("unknown device ''")
     golden(accelerator.refusal("cuda:0"))
@@ -74,7 +74,7 @@ def test_ranks_share_the_devices_of_their_host_in_turn(monkeypatch: pytest.Monke
     assert accelerator.found() == "cuda"
 
 
-def test_a_device_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+def test_a_device_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     there_are(0, monkeypatch)
     with pytest.raises(DeviceError, match="ranks cannot compute on cuda: torch finds no cuda device here"):
         accelerator.place_of("cuda", 0)

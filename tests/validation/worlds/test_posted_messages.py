@@ -16,7 +16,7 @@ from pipeproof.worlds.rank_report import RankFailed, details
 from pipeproof.worlds.stack import own_stack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 def messages(context: RankContext) -> list[Any]:
@@ -45,7 +45,7 @@ def messages(context: RankContext) -> list[Any]:
     return said
 
 
-def test_what_a_rank_stands_at_is_what_it_waits_for(world: World, golden: Golden) -> None:
+def test_what_a_rank_stands_at_is_what_it_waits_for(world: World) -> None:
     before, standing, progress, after = world.run(messages, ranks=3)[0]
     assert standing[1] == (1,)
     golden(f"{standing[0]}; {progress}")
@@ -72,7 +72,7 @@ def refused(context: RankContext, places: list[str]) -> list[str]:
     return said
 
 
-def test_gloo_reads_no_devices_memory_and_the_cure_is_told(world: World, golden: Golden) -> None:
+def test_gloo_reads_no_devices_memory_and_the_cure_is_told(world: World) -> None:
     ((on_the_host, on_a_device),) = world.run(refused, ["cpu", "cuda:0"], ranks=1)
     assert on_the_host == "writev: Bad address"
     golden(on_a_device)
@@ -105,7 +105,7 @@ def one_too_few(context: RankContext) -> None:
             dist.recv(torch.zeros(1), 0) if context.rank else dist.send(torch.zeros(1), 1)
 
 
-def test_a_rank_that_is_waited_for_has_left_behind_its_last_message(world: World, golden: Golden) -> None:
+def test_a_rank_that_is_waited_for_has_left_behind_its_last_message(world: World) -> None:
     with pytest.raises(RankFailed, match="rank 0 has returned while others wait for it") as failure:
         world.run(one_too_few, ranks=2, timeout_s=2.0)
     said = details(failure.value.reports)
@@ -132,9 +132,7 @@ def in_groups(context: RankContext, *, inside: bool) -> None:
     ("inside", "waits"),
     [(True, "torch.distributed.all_reduce of the group of ranks {}, {}"), (False, "a message from rank {1}")],
 )
-def test_the_call_in_which_a_rank_stands_says_for_whom_it_waits(
-    world: World, inside: bool, waits: str, golden: Golden
-) -> None:
+def test_the_call_in_which_a_rank_stands_says_for_whom_it_waits(world: World, inside: bool, waits: str) -> None:
     with pytest.raises(RankFailed) as failure:
         world.run(partial(in_groups, inside=inside), ranks=4, timeout_s=5.0)
     reports = failure.value.reports
@@ -218,7 +216,7 @@ def test_a_ranks_stack_begins_in_code_that_somebody_wrote(world: World) -> None:
     assert world.run(stack_of_rank, ranks=2) == [["stack_of_rank"]] * 2
 
 
-def test_what_was_done_while_nothing_was_noted_is_not_said_of_a_later_job(golden: Golden) -> None:
+def test_what_was_done_while_nothing_was_noted_is_not_said_of_a_later_job() -> None:
     posted.did("backward", 3, "its stage")
     with posted.noted_messages():
         assert posted.progress() == ""

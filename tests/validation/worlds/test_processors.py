@@ -3,10 +3,10 @@
 import pytest
 
 from pipeproof.worlds.processors import crowded, shared
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
-def test_who_shares_is_told(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+def test_who_shares_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert shared(2) == ""
     golden(shared(4))

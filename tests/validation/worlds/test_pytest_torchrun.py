@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pipeproof.worlds.pytest_torchrun import Collected, Phase, difference, settle
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 def test_order_is_no_difference() -> None:
@@ -16,12 +16,12 @@ def test_an_error_of_all_ranks_is_no_difference() -> None:
     assert difference([Collected([], {"x.py": "on rank 0"}), Collected([], {"x.py": "on rank 1"})]) == ""
 
 
-def test_every_rank_that_lacks_a_test_is_named(golden: Golden) -> None:
+def test_every_rank_that_lacks_a_test_is_named() -> None:
     collected = [Collected(["a", "b"], {}), Collected(["b"], {}), Collected(["a", "b", *"cdefgh"], {})]
     golden(difference(collected))
 
 
-def test_an_error_of_one_rank_is_told(golden: Golden) -> None:
+def test_an_error_of_one_rank_is_told() -> None:
     collected = [Collected(["a"], {}), Collected([], {"x.py": "ImportError: no"})]
     golden(difference(collected))
 
@@ -87,7 +87,7 @@ def test_where_one_fails_all_fail_with_its_text(phases: list[Phase], story: str)
     assert settled(phases, rank=1).failed
 
 
-def test_the_culprits_own_report_keeps_its_text_and_the_others_show_what_it_captured(golden: Golden) -> None:
+def test_the_culprits_own_report_keeps_its_text_and_the_others_show_what_it_captured() -> None:
     own, other = settled([PASSED, FAILED], rank=1), settled([PASSED, FAILED], rank=0)
     assert own.longreprtext == FAILED.text
     assert own.sections == [NOISE, ("the other ranks", "rank 0: finished")]

@@ -16,7 +16,7 @@ from pipeproof.worlds.rank_report import (
     headline,
     unfreed,
 )
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:25993: Connection reset by peer. Check the logs."
 
@@ -49,7 +49,7 @@ def test_the_culprit_is_the_first_cause(reports: list[RankReport], culprit: int)
     assert culprit_of(reports) == culprit
 
 
-def test_the_story_has_the_culprit_first_and_echoes_last(golden: Golden) -> None:
+def test_the_story_has_the_culprit_first_and_echoes_last() -> None:
     reports = [
         raised(0, GLOO),
         RankReport(1, Ending.STOPPED, waiting="1RECV_F0 from rank 0", traceback="a stack\n"),
@@ -60,17 +60,17 @@ def test_the_story_has_the_culprit_first_and_echoes_last(golden: Golden) -> None
     golden(describe(reports), exact=True)
 
 
-def test_every_rank_that_is_stuck_shows_where(golden: Golden) -> None:
+def test_every_rank_that_is_stuck_shows_where() -> None:
     stuck = [RankReport(rank, Ending.STUCK, "did not finish within 5 s", f"stack {rank}\n") for rank in range(2)]
     golden(describe(stuck), exact=True)
 
 
-def test_what_all_ranks_raise_is_told_once(golden: Golden) -> None:
+def test_what_all_ranks_raise_is_told_once() -> None:
     golden(describe([raised(0), raised(1)]))
     golden(describe([raised(0)]))
 
 
-def test_the_errors_survive_a_pickle(golden: Golden) -> None:
+def test_the_errors_survive_a_pickle() -> None:
     failed = pickle.loads(pickle.dumps(RankFailed([FINISHED, raised(1)], ValueError("bad split"))))
     assert (failed.culprit, failed.reports[0], str(failed.cause)) == (1, FINISHED, "bad split")
     wanting = pickle.loads(pickle.dumps(NeedsMoreRanks(4, 2)))
@@ -82,7 +82,7 @@ def stuck(rank: int, waiting: str, *peers: int) -> RankReport:
     return RankReport(rank, Ending.STUCK, "did not finish within 5 s", f"stack {rank}\n", waiting, peers=peers)
 
 
-def test_ranks_that_wait_in_each_others_sends_come_before_those_that_wait_for_them(golden: Golden) -> None:
+def test_ranks_that_wait_in_each_others_sends_come_before_those_that_wait_for_them() -> None:
     victims = [stuck(0, "a message from rank 1", 1), stuck(3, "a message from rank 2", 2)]
     crossed = [stuck(1, "a send to rank 2", 2), stuck(2, "a send to rank 1", 1)]
     reports = [victims[0], *crossed, victims[1]]
@@ -94,7 +94,7 @@ def test_ranks_that_wait_in_each_others_sends_come_before_those_that_wait_for_th
     assert "    stack 0" in lines
 
 
-def test_a_rank_that_returned_early_comes_before_those_that_wait_for_it(golden: Golden) -> None:
+def test_a_rank_that_returned_early_comes_before_those_that_wait_for_it() -> None:
     reports = [
         stuck(0, "a message from rank 1", 1),
         RankReport(1, Ending.FINISHED),
@@ -104,7 +104,7 @@ def test_a_rank_that_returned_early_comes_before_those_that_wait_for_it(golden: 
     golden(headline(reports))
 
 
-def test_a_rank_that_did_not_come_to_a_collective_is_the_one_that_is_waited_for(golden: Golden) -> None:
+def test_a_rank_that_did_not_come_to_a_collective_is_the_one_that_is_waited_for() -> None:
     at_barrier = [stuck(rank, "torch.distributed.barrier") for rank in (0, 2)]
     assert culprit_of([at_barrier[0], RankReport(1, Ending.FINISHED), at_barrier[1]]) == 1
     crossed = [at_barrier[0], stuck(1, "a message from rank 2", 2), at_barrier[1]]
@@ -113,7 +113,7 @@ def test_a_rank_that_did_not_come_to_a_collective_is_the_one_that_is_waited_for(
     golden(headline(everybody), exact=True)
 
 
-def test_groups_that_wait_for_others_are_told_each_for_itself(golden: Golden) -> None:
+def test_groups_that_wait_for_others_are_told_each_for_itself() -> None:
     """Ranks of a group wait for those of it alone that do not stand in the same call."""
     call = "torch.distributed.all_reduce of the group of ranks"
     waits = [stuck(0, f"{call} 0, 1", 1), stuck(2, f"{call} 2, 3, 4", 3, 4), stuck(4, f"{call} 2, 3, 4", 2, 3)]
@@ -123,12 +123,12 @@ def test_groups_that_wait_for_others_are_told_each_for_itself(golden: Golden) ->
     golden(headline(reports))
 
 
-def test_ranks_that_wait_for_any_message_wait_for_each_other(golden: Golden) -> None:
+def test_ranks_that_wait_for_any_message_wait_for_each_other() -> None:
     reports = [stuck(0, "a message from any rank", 1), stuck(1, "a message from any rank", 0)]
     golden(headline(reports))
 
 
-def test_messages_of_which_any_may_be_awaited_blame_only_what_all_lead_to(golden: Golden) -> None:
+def test_messages_of_which_any_may_be_awaited_blame_only_what_all_lead_to() -> None:
     ring = [stuck(0, "a message from rank 1 or a send to rank 2", 1, 2), stuck(1, "a send to rank 0", 0)]
     golden(headline([*ring, stuck(2, "a send to rank 0", 0)]))
     assert culprit_of([*ring, RankReport(2, Ending.FINISHED)]) == 2
@@ -160,7 +160,7 @@ def test_several_circles() -> None:
     assert unfreed({0: [1], 1: [0], 2: [3], 3: [2]}) == [(0, 1), (2, 3)]
 
 
-def test_a_hang_says_once_how_far_each_rank_had_come(golden: Golden) -> None:
+def test_a_hang_says_once_how_far_each_rank_had_come() -> None:
     first, second = stuck(0, "a message from rank 1", 1), stuck(1, "a message from rank 0", 0)
     reports = [replace(first, progress="sent 2 of 4"), replace(second, progress="sent 1 of 4")]
     golden(headline(reports))
@@ -168,7 +168,7 @@ def test_a_hang_says_once_how_far_each_rank_had_come(golden: Golden) -> None:
     assert "sent" not in details(reports)
 
 
-def test_what_the_headline_says_is_not_among_the_details(golden: Golden) -> None:
+def test_what_the_headline_says_is_not_among_the_details() -> None:
     golden(details([FINISHED, raised(1)]))
     golden(details([raised(0), raised(1)]))
 

@@ -5,7 +5,7 @@ from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.lower import lower
 from pipeproof.worlds.rank_report import Ending, RankReport, headline
 from pipeproof.worlds.stall import lost_message, waiting_in
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 PROGRAM = lower(build("1f1b", ranks=2, virtual=1, microbatches=2))
 
@@ -16,7 +16,7 @@ def waited(rank: int, action: str, peer: int) -> RankReport:
     )
 
 
-def test_a_message_whose_sender_went_on_was_lost(golden: Golden) -> None:
+def test_a_message_whose_sender_went_on_was_lost() -> None:
     found = lost_message(PROGRAM, [waited(0, "0RECV_B0", 1), waited(1, "1RECV_F0", 0)])
     assert found is not None
     assert (found.rank, found.receive, found.sender) == (1, Action.parse("1RECV_F0"), 0)
@@ -35,7 +35,7 @@ def test_what_a_stopped_rank_said_counts_too() -> None:
     assert found.send == Action.parse("0SEND_F1")
 
 
-def test_a_rank_that_waits_has_sent_what_comes_before(golden: Golden) -> None:
+def test_a_rank_that_waits_has_sent_what_comes_before() -> None:
     reports = [waited(0, "0RECV_B0", 1), waited(1, "1RECV_F1", 0), RankReport(2, Ending.FINISHED)]
     told = waiting_in(PROGRAM, reports)
     golden("\n".join(one.progress for one in told))

@@ -6,11 +6,11 @@ from argparse import ArgumentTypeError
 import pytest
 
 from pipeproof.worlds.timeout import parsed_seconds, seconds
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "1e9", "soon", ""])
-def test_what_bounds_no_wait_is_refused_in_the_same_words(text: str, golden: Golden) -> None:
+def test_what_bounds_no_wait_is_refused_in_the_same_words(text: str) -> None:
     with pytest.raises(ArgumentTypeError) as refused:
         parsed_seconds(text)
     golden(str(refused.value))

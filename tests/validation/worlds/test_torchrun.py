@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.warm_start import Ended
 
 SCRIPT = """
@@ -115,20 +115,20 @@ def test_a_run_may_need_fewer_ranks(seen: list[Any]) -> None:
     assert pid not in [pid for pid, *_ in both(seen, "place")], "it is the worker of another group"
 
 
-def test_a_failure_is_the_same_on_every_rank(seen: list[Any], golden: Golden) -> None:
+def test_a_failure_is_the_same_on_every_rank(seen: list[Any]) -> None:
     golden(both(seen, "raises").splitlines()[0])
     golden(both(seen, "exits").partition("\nrank 1: ")[0])
     assert max(rank["raises"]["s"] for rank in seen) < 30
 
 
-def test_a_hang_ends_with_the_bound(seen: list[Any], golden: Golden) -> None:
+def test_a_hang_ends_with_the_bound(seen: list[Any]) -> None:
     hang = both(seen, "hangs")
     golden(hang.splitlines()[0])
     assert "in hangs\n" in hang
     assert hang.endswith("rank 1: finished")
 
 
-def test_more_ranks_than_there_are_cannot_be_had(seen: list[Any], golden: Golden) -> None:
+def test_more_ranks_than_there_are_cannot_be_had(seen: list[Any]) -> None:
     golden(both(seen, "more"))
 
 
@@ -139,7 +139,7 @@ def test_ranks_that_run_different_jobs_are_told_so(seen: list[Any]) -> None:
         assert rank["another job"]["sound"]
 
 
-def test_a_rank_that_comes_late_or_never_is_named_by_both_sides(seen: list[Any], golden: Golden) -> None:
+def test_a_rank_that_comes_late_or_never_is_named_by_both_sides(seen: list[Any]) -> None:
     assert seen[0]["met"] == seen[1]["met"] == ["0", "1"]
     assert [one.keys() for one in (seen[0]["late"], seen[1]["late"], seen[0]["left"])] == [{"1"}] * 3
     golden("\n".join([seen[0]["late"]["1"], seen[1]["late"]["1"], seen[0]["left"]["1"]]))

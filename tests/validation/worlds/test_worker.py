@@ -15,7 +15,7 @@ from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.worker import RankContext, _settle
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.warm_start import Ended
 
 ORPHANS = """
@@ -112,7 +112,7 @@ def test_ctrl_c_in_the_controller_ends_the_workers(processes: Processes) -> None
     assert results(processes, lambda context: context.rank) == [0, 1]
 
 
-def test_a_worker_that_dies_between_runs_is_told(processes: Processes, golden: Golden) -> None:
+def test_a_worker_that_dies_between_runs_is_told(processes: Processes) -> None:
     pids = results(processes, lambda context: os.getpid())
     os.kill(pids[1], signal.SIGKILL)
     assert gone(pids[1:], 5.0)

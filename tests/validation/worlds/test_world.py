@@ -19,7 +19,7 @@ from pipeproof.worlds.accelerator import found
 from pipeproof.worlds.rank_report import Ending, RankFailed, WorldError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 BOUND_S = 1.0  # for jobs that hang on purpose
 
@@ -198,7 +198,7 @@ def test_the_culprit_comes_first_and_the_next_run_is_sound(
     assert sound(world)
 
 
-def test_a_wait_for_what_nobody_sends_ends_with_who_waits_and_where(world: World, golden: Golden) -> None:
+def test_a_wait_for_what_nobody_sends_ends_with_who_waits_and_where(world: World) -> None:
     started_s = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         world.run(rank_0_waits_for_a_send, ranks=2, timeout_s=BOUND_S)
@@ -222,7 +222,7 @@ def test_an_assertion_tells_the_values_it_compared(world: World) -> None:
     assert "assert total(context) ==" in str(caught.value)
 
 
-def test_what_all_ranks_raise_alike_is_told_once(world: World, golden: Golden) -> None:
+def test_what_all_ranks_raise_alike_is_told_once(world: World) -> None:
     def job(context: RankContext) -> None:
         raise BadSplit("no layers")
 
@@ -303,7 +303,7 @@ def set_up(context: RankContext) -> int:
     return context.rank
 
 
-def test_what_earlier_jobs_left_is_said_where_one_fails(world: World, golden: Golden) -> None:
+def test_what_earlier_jobs_left_is_said_where_one_fails(world: World) -> None:
     world.run(leave_a_group, ranks=2)
     with pytest.raises(RankFailed) as caught:
         world.run(set_up, ranks=2)

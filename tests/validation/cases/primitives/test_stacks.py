@@ -5,7 +5,7 @@ import pytest
 from pipeproof.cases.primitives.primitive import PRIMITIVES, VARIANTS
 from pipeproof.cases.primitives.stacks import Stack, StackError, alone
 from pipeproof.pipeline.schedule import ScheduleError
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_counts_and_schedules_have_their_own_bounds(line: str, schedule: str, wo
         Stack.parse(line, schedule=schedule, microbatches=16)
 
 
-def test_a_stack_says_how_to_run_it_again(golden: Golden) -> None:
+def test_a_stack_says_how_to_run_it_again() -> None:
     stack = Stack.parse("pp=2,dp=2", schedule="zb-h1", microbatches=8, seed=3)
     assert (stack.virtual, stack.layers, stack.each) == (2, 8, 4)
     golden(stack.replay)

@@ -7,7 +7,7 @@ import pytest
 import torch.nn as nn
 
 from pipeproof.foreign import WhiteBox, watch
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 
@@ -46,7 +46,7 @@ def all_again(model: Any, microbatches: list[Any]) -> Any:
     ],
 )
 def test_backwards_that_ran_again_are_told_from_a_factor(
-    whitebox: WhiteBox, step: Any, kind: str, stage: int | None, golden: Golden
+    whitebox: WhiteBox, step: Any, kind: str, stage: int | None
 ) -> None:
     verdict = whitebox.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
     (cause,) = verdict.cause

@@ -14,7 +14,7 @@ from pipeproof.judging.cause import Cell, Cells
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.schedule import Schedule
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.two_ranks import COUNT, judged, named, plain, step
 
 EVERY = tuple(range(COUNT))
@@ -33,9 +33,7 @@ def cut(model: nn.Sequential, microbatches: list[Any], *, those: tuple[int, ...]
 
 
 @pytest.mark.parametrize("those", [(2,), (1, 2), EVERY], ids=["one", "two", "all"])
-def test_a_graph_that_is_cut_is_named_as_that_and_where_it_is(
-    whitebox: WhiteBox, those: tuple[int, ...], golden: Golden
-) -> None:
+def test_a_graph_that_is_cut_is_named_as_that_and_where_it_is(whitebox: WhiteBox, those: tuple[int, ...]) -> None:
     verdict = judged(whitebox, partial(cut, those=those), plain)
     assert named(verdict) == [("dropped", 1, 1, those)], verdict
     (cause,) = verdict.cause

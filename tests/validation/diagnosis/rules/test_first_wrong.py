@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 WIDTH, ROWS, COUNT, RANKS = 8, 4, 4, 3
 EVERY = tuple(range(COUNT))
@@ -169,9 +169,7 @@ def test_gradients_of_a_tuple(whitebox: WhiteBox, change: Any, kind: str, told: 
     assert told in cause.detail
 
 
-def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(
-    whitebox: WhiteBox, golden: Golden
-) -> None:
+def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(whitebox: WhiteBox) -> None:
     others = [given[2] for given, _ in data()][1:]
     change = at(1, lambda m, x: [*x[:2], others[m] if m < len(others) else x[2]])
     cause = first(judged(whitebox, received=change))
@@ -179,7 +177,7 @@ def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(
     golden(cause.detail, numbers=False)
 
 
-def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox) -> None:
     cause = first(judged(whitebox, received=at(1, lambda m, x: [*x[:2], x[2] * 0])))
     assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
     golden(cause.detail, numbers=False)
@@ -208,7 +206,7 @@ def test_of_two_tensors_of_which_one_came_twice_the_other_is_wrong(whitebox: Whi
     assert "(input 1)" in cause.detail
 
 
-def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox, golden: Golden) -> None:
+def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox) -> None:
     sent: list[Tensor] = []
 
     def gradients(rank: int, m: int, tensors: list[Any]) -> list[Any]:
@@ -223,7 +221,7 @@ def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox, golden: Go
 
 
 @pytest.mark.parametrize("other", [nn.functional.l1_loss, lambda y, t: loss_fn(y, t * 1.01)], ids=["l1", "target"])
-def test_a_right_output_with_a_wrong_loss(whitebox: WhiteBox, other: Any, golden: Golden) -> None:
+def test_a_right_output_with_a_wrong_loss(whitebox: WhiteBox, other: Any) -> None:
     cause = first(judged(whitebox, loss=other))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", 2, 2, EVERY)
     golden(cause.detail, numbers=False)
@@ -260,7 +258,7 @@ def test_a_backward_that_loses_a_path_with_right_tensors_around_it(whitebox: Whi
     assert (cause.kind, cause.stage, cause.microbatches) == ("computation", 1, EVERY)
 
 
-def test_an_input_that_came_without_its_graph_was_cut_off_on_its_way(whitebox: WhiteBox, golden: Golden) -> None:
+def test_an_input_that_came_without_its_graph_was_cut_off_on_its_way(whitebox: WhiteBox) -> None:
     cause = first(judged(whitebox, cut=(1, 1)))
     assert (cause.kind, cause.stage, cause.microbatches, cause.action) == ("dropped", 1, EVERY, "1F0")
     golden(cause.detail, numbers=False)
@@ -268,7 +266,7 @@ def test_an_input_that_came_without_its_graph_was_cut_off_on_its_way(whitebox: W
 
 @pytest.mark.parametrize(("more", "outcome"), [(4e-4, "pass"), (8e-4, "fail")])
 def test_what_is_wrong_too_little_for_its_place_is_told_by_its_bits(
-    whitebox: WhiteBox, more: float, outcome: str, golden: Golden
+    whitebox: WhiteBox, more: float, outcome: str
 ) -> None:
     """Half of the digits are right where the fault is, and fewer where later stages magnify it."""
 

@@ -11,14 +11,12 @@ from torch import nn
 from pipeproof.diagnosis.rules.norms import norm
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.mismatch import Mismatch, Size
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 
 @pytest.mark.parametrize(("stages", "place"), [(1, "everywhere"), (2, "rank 0, stage 1")])
-def test_of_the_only_stage_nothing_is_said_as_a_place(
-    whitebox: WhiteBox, stages: int, place: str, golden: Golden
-) -> None:
+def test_of_the_only_stage_nothing_is_said_as_a_place(whitebox: WhiteBox, stages: int, place: str) -> None:
     """The last stage's gradients are counted twice."""
 
     def step(model: Any, microbatches: list[Any]) -> Any:

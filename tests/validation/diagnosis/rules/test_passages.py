@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.sweeps import sampled
 from tests.support.two_ranks import (
     COUNT,
@@ -82,7 +82,7 @@ CHANGES: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("how", sampled(CHANGES, 2), ids=["added", "times", "order", "rounded"])
 def test_what_an_unseen_sender_made_is_not_called_altered_on_its_way(
-    whitebox: WhiteBox, how: Callable[[Tensor], Tensor], golden: Golden
+    whitebox: WhiteBox, how: Callable[[Tensor], Tensor]
 ) -> None:
     def unwatched(model: nn.Sequential, microbatches: list[Any], *, rank_0: Callable[..., Any]) -> Any:
         stage = half(model)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back
 from pipeproof.foreign import WhiteBox
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn
 from tests.support.two_ranks import COUNT, all_forward_all_backward, called, half, judged, named, plain
 
@@ -180,7 +180,7 @@ def test_more_numbers_than_are_worth_the_time_are_not_tried(
     assert named(judged(whitebox, partial(unwatched, there=rounded), plain)) == []
 
 
-def test_a_stream_is_told_by_what_the_reference_calls_it(golden: Golden) -> None:
+def test_a_stream_is_told_by_what_the_reference_calls_it() -> None:
     seen = {one.text for one in of_sent(1, {0: "output 0 of 1", 1: "output 2 of 1"}, torch.float32)}
     golden("\n".join(sorted(seen)))
     back = {one.text for one in of_sent_back(0, {0: "output 0 of 1", 1: "output 2 of 1"}, torch.float64)}

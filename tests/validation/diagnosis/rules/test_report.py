@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from tests.support import two_ranks
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 COUNT = 4
@@ -67,7 +67,7 @@ def judged(whitebox: WhiteBox, report: Callable[[list[float]], Any]) -> Verdict:
     ],
 )
 def test_what_is_made_of_right_losses_is_a_wrong_report(
-    whitebox: WhiteBox, report: Callable[[list[float]], Any], golden: Golden
+    whitebox: WhiteBox, report: Callable[[list[float]], Any]
 ) -> None:
     verdict = judged(whitebox, report)
     (cause,) = verdict.cause
@@ -84,7 +84,7 @@ def test_what_is_made_of_right_losses_is_a_wrong_report(
     ],
 )
 def test_of_other_losses_nobody_knows_whether_they_were_computed(
-    whitebox: WhiteBox, report: Callable[[list[float]], Any], golden: Golden
+    whitebox: WhiteBox, report: Callable[[list[float]], Any]
 ) -> None:
     """As where a term was lost that no gradient comes from."""
     verdict = judged(whitebox, report)
@@ -92,7 +92,7 @@ def test_of_other_losses_nobody_knows_whether_they_were_computed(
     golden(verdict.undecided[0], numbers=False)
 
 
-def test_a_loss_that_was_added_up_over_the_ranks_is_a_wrong_report(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_loss_that_was_added_up_over_the_ranks_is_a_wrong_report(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         stage = two_ranks.half(model)
         losses = two_ranks.all_forward_all_backward(stage, microbatches)

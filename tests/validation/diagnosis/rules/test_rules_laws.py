@@ -8,7 +8,7 @@ from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.schedule import Schedule
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 STAGES, COUNT = 4, 3
 
@@ -56,7 +56,7 @@ def test_a_mode_of_one_stage_and_of_all() -> None:
     assert every.place == "everywhere"
 
 
-def test_a_backward_that_was_left_out_is_named_where_it_was_left_out_first(golden: Golden) -> None:
+def test_a_backward_that_was_left_out_is_named_where_it_was_left_out_first() -> None:
     """Gradients flow from the last stage down."""
     wrong = uncounted("backward", *range(3))
     ran = [a for a in everything() if not (a.kind is Kind.BACKWARD and a.stage < 3 and a.microbatch == 1)]
@@ -65,14 +65,14 @@ def test_a_backward_that_was_left_out_is_named_where_it_was_left_out_first(golde
     golden(cause.detail)
 
 
-def test_a_forward_that_was_left_out_is_named_at_the_first_stage(golden: Golden) -> None:
+def test_a_forward_that_was_left_out_is_named_at_the_first_stage() -> None:
     ran = [a for a in everything() if not (a.stage >= 1 and a.microbatch == 2)]
     (cause,) = counts(facts(uncounted("forward", 1, 2, 3), *ran))
     assert (cause.stage, cause.microbatches) == (1, (2,))
     golden(cause.detail)
 
 
-def test_backwards_that_ran_more_often_than_once_are_told_with_all_their_numbers(golden: Golden) -> None:
+def test_backwards_that_ran_more_often_than_once_are_told_with_all_their_numbers() -> None:
     again = [Action(2, Kind.BACKWARD, m) for m in (0, 1, 1)]
     (cause,) = counts(facts(uncounted("backward", 2), *everything(), *again))
     assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 2, (0, 1))

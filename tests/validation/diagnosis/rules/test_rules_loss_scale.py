@@ -10,7 +10,7 @@ from pipeproof.diagnosis.rules.loss_scale import by_scale, of_gradients
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Passed
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 ONE = LossScale(1024.0, 1024.0, 1024.0)
 COUNTS = (8, 2, 2)  # microbatches, ranks, stages
@@ -40,7 +40,7 @@ def test_a_factor_of_gradients_is_named(factor: float, scale: LossScale, kind: s
     assert (named.kind, named.rank, named.stage, named.factor) == (kind, 1, 1, factor)
 
 
-def test_a_scale_that_is_also_a_count_is_said_to_be_both(golden: Golden) -> None:
+def test_a_scale_that_is_also_a_count_is_said_to_be_both() -> None:
     named = of_gradients(replace(FACTOR, factor=8.0, detail="8 times"), LossScale(8.0, 8.0, 8.0), COUNTS)
     golden(str(named))
 
@@ -76,7 +76,7 @@ def test_what_flowed_back_tells_whether_losses_were_scaled_so(late: float, kind:
     assert (named.kind, named.instead) == (kind, ())
 
 
-def test_each_rank_divides_by_its_own_scale(golden: Golden) -> None:
+def test_each_rank_divides_by_its_own_scale() -> None:
     scale = replace(ONE, ranks={0: 1024.0, 1: 2048.0})
     halved = replace(FACTOR, factor=0.5)
     (named,) = by_scale(lambda evidence: [halved])(replace(EVIDENCE, scale=scale))

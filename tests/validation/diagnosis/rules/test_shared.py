@@ -18,7 +18,7 @@ from pipeproof.diagnosis.rules.shared import by_sender, on_rank
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 COUNT = 6
@@ -72,13 +72,13 @@ def test_what_is_reduced_in_time_is_right(whitebox: WhiteBox) -> None:
 
 
 @pytest.mark.parametrize(("left", "parameter"), [("0.weight", "0.weight"), ("2.bias", "2.bias")])
-def test_a_parameter_that_was_not_reduced(whitebox: WhiteBox, left: str, parameter: str, golden: Golden) -> None:
+def test_a_parameter_that_was_not_reduced(whitebox: WhiteBox, left: str, parameter: str) -> None:
     (cause,) = judged(whitebox, lambda name: name != left).cause
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, parameter)
     golden(cause.detail, numbers=False)
 
 
-def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, before=2).cause
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
     golden(cause.detail, numbers=False)
@@ -105,12 +105,12 @@ def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteB
     assert verdict.mismatches[0].rank == 1
 
 
-def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox, golden: Golden) -> None:
+def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, summed=True).cause
     golden(cause.detail, numbers=False)
 
 
-def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox, golden: Golden) -> None:
+def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, times=2.0).cause
     assert (cause.kind, cause.factor) == ("scale", 2.0)
     golden(cause.detail, numbers=False)

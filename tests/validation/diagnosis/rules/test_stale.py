@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeproof.core.contract import Contract
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 from tests.support.sweeps import sampled
 
@@ -174,7 +174,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", sampled(WRONG, 3))
-def test_what_an_operation_left_is_found_and_named(whitebox: WhiteBox, name: str, golden: Golden) -> None:
+def test_what_an_operation_left_is_found_and_named(whitebox: WhiteBox, name: str) -> None:
     way, steps, kind, stage = WRONG[name]
     verdict = judged(whitebox, way, steps)
     assert verdict.verdict == "fail", str(verdict)

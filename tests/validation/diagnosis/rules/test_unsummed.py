@@ -9,7 +9,7 @@ from pipeproof import SingleDevice, World, check_step, record_step
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 COUNT = 4
@@ -142,7 +142,7 @@ def test_the_axis_along_which_copies_are_apart_tells_which_sum_is_missing(
     ],
 )
 def test_what_was_there_before_is_told_of_the_stages_that_had_it(
-    left: tuple[int, ...], place: str, factor: float, alone: bool, world: World, golden: Golden
+    left: tuple[int, ...], place: str, factor: float, alone: bool, world: World
 ) -> None:
     (cause,) = told(world, 1, left=left, alone=alone).cause
     assert (cause.kind, cause.place, cause.factor) == ("stale-gradient", place, factor), str(cause)

@@ -14,7 +14,7 @@ from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.single_device import SingleDevice
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 loss_fn = nn.functional.mse_loss
@@ -104,16 +104,14 @@ def test_a_wrong_step_is_named() -> None:
     assert (verdict.verdict, [cause.kind for cause in verdict.cause]) == ("fail", ["scale"])
 
 
-def test_a_norm_that_is_told_in_parts_is_not_said_to_be_told_by_nobody(
-    monkeypatch: pytest.MonkeyPatch, golden: Golden
-) -> None:
+def test_a_norm_that_is_told_in_parts_is_not_said_to_be_told_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeproof.records.frameworks.framework_job.held_whole", lambda norm: None)
     law = judged(Job()).law("grad-norm")
     assert law.outcome == "not seen"
     golden(law.note)
 
 
-def test_a_norm_like_nothing_known_is_not_laid_upon_the_norm_alone(golden: Golden) -> None:
+def test_a_norm_like_nothing_known_is_not_laid_upon_the_norm_alone() -> None:
     job = Job()
 
     def lose_a_part() -> None:
@@ -136,7 +134,7 @@ def test_names_of_the_whole_model_are_used() -> None:
     assert judged(Job(), against=against, name=lambda stage, name: f"{stage}.{name}").verdict == "pass"
 
 
-def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack(golden: Golden) -> None:
+def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> None:
     def longer() -> nn.Module:
         return nn.Sequential(*build(), nn.Linear(8, 8))
 
@@ -148,7 +146,7 @@ def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack(golden
     assert "rename=" not in told + twice
 
 
-def test_several_steps_in_one_block_are_no_verdict_on_the_first(golden: Golden) -> None:
+def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:
     verdict = judged(Job(), steps=2)
     assert verdict.verdict == "unknown"
     golden(str(verdict).splitlines()[0])
@@ -195,7 +193,7 @@ def judged_with(**changed: Any) -> Verdict:
     return check.verdict
 
 
-def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused(golden: Golden) -> None:
+def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused() -> None:
     unfinished = WhiteBoxError("call train_batch in the block")
     golden(str(judged_with(unfinished=unfinished)).splitlines()[0])
     job = Job()
@@ -204,7 +202,7 @@ def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused
     assert check.verdict.verdict == "pass", str(check.verdict)
 
 
-def test_what_the_job_raises_is_its_own(golden: Golden) -> None:
+def test_what_the_job_raises_is_its_own() -> None:
     job = Job()
     with pytest.raises(KeyError), checking(job.as_step, timeout_s=5) as check:
         raise KeyError("x")
@@ -238,7 +236,7 @@ def test_what_is_frozen_has_no_gradient_and_is_compared() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [-1, None])
-def test_a_timeout_that_is_none_is_said_and_the_job_goes_on(timeout_s: Any, golden: Golden) -> None:
+def test_a_timeout_that_is_none_is_said_and_the_job_goes_on(timeout_s: Any) -> None:
     job = Job()
     with checking(job.as_step, timeout_s=timeout_s) as check:
         job.step()

@@ -22,7 +22,7 @@ from pipeproof.records.record import OtherSteps, Record
 from pipeproof.records.record_file import read
 from pipeproof.records.step_record import record_step
 from pipeproof.worlds.worker import RankContext
-from tests.support.golden import Golden
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 OURS = Framework("ours", "pipeproof", "pipeproof.ours", ("0.1",), "pip install pipeproof", WhiteBoxError)
@@ -78,7 +78,7 @@ def recorded(path: Path, job: Job, *, data: Any = None, factor: float = 1.0, ste
             job.step(factor)
 
 
-def test_a_record_has_what_the_step_gave(tmp_path: Path, golden: Golden) -> None:
+def test_a_record_has_what_the_step_gave(tmp_path: Path) -> None:
     job = Job(prefix="whole.")
     before = {f"whole.{name}": one.detach().clone() for name, one in job.model.named_parameters()}
     recorded(tmp_path / "a", job)
@@ -104,7 +104,7 @@ def compared(tmp_path: Path, **second: Any) -> Verdict:
     return compare(read(tmp_path / "one"), read(tmp_path / "other"), sides=RUNS)
 
 
-def test_two_frameworks_are_compared_by_weights_where_names_are_others(tmp_path: Path, golden: Golden) -> None:
+def test_two_frameworks_are_compared_by_weights_where_names_are_others(tmp_path: Path) -> None:
     verdict = compared(tmp_path)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert verdict.law("gradient").checked == 4
@@ -121,7 +121,7 @@ def test_two_frameworks_that_differ_are_told_apart(tmp_path: Path) -> None:
     }
 
 
-def test_a_step_is_held_against_one_device(tmp_path: Path, golden: Golden) -> None:
+def test_a_step_is_held_against_one_device(tmp_path: Path) -> None:
     job, model = Job(prefix="whole."), blocks(2)
     for one in (job.model, model):
         next(one.parameters()).requires_grad_(False)
@@ -285,7 +285,7 @@ def of_two(world: World, path: Path, *, shift: int = 0, other: float = 0.0) -> R
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.filterwarnings("ignore:the step was not recorded")
-def test_parts_that_replicas_have_are_put_together(world: World, tmp_path: Path, golden: Golden) -> None:
+def test_parts_that_replicas_have_are_put_together(world: World, tmp_path: Path) -> None:
     record = of_two(world, tmp_path / "a")
     assert isinstance(record, Record), record
     (one,) = record.operations

@@ -14,7 +14,7 @@ from pipeproof.worlds.simulated.exploration import Course, Exploration, told
 from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 Job = Callable[[RankContext], object]
 
@@ -83,9 +83,7 @@ def outcomes(job: Job, world: World, ranks: int) -> tuple[set[str], Exploration]
         (takes_from_any, 3, {"[[1, 2], [], []]", "[[2, 1], [], []]"}, 4),
     ],
 )
-def test_what_depends_on_the_order_is_seen(
-    job: Job, ranks: int, seen: set[str], differ: int, simulated: World, golden: Golden
-) -> None:
+def test_what_depends_on_the_order_is_seen(job: Job, ranks: int, seen: set[str], differ: int, simulated: World) -> None:
     found, exploration = outcomes(job, simulated, ranks)
     assert found == seen
     assert (exploration.found, exploration.complete, exploration.more) == (differ, True, False)
@@ -156,7 +154,7 @@ def _run(world: World, job: Job) -> None:
         world.run(after_a_barrier, job, ranks=2)
 
 
-def test_a_search_ends_where_there_are_more_than_wanted(simulated: World, golden: Golden) -> None:
+def test_a_search_ends_where_there_are_more_than_wanted(simulated: World) -> None:
     simulated.most = 2
     ran = [simulated.run(polls, ranks=2) for _ in simulated.interleavings()]
     assert len(ran) == 2

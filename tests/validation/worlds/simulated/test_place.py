@@ -23,7 +23,7 @@ from pipeproof.worlds.simulated.place import Simulated
 from pipeproof.worlds.simulated.torch_inside import too_old
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 
 def own_numbers(context: RankContext) -> list[float]:
@@ -180,9 +180,7 @@ def test_who_blocks_or_dies_is_told_and_the_next_run_is_sound(
     assert simulated.run(own_numbers, ranks=2) == simulated.run(own_numbers, ranks=2)
 
 
-def test_where_nobody_knows_which_rank_holds_the_process_none_is_blamed(
-    monkeypatch: pytest.MonkeyPatch, golden: Golden
-) -> None:
+def test_where_nobody_knows_which_rank_holds_the_process_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     place, stuck = Simulated(), RankReport(0, Ending.STUCK, "did not finish within 11 s", "its own")
     monkeypatch.setattr(place, "_process", SimpleNamespace(run=lambda *_, **__: [stuck]))
     reports = place.run(b"", label="", ranks=2, timeout_s=0.2, meanwhile=())

@@ -14,7 +14,7 @@ from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.simulated.races import fill, overlap, poison, unchanged
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.golden import Golden
+from tests.support.golden import golden
 
 Use = Callable[[Tensor, Any], object]
 
@@ -89,7 +89,7 @@ NO_READS: list[Use] = [
 
 
 @pytest.mark.parametrize("use", READS)
-def test_a_buffer_that_is_used_before_its_message_is_waited_for(use: Use, simulated: World, golden: Golden) -> None:
+def test_a_buffer_that_is_used_before_its_message_is_waited_for(use: Use, simulated: World) -> None:
     with pytest.raises(RankFailed) as failed:
         simulated.run(used, use, ranks=2)
     race = failed.value.cause
