@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from pipeproof.worlds.launcher import launch_environment
+from tests.support.golden import COLLECTED, texts_of
 from tests.support.warm_start import Ended, WarmStart, run_new
 
 if TYPE_CHECKING:
@@ -36,17 +37,25 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts processes like what uses ranks: ``ci/fast`` leaves both out.
 
     What does not share the ranks of a world has nothing to gain from running once on every rank of torchrun.
     """
+    config.stash[COLLECTED] = list(items)
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if _STARTS_PROCESSES & fixtures:
             item.add_marker("pipeproof_ranks")
         if "world" not in fixtures:
             item.add_marker("pipeproof_one_rank")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test may compare texts with those that are kept."""
+    with texts_of(item):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from pipeproof.pipeline.files import is_csv, read_file
 from pipeproof.pipeline.lower import Program, lower, read_csv
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
+from tests.support.golden import golden
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2)).to_csv()
@@ -141,7 +142,7 @@ def test_standard_input_is_read_where_it_is_asked_for(
 
 def test_a_file_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", ""]) == 2
-    assert "cannot read a file whose name is empty" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
 
 
 def test_a_file_that_no_schedule_fills_is_not_read(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Drawings: what they show, and goldens to look at (tests/golden/grid-*.txt)."""
-
-from pathlib import Path
+"""Drawings: what they show."""
 
 import pytest
 
@@ -8,14 +6,12 @@ from pipeproof.pipeline.grid import draw, grid
 from pipeproof.pipeline.schedule import ScheduleError, schedule_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 from pipeproof.pipeline.simulate import simulate
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from tests.support.golden import golden
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_golden(name: str) -> None:
-    drawing = grid(build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))) + "\n"
-    assert drawing == (GOLDEN / f"grid-{name}.txt").read_text()
+    golden(grid(build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))))
 
 
 def test_a_forward_is_one_cell_and_a_backward_two() -> None:

@@ -6,6 +6,7 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.pipeline.mesh import Mesh, Sum, Tied, along, chunks, groups_along, pipelines_of
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import build
+from tests.support.golden import golden
 
 PIPELINE = build("1f1b", ranks=2, microbatches=3)
 
@@ -26,7 +27,7 @@ def test_replicas_share_microbatches_and_sums_divide() -> None:
     assert [one.tolist() for one in mesh.shares] == [[0, 2, 4]] * 4 + [[1, 3, 5]] * 4
     assert (mesh.ranks, mesh.replicas, mesh.pieces, mesh.divisor) == (8, 2, 1, 2)
     assert mesh.sums == (Sum("dp", 2),)
-    assert mesh.sizes == "dp 2, pp 2, tp 2"
+    golden(mesh.sizes)
     assert mesh.places("tp").tolist() == [0, 1] * 4
     assert mesh.places("cp").tolist() == [0] * 8
 

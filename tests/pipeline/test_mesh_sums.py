@@ -14,6 +14,7 @@ from pipeproof.pipeline.mesh_file import read_axes
 from pipeproof.pipeline.mesh_sums import LAWS, Sums, violations
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import build
+from tests.support.golden import golden
 from tests.support.mesh_numbers import agrees, rows_kept
 
 PLAIN, TWO_STAGES, ONE = (build(name, ranks=2, microbatches=2) for name in ("1f1b", "zb-v", "1f1b"))
@@ -91,7 +92,7 @@ def test_sums_of_the_same_are_one_sum() -> None:
 
 def test_no_sum_at_all_on_a_large_mesh_is_told_soon() -> None:
     large = replace(mesh(PLAIN, dp=4096, pp=2), sums=(), divisor=1)
-    assert str(violations(large, PLAIN)[-1]) == "sums: and 8187 more"
+    golden(str(violations(large, PLAIN)[-1]))
 
 
 class Specimen(NamedTuple):

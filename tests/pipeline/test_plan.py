@@ -11,6 +11,7 @@ from pipeproof.pipeline.plan import Needs, plan, row, trade
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, build
 from pipeproof.pipeline.simulate import simulate
+from tests.support.golden import golden
 
 
 def test_every_family_is_there_and_the_fastest_comes_first() -> None:
@@ -35,20 +36,17 @@ def test_figures_are_those_of_the_simulator_per_average_rank() -> None:
 def test_what_does_not_fit_comes_last_and_says_why() -> None:
     options = plan(Needs(8, 12, memory=4.0))
     fails = {option.label: option.fails for option in options if option.fails}
-    assert fails["gpipe"] == "a rank holds 12, more than 4"
-    assert fails["dualpipev"] == "microbatches is 12: dualpipev on 8 ranks needs at least 16 (twice the ranks)"
+    golden(fails["gpipe"])
+    golden(fails["dualpipev"])
     assert [bool(option.fails) for option in options] == sorted(bool(option.fails) for option in options)
     assert {option.label for option in options if not option.fails} == {"v-min", "naive"}
-    assert "fails: a rank holds 12, more than 4" in [row(option)[-1] for option in options]
+    golden("\n".join(row(option)[-1] for option in options))
 
 
 def test_the_trade_is_named() -> None:
-    assert trade(plan(Needs(4, 16))) == (
-        "zb-h1 V=4 is the fastest that fits: bubble 1.5 %, 4 of memory. "
-        "v-min needs 50% less memory and takes 10% more time."
-    )
-    assert trade(plan(Needs(8, 12, memory=0.5))) == "Nothing fits: naive needs least, 1 of memory."
-    assert trade(plan(Needs(1, 4, memory=1.0))).endswith("; nothing that fits needs less.")
+    golden(trade(plan(Needs(4, 16))))
+    golden(trade(plan(Needs(8, 12, memory=0.5))))
+    golden(trade(plan(Needs(1, 4, memory=1.0))))
 
 
 def test_layers_are_balanced_over_the_stages_and_their_times_used() -> None:
@@ -56,7 +54,7 @@ def test_layers_are_balanced_over_the_stages_and_their_times_used() -> None:
     assert options["1f1b"].split == (3, 3)
     assert options["zb-v"].split == (1, 2, 2, 1)
     assert options["1f1b"].makespan == simulate(build("1f1b", ranks=2, microbatches=4)).makespan
-    assert options["interleaved V=4"].fails.startswith("6 layers cannot fill 8 stages")
+    golden(options["interleaved V=4"].fails)
     assert "1,2,2,1" in {row(option)[-2] for option in options.values()}
 
 

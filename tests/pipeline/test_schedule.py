@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import ScheduleError, schedule_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
+from tests.support.golden import golden
 
 GPIPE = "0F0,0F1,,,0B1,0B0\n,1F0,1F1,1B1,1B0,\n"
 
@@ -71,7 +72,7 @@ def test_what_cannot_be_named_is_refused(text: str, reason: str) -> None:
 
 
 def test_str_is_a_line_per_rank() -> None:
-    assert str(build("gpipe", ranks=2, microbatches=1)) == "rank 0: 0F0 0B0\nrank 1: 1F0 1B0"
+    golden(str(build("gpipe", ranks=2, microbatches=1)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
+from pipeproof.core.reason import Reason
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
@@ -55,7 +56,7 @@ HOOKED = "hooks on its gradient may have made another of it, and are not run aga
 
 def not_known(stages: Iterable[int]) -> str:
     """That nobody knows what ``stages`` give."""
-    return " and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages))
+    return Reason.LINK.doubt(" and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages)))
 
 
 _EQUAL = "some inputs may be any of several equal outputs, so that nobody knows to which of them what flowed is due"
@@ -195,26 +196,24 @@ class Whole:
         at.left_out(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
         enter_unsure(self.chain.stages, self._links, self._passed, ledger)
+        doubt = partial(ledger.doubt, "boundaries")
         for stage, links in self._links.items():
-            if self._is_strange(stage):
-                ledger.doubt("boundaries", f"stage {stage} gives something else each time that it is run")
+            strange = any(link.strange for link in links)  # a call gives something else each time that it is run
+            if strange:
+                doubt(f"stage {stage} gives something else each time that it is run", Reason.RERUN)
             if any(stage in part.drawing for part in self.parts):
-                ledger.doubt("boundaries", f"stage {stage}: {DRAWS_AGAIN}")
+                doubt(f"stage {stage}: {DRAWS_AGAIN}", Reason.RERUN)
             if any(link.endless for link in links):
-                ledger.doubt("boundaries", f"what stage {stage} gives is not finite")
-            elif any(one.limit == math.inf for one in self._passed[stage].crossings) and not self._is_strange(stage):
-                ledger.doubt("boundaries", f"what came to stage {stage} is not finite in the type of what it gave")
+                doubt(f"what stage {stage} gives is not finite", Reason.NOT_FINITE)
+            elif any(one.limit == math.inf for one in self._passed[stage].crossings) and not strange:
+                doubt(f"what came to stage {stage} is not finite in the type of what it gave", Reason.NOT_FINITE)
             for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
-                ledger.doubt("boundaries", told)
+                doubt(told, Reason.RERUN)
         self._enter_told(ledger)
         if self.only is None and not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         wrong = any(m.law in ("gradient", "presence") for m in ledger.mismatches)
         at.uncompared(0, doubtful=wrong)
-
-    def _is_strange(self, stage: int) -> bool:
-        """Whether a call of ``stage`` gives something else each time that it is run."""
-        return any(link.strange for link in self._links[stage])
 
     def _enter_parameters(self, ledger: Ledger, due: Collection[str]) -> None:
         at = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)
@@ -250,7 +249,7 @@ class Whole:
             if self.chain.last in lost:
                 ledger.doubt("loss", not_known([self.chain.last]))
             elif not known:
-                ledger.doubt("loss", "the last stage was not called once for each microbatch")
+                ledger.doubt("loss", "the last stage was not called once for each microbatch", Reason.CALLS)
         if (lost or unsure) and any(one.norm is not None for one in self.reported):
             ledger.doubt("grad-norm", not_known(lost) if lost else unsure[0])
 

@@ -7,6 +7,7 @@ stage runs again.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.judging.ledger import Ledger
@@ -27,9 +28,11 @@ _SEVERAL = (
 def why_unsure(stage: int, seen: StageSeen, links: Sequence[Link]) -> str:
     """Why more may have come to what an inner ``stage`` gave than was sent there; empty where it may not."""
     if seen.outside is not None:
-        return _OUTSIDE.format(f" at {seen.outside[0].place}" if seen.outside else "", stage)
+        where = f" at {seen.outside[0].place}" if seen.outside else ""
+        return Reason.OWN_BACKWARD.doubt(_OUTSIDE.format(where, stage))
     again = all(link.gives for link in links)
-    return "" if again or not any(len(call.giving) > 1 for call in seen.calls) else _SEVERAL.format(stage)
+    several = not again and any(len(call.giving) > 1 for call in seen.calls)
+    return Reason.LINK.doubt(_SEVERAL.format(stage)) if several else ""
 
 
 def as_far_as_known(flow: Passed) -> Passed:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.judging.verdict import names_of
 from pipeproof.observers.observed import Observed
@@ -40,7 +41,7 @@ def missed(found: Assembled, observed: Observed, unlike: str, unrouted: str) -> 
             ("grad-norm", norm, "no rank reports a norm"),
             ("outputs", any(one.outputs for one in every), "no rank hands any back"),
             ("routing", any(one.routes for one in every), unrouted or _UNROUTED),
-            ("updated-parameters", not unlike or "updated-parameters" in claimed, unlike),
+            ("updated-parameters", not unlike or "updated-parameters" in claimed, Reason.OPTIMIZER.doubt(unlike)),
             ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
         )
         if not seen
@@ -54,7 +55,8 @@ def _claimed(observed: Observed) -> set[str]:
 def unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
     """What the step does not report, by the law that needs it; ``outputs``: the names of those that it could."""
     told = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
-    found = {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
+    why = Reason.UNREPORTED.doubt("no rank reports a loss: hand losses back beside the modules")
+    found: dict[str, str] = {} if told else {"loss": why}
     named = {name for row in observed.ranks for one in row for name in one.outputs}
     if named and (left := [name for name in outputs if name not in named]):
         found["outputs"] = f"no rank hands back {names_of(left)}"

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.chain import Chain, place_of
 from pipeproof.foreign.sources import TARGETS, Source, is_target
 from pipeproof.judging.cause import listed
@@ -28,32 +29,32 @@ def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> 
     unplaced, unused = list(_unplaced(chain)), list(_unused(chain))
     data = [one for one in unused if one[0] is None]
     if any(not flows for _, _, flows in unplaced):  # it may have come as one of those
-        ledger.leave_out(_LAW, [_name(one) for one in data], "no stage is known to have been given it")
+        ledger.leave_out(_LAW, [_name(one) for one in data], "no stage is known to have been given it", Reason.WIRING)
     for stage, number, flows in unplaced:
         name = f"input {number} of stage {stage}"
         if flows:
-            ledger.leave_out(_LAW, [name], "nobody is known to have sent it")
+            ledger.leave_out(_LAW, [name], "nobody is known to have sent it", Reason.WIRING)
         else:
             ledger.remark(_LAW, f"{name} is no stage's and no data: it was taken as it came")
     lost = chain.sources.unreceived()
-    ledger.leave_out(_LAW, [place_of(one) for one in lost], "nobody is known to have received it")
+    ledger.leave_out(_LAW, [place_of(one) for one in lost], "nobody is known to have received it", Reason.WIRING)
     instead = dict(_instead(chain, [one for one in unused if one not in lost]))
     for source, other in instead.items():
-        ledger.leave_out(_LAW, [_name(source)], f"no stage was given it, and {_name(other)} went to several inputs")
+        told = f"no stage was given it, and {_name(other)} went to several inputs"
+        ledger.leave_out(_LAW, [_name(source)], told, Reason.WIRING)
     for source, name in _altered(chain, [one for one in unused if one not in lost and one not in instead]):
-        ledger.leave_out(
-            _LAW, [_name(source)], f"no stage was given it, and {name}, which has its form, was sent by nobody"
-        )
+        told = f"no stage was given it, and {name}, which has its form, was sent by nobody"
+        ledger.leave_out(_LAW, [_name(source)], told, Reason.WIRING)
     used = {*chain.sources.of_inputs.values()}
     targets = [_name(one) for one in chain.sources.sent if is_target(one) and one not in used]
-    ledger.leave_out(_LAW, targets if loss_inside else [], _UNUSED_TARGET)
+    ledger.leave_out(_LAW, targets if loss_inside else [], _UNUSED_TARGET, Reason.WIRING)
     for one in data:
         if one not in instead:
             ledger.remark(_LAW, f"{_name(one)} went to no stage")
     for those in chain.sources.unsure.values():
         stages = sorted({stage for stage, _ in those})
         which = f"outputs of stages {listed(stages)}" if len(stages) > 1 else f"several outputs of stage {stages[0]}"
-        ledger.doubt(_LAW, _UNSURE.format(which))
+        ledger.doubt(_LAW, _UNSURE.format(which), Reason.EQUAL_OUTPUTS)
     for told in _exchanged(chain):
         ledger.remark(_LAW, told)
 
@@ -80,7 +81,8 @@ def gives_nothing(chain: Chain) -> Iterator[str]:
     """Where a stage before the last gave no tensor, so that nobody saw what it sends: it may come out later."""
     for stage, seen in chain.stages.items():
         if stage != chain.last and any(not (call.outputs or call.unread) for call in seen.calls):
-            yield f"stage {stage} gave no tensor that is seen: let its module give them in tuples, lists or mappings"
+            told = f"stage {stage} gave no tensor that is seen: let its module give them in tuples, lists or mappings"
+            yield Reason.HIDDEN.doubt(told)
 
 
 def _called_too_often(chain: Chain) -> Iterator[str]:
@@ -93,7 +95,8 @@ def _called_too_often(chain: Chain) -> Iterator[str]:
         if strange and len(given) > count:
             told = f"stage {stage} was called {len(given)} times, and {count} microbatches were given"
             which = f"call {strange[0]}" if len(strange) == 1 else f"each of calls {listed(strange)}"
-            yield f"{told}: what {which} was given is none of theirs; pass all microbatches that the step runs"
+            told += f": what {which} was given is none of theirs; pass all microbatches that the step runs"
+            yield Reason.CALLS.doubt(told)
 
 
 def _called_too_seldom(chain: Chain) -> Iterator[str]:
@@ -107,7 +110,8 @@ def _called_too_seldom(chain: Chain) -> Iterator[str]:
         if 0 < len(given) < count and all(given) and sent.isdisjoint(set[bytes]().union(*given)):
             times = some(len(given), "time")
             told = f"stage {stage} was called {times} for {count} microbatches, on nothing that was sent"
-            yield f"{told}: if that is several at once, call it for each microbatch in the step that is checked"
+            told += ": if that is several at once, call it for each microbatch in the step that is checked"
+            yield Reason.CALLS.doubt(told)
 
 
 def _sent(chain: Chain) -> set[bytes]:
@@ -117,7 +121,8 @@ def _sent(chain: Chain) -> set[bytes]:
 
 def several_calls(stage: int, how: str) -> str:
     """That nobody knows which of a stage's calls is about which microbatch."""
-    return f"stage {stage}'s module is called {how}: pass one that makes all of its calls for a microbatch in one"
+    told = f"stage {stage}'s module is called {how}: pass one that makes all of its calls for a microbatch in one"
+    return Reason.CALLS.doubt(told)
 
 
 def _unplaced(chain: Chain) -> Iterator[tuple[int, int, bool]]:

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeproof.core.limits import precision_of
+from pipeproof.core.reason import Reason
 from pipeproof.judging.ledger import Heading, Ledger
 from pipeproof.judging.tolerance import Floor, may_be_rounded, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import names_of
@@ -165,7 +166,7 @@ class Comparison:
         if wanted is not None and math.isfinite(wanted):
             self.ledger.numbers(self._at("grad-norm", rank=rank), seen, wanted, self.allowed.norm)
         elif wanted is not None:
-            self.ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: there is nothing to compare with")
+            self.ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: {_NOTHING}", Reason.NOT_FINITE)
 
     def gradient(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter's gradient. None and zeros stand for each other: a sum over ranks that all have none is zeros."""
@@ -179,7 +180,7 @@ class Comparison:
         if seen is None or wanted is None:
             return
         if not all_finite(wanted):
-            self.ledger.leave_out("gradient", [name], "what it is compared with is not finite")
+            self.ledger.leave_out("gradient", [name], "what it is compared with is not finite", Reason.NOT_FINITE)
             return
         if wanted.numel() and not any_nonzero(wanted) and not any_nonzero(seen):
             self.ledger.empty("gradient", "zero, as is due: no fault shows there")
@@ -200,7 +201,8 @@ class Comparison:
         """A parameter after the optimizer: how far it moved is what is judged."""
         wanted, before = self.due.parameters[name], self.due.before[name]
         if any_nan(wanted) or (all_finite(before) and not all_finite(wanted)):
-            self.ledger.leave_out("updated-parameters", [name], "what they are compared with is not finite")
+            why = "what they are compared with is not finite"
+            self.ledger.leave_out("updated-parameters", [name], why, Reason.NOT_FINITE)
             return
         gradient = self.due.gradients[name] if name in self.due.gradients else None
         moves = gradient is not None and any_nonzero(gradient)
@@ -267,7 +269,7 @@ class Comparison:
         if all(map(math.isfinite, losses)) and (self.due.loss is None or math.isfinite(self.due.loss)):
             return True
         told = _text(losses if not all(map(math.isfinite, losses)) else [self.due.loss or 0.0])
-        self.ledger.doubt("loss", f"the reference itself gives losses {told}: there is nothing to compare with")
+        self.ledger.doubt("loss", f"the reference itself gives losses {told}: {_NOTHING}", Reason.NOT_FINITE)
         return False
 
     def _at(self, law: str, **where: object) -> Heading:
@@ -295,7 +297,7 @@ def tell_of_unmoved(ledger: Ledger, trained: Mapping[int, Collection[tuple[int |
     every = {one for those in trained.values() for one in those}
     for stage in sorted({stage for stage, moved in every if not moved and (stage, True) not in every}, key=str):
         of = "" if stage is None else f" of stage {stage}"
-        ledger.doubt("updated-parameters", f"no parameter{of} moves: steps {_STILL}")
+        ledger.doubt("updated-parameters", f"no parameter{of} moves: steps {_STILL}", Reason.ROUNDING)
     for number, those in trained.items():
         if still := sum(not moved for _, moved in those):
             which = f"{still} of {len(those)} in operation {number + 1}"
@@ -321,6 +323,9 @@ def hold_claim(ledger: Ledger, claim: Claim, number: int, laws: frozenset[str] =
     """Enter what must hold between ranks in operation ``number``; ``laws`` are those about its place."""
     at = dict(zip(("stage", "parameter"), claim.site, strict=True), rank=claim.rank, beside=claim.beside)
     ledger.hold(Heading.at(claim.law, number, laws, **at), claim.holds, claim.seen, claim.expected)
+
+
+_NOTHING = "there is nothing to compare with"
 
 
 def _exact(wanted: Tensor) -> Floor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import FP32, Precision, precision_of
+from pipeproof.core.reason import Reason
 from pipeproof.judging.comparison import Comparison, due_of, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.judging.execution import Execution
 from pipeproof.judging.floors import Floors
@@ -109,7 +110,7 @@ class Judge:
             if number and self.ledger.failed:
                 how = "already disagrees" if self.ledger.mismatches else "is not known to be right"
                 for law in self._later_laws(number):
-                    self.ledger.doubt(law, f"not judged: operation {number} {how}")
+                    self.ledger.doubt(law, f"not judged: operation {number} {how}", Reason.EARLIER)
                 break
             self.ledger.held = self.ledger.exact if number else frozenset()
             self._operation(number, laws)
@@ -178,10 +179,10 @@ class Judge:
         others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
         if any(m.law == "initial-weights" for m in evidence.mismatches):
             for law in others:
-                self.ledger.doubt(law, "not judged: the weights differ before the step")
+                self.ledger.doubt(law, "not judged: the weights differ before the step", Reason.EARLIER)
         elif first := min((m.operation for m in evidence.mismatches if m.operation <= number), default=0):
             for law in others:
-                self.ledger.doubt(law, f"not judged: operation {first} already disagrees")
+                self.ledger.doubt(law, f"not judged: operation {first} already disagrees", Reason.EARLIER)
         else:
             self.ledger.join(results)
         self._evidence = self.ledger.empty_copy()
@@ -232,7 +233,7 @@ class Judge:
                 results.remark("gradient", answer.floors.obstacle)
         elif name == "eval" and self._required.results_decide and not results.entered("loss", number):
             why = "reports no losses, so it is not known what it computed: hand them back"
-            results.doubt("eval", f"operation {number + 1} {why}")
+            results.doubt("eval", f"operation {number + 1} {why}", Reason.UNREPORTED)
         at.tell()
         self._trained[number] = at.trained.values()
         leave_out(results, at.due, number=number, names=())
@@ -348,7 +349,7 @@ class Judge:
         norm = expected.norm or 0.0
         if norm <= max_norm < math.inf and at.number == self._required.plan.index("train"):
             never = f"clipping to {max_norm} never acted on a norm of {norm:.3g}"
-            at.ledger.doubt("updated-parameters", never)
+            at.ledger.doubt("updated-parameters", never, Reason.NOTHING)
 
     def _where(self, site: Site) -> Where:
         """The rank and stage of a site, as far as they are known."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeproof.core.limits import FP32, FP64, Precision
+from pipeproof.core.reason import Doubt, Reason, reasons_of
 from pipeproof.judging.leads import Leads
 from pipeproof.judging.measured import Compared
 from pipeproof.judging.sizes import brief_sizes, sizes
@@ -18,7 +19,7 @@ from pipeproof.observers.elements import any_nonzero, is_rounded
 from pipeproof.observers.sketch import Sketch
 
 HELD = "what came before was bit for bit, so that rounding in {} does not excuse this"
-ENDLESS = "not finite on either side: no fault shows there"
+ENDLESS = Reason.NOT_FINITE.doubt("not finite on either side: no fault shows there")
 _GRADIENT = "gradient"
 COMPUTED = ("loss", _GRADIENT)  # laws of what every microbatch gives
 _KEPT = (*COMPUTED, "grad-norm")  # laws whose comparisons are kept one by one
@@ -37,6 +38,7 @@ class _Entry:
     notes: list[str] = field(default_factory=list)
     entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # Heading.compared of what was compared
     left_out: dict[str, None] = field(default_factory=dict)
+    reasons: dict[Reason, None] = field(default_factory=dict)
     leads: Leads = field(default_factory=Leads)  # of gradients that are no fault each for itself
 
     def add(self, other: "_Entry") -> None:
@@ -51,6 +53,7 @@ class _Entry:
         self.notes += [note for note in other.notes if note not in self.notes]
         self.entered |= other.entered
         self.left_out |= other.left_out
+        self.reasons |= other.reasons
         self.leads = self.leads.joined(other.leads)
 
 
@@ -115,27 +118,29 @@ class Ledger:
         """``law`` does not apply here."""
         self._skipped[law] = "not applicable", reason
 
-    def miss(self, law: str, reason: str) -> None:
+    def miss(self, law: str, why: str) -> None:
         """``law`` may well apply, but nothing was seen of what it is about."""
-        self._skipped[law] = "not seen", reason
+        self._skipped[law] = "not seen", Reason.UNREPORTED.doubt(why)
 
-    def doubt(self, law: str, reason: str) -> None:
-        """``law`` cannot be judged: it says nothing that it was not seen to fail."""
+    def doubt(self, law: str, why: str, reason: Reason = Reason.UNCOMPARED) -> None:
+        """``law`` cannot be judged: it says nothing that it was not seen to fail. ``reason``: if ``why`` has none."""
         self._entries[law].outcomes.add("unknown")
-        self.remark(law, reason)
+        self._entries[law].reasons |= dict.fromkeys(reason.doubt(why).reasons)
+        self.remark(law, why)
 
     def remark(self, law: str, note: str) -> None:
         """Something about ``law`` that readers should know, and that changes no outcome."""
         if note not in self._entries[law].notes:
             self._entries[law].notes.append(note)
 
-    def leave_out(self, law: str, names: Sequence[str], reason: str, *, hides: bool = True) -> None:
+    def leave_out(
+        self, law: str, names: Sequence[str], why: str, reason: Reason = Reason.UNCOMPARED, *, hides: bool = True
+    ) -> None:
         """``names`` should have been compared under ``law`` and were not; ``hides``: a fault may be in that."""
         if names:
-            entry = self._entries[law]
-            entry.left_out |= dict.fromkeys(names)
-            self.remark(law, f"{reason}: {names_of(names)}")
-            entry.outcomes |= {"unknown"} if hides else set()
+            self._entries[law].left_out |= dict.fromkeys(names)
+            told = Doubt(f"{why}: {names_of(names)}", reason.doubt(why).reasons)
+            (self.doubt if hides else self.remark)(law, told)
 
     def entered(self, law: str, number: int) -> set[str | int | None]:
         """Which parameters, or microbatches, of operation ``number`` (from 0) were compared under ``law``."""
@@ -341,18 +346,21 @@ class Ledger:
     def _law(self, name: str, entry: _Entry) -> LawResult:
         if name in self._skipped:
             skipped, reason = self._skipped[name]
-            return LawResult(name, skipped, note=reason)
-        outcome: Outcome = "pass"
-        if "fail" in entry.outcomes:
-            outcome = "fail"
-        elif "unknown" in entry.outcomes or entry.checked == entry.empty.total():
-            outcome = "unknown"  # also of nothing, or of nothing in which a fault shows
+            return LawResult(name, skipped, note=reason, reasons=reasons_of(reason))
         agree = (losses := self._entries.get("loss", _Entry())).checked == losses.exact > 0
-        doubt = entry.leads.doubts(losses_agree=agree) if outcome != "fail" else []
+        failed = "fail" in entry.outcomes
+        doubt = [] if failed else entry.leads.doubts(losses_agree=agree)
+        nothing = entry.checked == entry.empty.total()  # at all, or nothing in which a fault shows
+        unknown = not failed and bool(doubt or nothing or "unknown" in entry.outcomes)
         empty = [f"{count} of them {'is' if count == 1 else 'are'} {what}" for what, count in entry.empty.items()]
         note = "; ".join([*doubt, *entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
         counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor
-        return LawResult(name, "unknown" if doubt else outcome, *counts, note, tuple(entry.left_out))
+        otherwise = reasons_of(*entry.notes, *entry.empty) or (
+            Reason.ROUNDING if entry.wrong or doubt else Reason.NOTHING,
+        )
+        reasons = tuple(entry.reasons) or otherwise * unknown
+        outcome: Outcome = "fail" if failed else "unknown" if unknown else "pass"
+        return LawResult(name, outcome, *counts, note, tuple(entry.left_out), reasons)
 
     def _enter(
         self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: Floor | None = None
@@ -384,8 +392,10 @@ class Ledger:
             self._coarsest = precision
 
 
-_NOISE = "rounding alone, and zero without it: no fault shows there"
-_DRIVEN = "driven by rounding as far as faults would: none shows there"
-_STRIDE = "made from rounding alone, so that only the length was compared"
-_MADE_MUCH_OF = "off by no more than the optimizer makes of rounding in gradients, and so not proven wrong"
+_NOISE = Reason.ROUNDING.doubt("rounding alone, and zero without it: no fault shows there")
+_DRIVEN = Reason.ROUNDING.doubt("driven by rounding as far as faults would: none shows there")
+_STRIDE = Reason.ROUNDING.doubt("made from rounding alone, so that only the length was compared")
+_MADE_MUCH_OF = Reason.ROUNDING.doubt(
+    "off by no more than the optimizer makes of rounding in gradients, and so not proven wrong"
+)
 NOWHERE = -1  # the stage of a parameter that no stage holds

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
+from pipeproof.core.reason import Reason
 from pipeproof.judging.cause import KINDS, Cause, Cells, OwnLine, RuledOut
 from pipeproof.judging.hints import hints
 from pipeproof.judging.measured import Measured, versions
@@ -59,7 +60,7 @@ class LawResult:
     """A property that must hold, and how it fared.
 
     checked: how many things were compared. exact: how many of them agreed bit for bit. wrong: how many did not agree.
-    left_out: the names of those that should have been compared and were not.
+    left_out: the names of those that should have been compared and were not. reasons: why it is unknown, or not seen.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LawResult:
     floor: float = 0.0
     note: str = ""
     left_out: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
     def __str__(self) -> str:
         return self.line(self.outcome)

@@ -11,15 +11,17 @@ from typing import Any, Self
 from torch import nn
 
 from pipeproof.core.contract import ContractError
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts
 from pipeproof.records.as_given import bound_of, named_by, pairs_of, stages_of
 from pipeproof.records.rank_part import Arrival, RankStages, Rename, Run, own_name
 from pipeproof.records.record import ContentError, RecordError, microbatch_digests
+from pipeproof.records.step_parts import not_compared
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.unsharded import let_go
 from pipeproof.worlds.rank_report import Ending, RankReport
@@ -74,7 +76,7 @@ class CheckedStep(ABC):
 
     def refuse(self, why: str) -> None:
         """Say why this rank's part cannot be judged, before the block or in it: the step is unknown then."""
-        self._problem = self._problem or why
+        self._problem = self._problem or Reason.USE.doubt(why)
 
     @property
     def due(self) -> bool:
@@ -127,7 +129,7 @@ class CheckedStep(ABC):
         try:
             yield
         except (RecordError, ContentError, WhiteBoxError, ContractError) as error:
-            self._problem = self._problem or str(error)
+            self._problem = self._problem or Reason.USE.doubt(str(error))
         except Exception as error:  # no one type, and no reason to end a job
             self._crash = self._crash or Crash.of(error)
 
@@ -149,8 +151,8 @@ class CheckedStep(ABC):
         try:
             self._verdict = self._concluded(parts)
         except Exception as crash:  # no one type, and no reason to end a job
-            laws = (LawResult("comparable", "unknown", note=f"the check raised {Crash.of(crash).said}"),)
-            self._verdict = Verdict("a step of this job", "unknown", "none", laws, traceback=Crash.of(crash).traceback)
+            blank = not_compared(_crash(Crash.of(crash)))
+            self._verdict = replace(blank, traceback=Crash.of(crash).traceback)
         self._clear()
 
     @abstractmethod
@@ -176,7 +178,7 @@ class CheckedStep(ABC):
     @property
     def _why(self) -> str:
         """What stands in the way of a comparison on this rank, or nothing."""
-        return self._problem or ("" if self._crash is None else f"the check raised {self._crash.said}")
+        return self._problem or ("" if self._crash is None else _crash(self._crash))
 
     def _take_given(self) -> None:
         """Take what the user gave. Raises ``RecordError`` for what is of no use."""
@@ -201,6 +203,10 @@ class CheckedStep(ABC):
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._bound_s)
+
+
+def _crash(crash: Crash) -> str:
+    return Reason.CRASH.doubt(f"the check raised {crash.said}")
 
 
 def looked_at(parts: Parts, look: Callable[[], None]) -> Parts:

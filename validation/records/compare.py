@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter
 
 from pipeproof.cases.data import max_norm_of
+from pipeproof.core.reason import Reason
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence, failing
 from pipeproof.judging.comparison import leave_out
@@ -78,7 +79,7 @@ def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, s
             one = replace(one, parameters={}) if _no_update_due(expected, seen) else one
             _leave_out(ledger, due, one, number, sides)
             if due.operation == "train" and due.norm is None and not expected.framework:
-                ledger.doubt("grad-norm", "there is no norm to compare with")
+                ledger.doubt("grad-norm", "there is no norm to compare with", Reason.UNREPORTED)
     except RecordError:
         raise
     except Exception as error:  # no one type: who knows what wrote it

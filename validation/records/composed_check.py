@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.limits import coarsest, precision_among, precision_of
+from pipeproof.core.reason import Reason
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import of_gradients
 from pipeproof.foreign.chain import Chain
@@ -31,7 +32,7 @@ from pipeproof.foreign.trials import Trials
 from pipeproof.foreign.wiring import refusals
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher
@@ -51,14 +52,14 @@ from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.replica_sums import ReplicaSums
 from pipeproof.records.shares import StageShares, enter_equal, weights_here
 from pipeproof.records.stages_again import UNEQUAL, StagesAgain
-from pipeproof.records.step_parts import ended_otherwise
+from pipeproof.records.step_parts import ended_otherwise, not_compared
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.watched_stages import WatchedStages
 from pipeproof.records.way import Way
 from pipeproof.records.weights_after import WeightsAfter, masters_of
 from pipeproof.reference.again import undisturbed
 from pipeproof.worlds.drawing import drawing_apart
-from pipeproof.worlds.rank_report import RankReport, details, headline
+from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
@@ -270,7 +271,7 @@ class ComposedCheck(CheckedStep):
             self._early.check()
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
-                raise RecordError(unseen)
+                raise RecordError(Reason.HIDDEN.doubt(unseen))
         seen = self._watched.seen(self._exchange.rank, calls)
         every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")
         if not any(one.calls for part in every for one in part.values()):
@@ -291,7 +292,7 @@ class ComposedCheck(CheckedStep):
         again.agree(every, lines.of_line(every))
         here = self._shards.lying(left, [flat[rank] for rank in self._peers.ranks])
         if again.unsaid:
-            self.refuse(UNEQUAL.format(len(self._run.microbatches)))
+            self.refuse(Reason.LOSS_SCALE.doubt(UNEQUAL.format(len(self._run.microbatches))))
         again.doubt_times(self._ledger, declared=said.loss_scale is not None or self._by.scaler is not None)
         with self.noting():
             again.as_agreed(self._snapshot)
@@ -367,12 +368,7 @@ class ComposedCheck(CheckedStep):
             cure = self._rename.cure if isinstance(self._rename, AdapterNames) else RENAMED
             obstacle = not_one([one.own.weights for one in self._lines.of_line(parts)], cure)
         if ended is not None or obstacle:
-            laws = (LawResult("comparable", "unknown", note=obstacle),) if obstacle else ()
-            blank = Verdict("a step of this job", "unknown", "none", laws, seconds=seconds, rerun=rerun)
-            if ended is None:
-                return blank
-            known, how = ended
-            return replace(blank, headline=headline(known), failure=details(known), ended=how)
+            return replace(not_compared(obstacle, ended), seconds=seconds, rerun=rerun)
         no_norm = next((part.no_norm for part in parts if part.no_norm), "")
         owned, counted = [part.own for part in parts], self._one_name is not None
         wholes = []

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeproof.core.reason import Reason
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, Gradient, HandBackError
 from pipeproof.foreign.matching import Local
@@ -128,7 +129,7 @@ class HeldInCommon:
             if said.shard is None and said.content is None:
                 judge(name, None)
         for told, names in mixed.items():
-            ledger.leave_out("shards", names, told)
+            ledger.leave_out("shards", names, told, Reason.PARTS)
 
     def clear(self) -> None:
         """Take back what was laid out, once nobody asks for it any more."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeproof.core.limits import FP32
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.composed_parts import HOOKED, OwnPart, not_known
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import OwnStage
@@ -115,9 +116,9 @@ class OwnGradients:
         for name, one, wanted in differing(some, seen, due, allowed):
             hook = hooks.get(name)
             if has_hooks(parameters[name], one):
-                found[name] = HOOKED
+                found[name] = Reason.HOOKS.doubt(HOOKED)
             elif hook is not None and self.replicas.may_be_of(hook, name, one, wanted):
-                found[name] = hook.told
+                found[name] = Reason.HOOKS.doubt(hook.told)
         return found
 
     def _comparable(self, stage: OwnStage) -> dict[str, str]:
@@ -128,7 +129,7 @@ class OwnGradients:
             self.ledger.leave_out("gradient", list(names), not_known([stage.stage]))
             return names
         for name, why in self.replicas.untiled.items():
-            self.ledger.leave_out("gradient", [name] if name in names else [], why)
+            self.ledger.leave_out("gradient", [name] if name in names else [], why, Reason.PARTS)
         for name, stages in self.shares.stages_of(names).items():
             if self.only is not None:
                 del names[name]  # other stages' shares are not known

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.core.reason import Doubt, reasons_of
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.judging.judge import Where
 from pipeproof.judging.tolerance import Floor, same_bits
@@ -131,7 +132,7 @@ def told(problems: Mapping[int, str]) -> str:
     for rank, problem in problems.items():
         ranks.setdefault(problem, []).append(rank)
     found = [(problem, f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}") for problem, of in ranks.items()]
-    return "; ".join(f"{who}: {problem}" for problem, who in found if problem)
+    return Doubt("; ".join(f"{who}: {problem}" for problem, who in found if problem), reasons_of(*ranks))
 
 
 def disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:

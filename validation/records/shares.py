@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pipeproof.core.reason import Reason
 from pipeproof.diagnosis.tied import Shares, shares_of
 from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.digest import contents
@@ -57,7 +58,7 @@ def enter_equal(ledger: Ledger, ranks: Iterable[Mapping[Site, WeightHere]], only
     why: dict[str, str] = {}
     for stages, names in equal_weights(ranks).items():
         if only is None or only in stages:
-            said = _EQUAL.format(" and ".join(map(str, stages)))
+            said = Reason.EQUAL_WEIGHTS.doubt(_EQUAL.format(" and ".join(map(str, stages))))
             for law in ("presence", "gradient"):
                 ledger.leave_out(law, names, said)
             why |= dict.fromkeys(names, said)

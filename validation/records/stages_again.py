@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.obstacles import draws_in_backward
@@ -88,7 +89,7 @@ class StagesAgain:
             if self.only in (None, stage):
                 own = self.way.run_again(stage, self.modules[stage], self._wanting(stage), targets)
                 if self.in_parts and own.other_form:
-                    raise RecordError(own.other_form)
+                    raise RecordError(Reason.RERUN.doubt(own.other_form))
                 self.stages.append(self._as_meant(own))
                 self._note_doubts(self.stages[-1])
             elif targets is not None:  # one call tells by what losses were divided, unless nothing flowed there
@@ -128,7 +129,8 @@ class StagesAgain:
             ledger.remark("boundaries", told)
             return
         more = scale > 0 and not self.way.by.accumulation.late
-        ledger.doubt("boundaries", told + more * _OR_ELSE.format(self.way.whole / self.times))
+        told += more * _OR_ELSE.format(self.way.whole / self.times)
+        ledger.doubt("boundaries", told, Reason.LOSS_SCALE)
         self.way.scaled = scale
 
     def as_agreed(self, snapshot: Snapshot) -> None:
@@ -174,7 +176,7 @@ class StagesAgain:
         if own.stage != self.chain.last or own.factor is not None or own.fitting == own.flowing or own.speaks:
             return own
         if alike := self._alike:
-            raise RecordError(_ALIKE.format(names_of([f"{m}" for m in alike])))
+            raise RecordError(Reason.CALLS.doubt(_ALIKE.format(names_of([f"{m}" for m in alike]))))
         if (meant := crossed(self.chain)) is None:
             return own
         other = replace(self.way, factors=[], _ran=None)
@@ -188,4 +190,5 @@ class StagesAgain:
 
 def _told(stage: int, loss: OwnLoss) -> str:
     where = "the weights of" if loss.weights else "what was given to"
-    return _OWN_LOSS.format(f" at {loss.stack[0].place}" if loss.stack else "", where, stage)
+    at = f" at {loss.stack[0].place}" if loss.stack else ""
+    return Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, stage))

@@ -20,6 +20,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.judging.comparison import Comparison
 from pipeproof.judging.other_products import OtherProducts
@@ -153,13 +154,13 @@ class StepCheck(CheckedStep):
             known = None if losses is None else losses_of(losses)
             if known is not None and share is None and len(known) != len(self._expected.losses):
                 told = "whose losses these are nobody says: pass each replica the microbatches it runs"
-                self._ledger.doubt("loss", told)
+                self._ledger.doubt("loss", told, Reason.LOSS_SCALE)
             elif known is not None:
                 exact = tuple(known) == tuple(self._expected.losses[k] for k in share or range(len(known)))
                 self._later.enter(partial(self._at.losses, known, share=share, rank=rank), exact=exact)
             whole = None if loss is None else number("loss", loss)
             if whole is not None and share is not None and len(share) < len(self._expected.losses):
-                self._ledger.doubt("loss", _TOTAL_OF_SOME)
+                self._ledger.doubt("loss", _TOTAL_OF_SOME, Reason.LOSS_SCALE)
             elif whole is not None:
                 self._later.enter(partial(self._at.loss, whole, rank=rank), exact=whole == self._expected.loss)
             if norm is not None:
@@ -240,7 +241,8 @@ class StepCheck(CheckedStep):
         due = [name for name in self._expected.parameters if name in self._own.parameters]
         for name in (name for name in due if name not in self._own.shards):
             at.parameter(name, self._own.parameters[name], **self._own.where(name, self._exchange.rank))
-        self._ledger.leave_out("updated-parameters", [name for name in due if name in self._own.shards], "in parts")
+        shards = [name for name in due if name in self._own.shards]
+        self._ledger.leave_out("updated-parameters", shards, "in parts", Reason.PARTS)
         if self._run.count == 1 and self._expected.buffers:
             for name, (stage, buffer) in self._own.buffers.items():
                 at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
@@ -295,7 +297,8 @@ class StepCheck(CheckedStep):
             count, wanted = counts.get(name, 0), int(name in due)
             if count > 1 and wanted and copies is None:
                 why = f"{name} is in {count} stages: as copies of one weight, or by a mistake"
-                self._ledger.doubt("parameters-once", f"{why}; the model beside the job would tell")
+                told = f"{why}; the model beside the job would tell"
+                self._ledger.doubt("parameters-once", told, Reason.EQUAL_WEIGHTS)
             count = 1 if count > 1 and wanted and (copies is None or name in copies) else count
             rank, stage = next(iter(self._places.get(name, ())), (None, None))
             at.held(name, count, due=wanted, rank=rank, stage=stage)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeproof.core.limits import FP32, Precision
+from pipeproof.core.reason import reasons_of
 from pipeproof.judging.comparison import leave_out
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
@@ -17,6 +18,7 @@ from pipeproof.worlds.rank_report import Ending, RankReport, details, headline
 from pipeproof.worlds.side_store import RanksAbsent
 
 EVERY_LAW = (*LAWS, *IN_COMMON)
+Ended = tuple[list[RankReport], Literal["error", "hang"]]  # all ranks, and what to call how they did
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,20 @@ def joined(
     obstacle = obstacle or told({part.report.rank: part.problem for part in parts})
     if ended is None and not obstacle and due is not None:
         return _compared(parts, *due, replicas=replicas, rerun=rerun, seconds=seconds)
-    laws = (LawResult("comparable", "unknown", note=obstacle),) if obstacle else ()
-    blank = Verdict("a step of this job", "unknown", "none", laws, seconds=seconds, rerun=rerun)
+    return replace(not_compared(obstacle, ended), seconds=seconds, rerun=rerun)
+
+
+def not_compared(obstacle: str, ended: Ended | None = None) -> Verdict:
+    """The verdict where nothing was compared: for this ``obstacle``, or as ranks ``ended``."""
+    laws = (LawResult("comparable", "unknown", note=obstacle, reasons=reasons_of(obstacle)),) if obstacle else ()
+    blank = Verdict("a step of this job", "unknown", "none", laws)
     if ended is None:
         return blank
     known, how = ended
     return replace(blank, headline=headline(known), failure=details(known), ended=how)
 
 
-def ended_otherwise(
-    reports: Sequence[RankReport], absent: RanksAbsent | None
-) -> tuple[list[RankReport], Literal["error", "hang"]] | None:
+def ended_otherwise(reports: Sequence[RankReport], absent: RanksAbsent | None) -> Ended | None:
     """How all ranks ended, and what to call that; None where every one finished its step."""
     missing = {} if absent is None else absent.reasons
     known = [one for one in reports if one.failed or one.rank not in missing]

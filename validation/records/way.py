@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.crossings import near
@@ -58,7 +59,7 @@ class Way:
             return own  # by zeros nobody tells; other ranks may know
         self._ran = self.divisor
         if own.speaks and own.fitting < own.flowing:
-            own.doubt(_SPEAKS.format(stage))
+            own.doubt(Reason.LOSS_SCALE.doubt(_SPEAKS.format(stage)))
         self.factors = [own.factor if _is_off(own) else 1.0]
         return own
 
@@ -77,7 +78,7 @@ class Way:
         if targets is None or self._ran in (None, self.divisor):
             return own
         if own.speaks:
-            own.doubt(_SPEAKS.format(own.stage))
+            own.doubt(Reason.LOSS_SCALE.doubt(_SPEAKS.format(own.stage)))
             return own
         return self._once_more(own.stage, module, calls, targets)
 

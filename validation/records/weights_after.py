@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.core.limits import precision_among
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.judging.cause import Cause
@@ -53,7 +54,7 @@ class WeightsAfter:
         given = {name: one for name, one in gradients.items() if name in self.masters.held}
         self._update = OwnUpdate.by(optimizers, held, factor=factor, given=given)
         if self._update.why:
-            self.ledger.doubt(LAW, self._update.why)
+            self.ledger.doubt(LAW, self._update.why, Reason.OPTIMIZER)
 
     def give_up(self, why: str, *, asked: bool) -> None:
         """Nobody can foresee it: that is ``why``. ``asked``: somebody wants to know."""
@@ -91,8 +92,8 @@ class WeightsAfter:
                         trained.append(full)
                     elif digest(held_here(one)) != before[name]:
                         moved.append(full)
-        self.ledger.leave_out(LAW, trained, "optimizer= does not hold them")
-        self.ledger.leave_out(LAW, moved, "they moved, and optimizer= does not hold them")
+        self.ledger.leave_out(LAW, trained, "optimizer= does not hold them", Reason.OPTIMIZER)
+        self.ledger.leave_out(LAW, moved, "they moved, and optimizer= does not hold them", Reason.OPTIMIZER)
 
 
 def masters_of(own: RankStages, given: Mapping[nn.Parameter, Tensor] | None) -> MasterWeights:

@@ -9,6 +9,7 @@ from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster, accelerato
 from pipeproof.pipeline.layouts.layout import Job, Layout, problems
 from pipeproof.pipeline.layouts.transformer import MODELS
 from pipeproof.pipeline.schedule import ScheduleError
+from tests.support.golden import golden
 
 LLAMA = Job(MODELS["llama-3-8b"], 64, 8192)
 MIXTRAL = Job(MODELS["mixtral-8x7b"], 64, 8192)
@@ -35,7 +36,7 @@ def test_what_can_be_has_no_problem() -> None:
     layout = Layout(tp=8, cp=2, pp=4, dp=16)
     assert not list(problems(layout, LLAMA))
     assert layout.ranks == 1024
-    assert layout.sizes == "tp 8, cp 2, pp 4, dp 16"
+    golden(layout.sizes)
     assert layout.microbatches(LLAMA) == 4
     assert Layout().sizes == "one device"
 

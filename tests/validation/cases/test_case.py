@@ -17,14 +17,28 @@ def test_a_case_is_its_replay_line(case: Case) -> None:
     assert Case.parse(str(case)) == case
 
 
-def test_the_line_says_what_differs_from_the_defaults() -> None:
-    case = Case("1F1B", 2, 1, 3, (2, 1), model="mlp", loss="tokens", ragged=True, plan=("eval", "train"), seed=7)
-    assert str(case) == "1f1b r2 s2 m3 split=2,1 model=mlp loss=tokens ragged plan=eval+train seed=7"
-    assert str(Case("gpipe", 1, 1, 1, (1,))) == "gpipe r1 s1 m1 split=1 model=gpt seed=0"
-    assert str(Case("gpipe", 1, 1, 1, (1,), dtype="bf16")) == "gpipe r1 s1 m1 split=1 model=gpt dtype=bf16 seed=0"
-    assert Case.parse("gpipe r1 s1 m1 split=1").plan == FULL_PLAN
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        (
+            Case("1F1B", 2, 1, 3, (2, 1), model="mlp", loss="tokens", ragged=True, plan=("eval", "train"), seed=7),
+            "1f1b r2 s2 m3 split=2,1 model=mlp loss=tokens ragged plan=eval+train seed=7",
+        ),
+        (Case("gpipe", 1, 1, 1, (1,), dtype="bf16"), "gpipe r1 s1 m1 split=1 model=gpt dtype=bf16 seed=0"),
+        (Case.parse("gpipe r1 s1 m1 split=1"), "gpipe r1 s1 m1 split=1 model=gpt seed=0"),
+        (
+            Case.parse("gpipe r2 s2 m3 split=1,1 replicas=2 runtime=torch"),
+            "gpipe r2 s2 m3 split=1,1 model=gpt seed=0 runtime=torch replicas=2",
+        ),
+    ],
+)
+def test_the_line_says_what_differs_from_the_defaults(case: Case, line: str) -> None:
+    assert str(case) == line
+
+
+def test_what_a_line_leaves_out_has_defaults() -> None:
     replicated = Case.parse("gpipe r2 s2 m3 split=1,1 replicas=2 runtime=torch")
-    assert str(replicated) == "gpipe r2 s2 m3 split=1,1 model=gpt seed=0 runtime=torch replicas=2"
+    assert replicated.plan == FULL_PLAN
     assert (replicated.processes, replicated.late, replicated.bindings.count("2 replicas")) == (4, 6.0, 1)
     assert [list(replicated.share(replica)) for replica in range(2)] == [[0, 2, 4], [1, 3, 5]]
 

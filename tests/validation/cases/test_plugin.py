@@ -10,6 +10,7 @@ from pipeproof.cases.specimens import PLUGINS, SPECIMENS, Specimen, SpecimenErro
 from pipeproof.cases.validator import validate
 from pipeproof.commands.cli import main
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 
 OWN = Path(__file__).parents[2] / "examples" / "my_specimens.py"
 NAME = "last-stage-halved"
@@ -34,22 +35,22 @@ def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["specimens", "--plugin", str(OWN), "--list"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.split()[:3] == [NAME, "own", "scale"]
-    assert line.endswith("the last stage's gradients are halved (our own trainer, before 2.1)")
+    golden(line)
 
 
 @pytest.mark.pipeproof_ranks
 def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["specimens", "--plugin", str(OWN)]) == 0
     out = capsys.readouterr().out
-    assert "1 tried: 1 caught; of 1 diagnosed 1 named right (100.0 %), 1 located too (100.0 %)" in out
-    assert "that are no faults" not in out
+    golden(out, lines="tried")
+    assert "no faults" not in out
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"1f1b r2 s2 m2 split=1,1 model=mlp plan=train specimen={NAME}"
     assert main(["replay", line]) == 2
-    assert "one of your own needs --plugin FILE" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
     assert main(["replay", line, "--plugin", str(OWN)]) == 1
     out = capsys.readouterr().out
     assert "cause     scale: " in out

@@ -9,6 +9,7 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.shrinking import Shrunk, cases_that_show, shrink
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.sweeps import some
 
 
@@ -27,7 +28,7 @@ def test_a_statement_that_is_not_the_smallest_is_seen(world: World) -> None:
     boast = replace(SPECIMENS["backward-repeated"], schedule="zb-v")  # two stages a rank
     found = shrink(boast, world, max_ranks=2)
     assert not found.as_stated
-    assert "NOT as stated: naive r1 s1 m1" in str(found)
+    golden(str(found), numbers=False)
     assert "nothing failed" in str(Shrunk("x", "y", "", "", 0))
 
 

@@ -9,6 +9,7 @@ from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.config import LAYOUT, Config
 from pipeproof.cases.primitives.stacks import Stack, StackError
 from pipeproof.cases.work import case_of, notes_of, stack_of, work_of
+from tests.support.golden import golden
 
 LARGE = {
     **{"schedule": "interleaved", "pp": 16, "virtual": 2, "microbatches": 32, "split": [2] * 32, "dtype": "bf16"},
@@ -124,30 +125,25 @@ def test_a_case_has_sequences_of_its_own(more: dict[str, object], words: str) ->
 def test_a_large_pipeline_alone_is_a_small_case() -> None:
     config = large(dp=1, tp=1, zero=0)
     case = work_of(config)
-    assert str(case) == "interleaved r4 s8 m8 split=1,1,1,1,1,1,1,1 model=gpt seed=0"
-    assert notes_of(config, case) == [
-        "x.json is run small: 4 of 16 pipeline ranks, 8 of 32 microbatches, gpt in fp32 for llama-3-405b"
-    ]
+    assert case == Case("interleaved", 4, 2, 8, (1,) * 8)
+    golden("\n".join(notes_of(config, case)))
 
 
 def test_its_case_alone_says_which_axes_are_not_run() -> None:
     """As ``record`` has it."""
-    assert notes_of(large(), case_of(large()))[1:] == ["not run: dp 64, tp 8, zero 2"]
+    golden("\n".join(notes_of(large(), case_of(large()))[1:]))
 
 
 def test_what_stands_for_one_device_says_what_that_has() -> None:
     config = large(pp=1, dp=1, tp=1, zero=0, virtual=1, schedule="1f1b", recompute="full")
-    assert notes_of(config, work_of(config)) == [
-        "x.json is run small: stack recompute for recompute full, 2 of 32 microbatches, a decoder of 4 layers in fp32 "
-        "for llama-3-405b"
-    ]
+    golden("\n".join(notes_of(config, work_of(config))))
 
 
 def test_a_decoder_on_one_device_is_a_stack_of_nothing() -> None:
     stack = work_of(decoder())
     assert stack == Stack({}, ()) == Stack.parse("one-device")
     assert (stack.ranks, str(stack), notes_of(decoder(), stack)) == (1, "one-device", [])
-    assert stack.replay == "pipeproof validate --stack one-device --microbatches 4 --seed 0"
+    golden(stack.replay)
 
 
 def test_a_decoder_is_run_as_it_stands() -> None:
@@ -168,7 +164,7 @@ def test_a_case_of_ours_is_no_stack() -> None:
 
 def test_another_torch_is_told() -> None:
     (note,) = notes_of(decoder(torch="1.0"), work_of(decoder()))
-    assert "x.json was written with torch 1.0; this is " in note
+    golden(note)
 
 
 @pytest.mark.parametrize(("model", "guess"), [("decodr", "did you mean 'decoder'? "), ("nosuch", "")])

@@ -15,6 +15,7 @@ from pipeproof.cases.timings import Turn
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.cli import main
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from tests.support.golden import golden
 from tests.support.json_schema import documented
 
 DECODER = {"schedule": "1f1b", "pp": 1, "virtual": 1, "microbatches": 2, "split": [4], "model": "decoder"}
@@ -45,15 +46,14 @@ def test_configs_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "one.json", "one.json", "dp.json", "job.json", "--rounds", "3", "--json", "x.json"]) == 0
     out = capsys.readouterr().out
     note, head, first, *lines = out.splitlines()
-    assert note.startswith("job.json is run small: 2 of 2 pipeline ranks, 2 of 2 microbatches, gpt in fp32 for llama")
+    golden(note)
     assert re.fullmatch("config +ranks +step +spread +ratio +memory +runs", head)
     assert re.fullmatch(r"one\.json +1 +[\d.]+ ms +\d+% +1\.00 +[\d.]+ MiB +stack one-device", first)
     (compared,) = (line for line in lines if re.match(r"dp\.json(:| takes) ", line))
     assert re.search(r"[\d.]+ to [\d.]+ in single rounds$", compared)
     others = [line.partition(" has other work: ")[0] for line in lines if "other work" in line]
     assert others == ["job.json"], "dp.json computes what one.json does"
-    assert "\n3 rounds each. step: " in out
-    assert out.endswith("over gloo on a CPU: their times say little of GPUs, or of large models.\n")
+    golden(out, lines="rounds each|say little")
     data = documented(Path("x.json").read_text())
     assert (data["status"], data["rounds"]) == (0, 3)
     assert [one["runs"] for one in data["timings"][:3]] == ["stack one-device"] * 2 + ["stack ddp=2"]
@@ -102,24 +102,20 @@ def test_no_difference_is_called_one_that_noise_explains(
     pretending(rounds(1.0, 1.1, 1.2, 1.1, 1.1, 1.2), monkeypatch)
     assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "gpipe.json: no difference from mlp.json that can be told from noise: ratio 1.09, 0.92 to 1.10 in single "
-        "rounds\n" in out
-    )
-    assert "1.00 MiB" in out
+    golden(out)
 
 
 def test_a_difference_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pretending(rounds(1.0, 2.0, 9.0, 18.0, 1.1, 2.2), monkeypatch)
     assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "-q"]) == 0
     out = capsys.readouterr().out
-    assert "gpipe.json takes 2.00 times as long as mlp.json, 2.00 to 2.00 in single rounds\n" in out
+    golden(out)
 
 
 def test_a_loss_that_is_not_finite_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pretending(rounds(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, loss=math.nan), monkeypatch)
     assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "--json", "x.json"]) == 1
-    assert "mlp.json: 4 of 4 losses not finite, the first nan; `pipeproof validate --config" in capsys.readouterr().out
+    golden(capsys.readouterr().out)
     assert documented(Path("x.json").read_text())["timings"][0]["strange"] == ["nan"] * 4
 
 
@@ -131,7 +127,7 @@ def test_ranks_that_fail_end_it_without_a_verdict(
     pretending([*rounds(*(1.0, 1.0) * whole, 1.0), failure], monkeypatch)
     assert main(["bench", "mlp.json", "gpipe.json", "--json", "x.json"]) == 3
     out = capsys.readouterr().out
-    assert "did not finish within 120 s" in out
+    golden(out)
     assert ("too few rounds to compare" in out) is bool(whole)
     data = documented(Path("x.json").read_text())
     assert (data["rounds"], [len(one["rounds"]) for one in data["timings"]]) == (whole, [whole] * 2)

@@ -13,6 +13,7 @@ from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.pipeline.schedules import build
 from pipeproof.worlds.output_file import finite
 from tests.support import verdicts as shown
+from tests.support.golden import golden
 from tests.support.json_schema import OURS, complaints, documented
 
 PASSED = Verdict("c", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
@@ -34,12 +35,12 @@ def test_standard_output_is_the_files_alone(capsys: pytest.CaptureFixture[str]) 
     assert main([*SHOW, "--trace", "-"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["traceEvents"]
-    assert "rank 0 | 0F0 0F1" in err
+    golden(err)
 
 
 def test_two_files_cannot_both_be_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHOW, "--trace", "-", "--svg", "-"]) == 2
-    assert capsys.readouterr().err == "pipeproof: --svg and --trace are both -: standard output takes one file\n"
+    golden(capsys.readouterr().err)
 
 
 FAILED = Verdict(

@@ -13,6 +13,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.reference.data import IGNORED, Batch
 from pipeproof.reference.step import Gradient, Loss, Site
 from pipeproof.reference.traced import Traced
+from tests.support.golden import golden
 
 COUNT, WIDTH, CLASSES, VOCABULARY = 4, 12, 5, 11
 Rows = list[dict[Site, Tensor]]  # what each microbatch gives
@@ -186,7 +187,8 @@ def by_tokens(rows: Rows) -> None:
 @pytest.mark.parametrize("dtype", EVERY)
 def test_weights_by_tokens_are_told_in_any_precision(dtype: torch.dtype) -> None:
     cause = only(attributed(by_tokens, dtype=dtype))
-    assert (cause.kind, cause.detail) == ("unequal-weights", "microbatches count by their tokens, not alike")
+    assert cause.kind == "unequal-weights"
+    golden(cause.detail)
 
 
 def test_an_output_gradient_that_was_added_to_another_is_no_exchange() -> None:
@@ -198,7 +200,7 @@ def test_an_output_gradient_that_was_added_to_another_is_no_exchange() -> None:
     found = attributed(change)
     cause = only(found)
     assert (cause.kind, cause.stage, cause.microbatches) == ("extra-term", 0, (2,))
-    assert cause.detail == "beside its own output gradient, the activation of microbatch 2 also met that of 0"
+    golden(cause.detail)
     assert not {"doubled", "swapped-activations", "swapped-gradients"} & {
         k for one in found.ruled_out for k in one.kinds
     }
@@ -223,8 +225,7 @@ def test_what_is_not_finite_is_named_at_the_stage_from_which_it_flowed_back() ->
 
 
 def test_a_factor_that_several_numbers_explain_names_them_all() -> None:
-    found = attributed(after=times(2, 3.0))
-    assert only(found).detail == "3, the number of stages or the number of ranks"
+    golden(only(attributed(after=times(2, 3.0))).detail)
 
 
 def times(stage: int, factor: float) -> Callable[[dict[Site, Gradient]], None]:
@@ -282,8 +283,7 @@ def test_few_numbers_tell_of_one_microbatch() -> None:
 def test_of_too_few_numbers_that_is_said_and_nothing_named() -> None:
     found = attributed(lambda rows: (loses(CLASS_BIAS, 1)(rows), loses(CLASS_BIAS, 2, times=3.0)(rows)) and None)
     assert not found.causes
-    (told,) = found.unknown
-    assert told.endswith("its 5 numbers are too few to tell how often each microbatch is in it")
+    golden("\n".join(found.unknown))
 
 
 def altered(site: Site, change: Callable[[Tensor], None]) -> Callable[[dict[Site, Gradient]], None]:
@@ -301,27 +301,27 @@ def noise(gradient: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("site", "change", "kind", "part"),
+    ("site", "change", "kind"),
     [
-        (UP, lambda g: g[4:8].zero_(), "zero", "rows 4 to 7"),
-        (UP, lambda g: g[:, :3].zero_(), "zero", "columns 0 to 2"),
-        ((0, "0.weight"), lambda g: g[2:4].zero_(), "zero", "rows 2 to 3"),
-        (UP, lambda g: g[4:8].mul_(2), "scale", "rows 4 to 7"),
-        (UP, lambda g: g[4:8].neg_(), "sign", "rows 4 to 7"),
+        (UP, lambda g: g[4:8].zero_(), "zero"),
+        (UP, lambda g: g[:, :3].zero_(), "zero"),
+        ((0, "0.weight"), lambda g: g[2:4].zero_(), "zero"),
+        (UP, lambda g: g[4:8].mul_(2), "scale"),
+        (UP, lambda g: g[4:8].neg_(), "sign"),
     ],
 )
 def test_some_elements_that_are_wrong(
-    site: Site, change: Callable[[Tensor], None], kind: str, part: str, dtype: torch.dtype
+    site: Site, change: Callable[[Tensor], None], kind: str, dtype: torch.dtype
 ) -> None:
     cause = only(attributed(after=altered(site, change), dtype=dtype))
     assert (cause.kind, cause.parameter) == (kind, site[1])
-    assert cause.detail.startswith(f"{part} of it, all else is right")
+    golden(cause.detail)
 
 
 def test_rows_that_belong_elsewhere() -> None:
     cause = only(attributed(after=altered(UP, lambda g: g[0:4].copy_(g[4:8].clone()))))
     assert (cause.kind, cause.parameter) == ("misplaced", UP[1])
-    assert cause.detail == "rows 0 to 3 of it, all else is right; what is there belongs in rows 4 to 7"
+    golden(cause.detail)
 
 
 def test_rows_that_lost_a_microbatch() -> None:
@@ -330,7 +330,7 @@ def test_rows_that_lost_a_microbatch() -> None:
 
     cause = only(attributed(change))
     assert (cause.kind, cause.microbatches, cause.parameter) == ("dropped", (1,), UP[1])
-    assert cause.detail == "rows 0 to 3 of it, all else is right"
+    golden(cause.detail)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -348,7 +348,7 @@ def test_noise_all_over_a_gradient_is_unknown_however_small(size: float, dtype: 
 def test_elements_that_tell_nothing_are_located_and_not_named() -> None:
     found = attributed(after=altered(UP, noise))
     assert not found.causes
-    assert "2.up.weight is wrong in rows 0 to 2 alone" in "".join(found.unknown)
+    golden("".join(found.unknown), numbers=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -374,7 +374,7 @@ def test_parameters_that_are_right_where_the_rest_of_their_stage_is_not_are_told
     found = attributed(change)
     cause = only(found)
     assert (cause.kind, cause.stage, cause.microbatches) == ("dropped", 1, (3,))
-    assert "of stage 1, 2.norm.bias, 2.norm.weight are right (2 compared)" in map(str, found.ruled_out)
+    golden("\n".join(map(str, found.ruled_out)))
 
 
 def test_a_parameter_that_lost_more_than_its_stage() -> None:

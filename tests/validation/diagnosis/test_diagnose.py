@@ -21,6 +21,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site, of_stage
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 
 CASE = Case("gpipe", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
 
@@ -83,7 +84,6 @@ def test_noise_is_nobodys_and_stays_unknown_without_a_recording(runs: tuple[Obse
     assert verdict.verdict == "fail"
     assert verdict.cause == ()
     assert "no multiple" in verdict.undecided[0]
-    assert "cause     unknown: the evidence does not decide" in str(verdict)
 
 
 def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
@@ -91,7 +91,7 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     verdict = validate(planted, world)
     cause = verdict.cause[0]
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("wrong-message", 1, 1, (0, 1))
-    assert cause.detail == "input of microbatches 0, 1 is that of 1, 0 (1F0, slot 0)"
+    golden(cause.detail)
     assert cause.action == "1F0"
     assert f"            {cause}" in str(verdict)
     assert len(str(verdict).splitlines()) <= 30
@@ -100,7 +100,7 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     assert ran is not None
     one = next(done for done in ran.ranks[1] if done.action == "1F0")
     wrong = [sight for sight in one.sights if not sight.agrees]
-    assert {sight.what for sight in wrong} >= {"input", "output of the module"}
+    golden("\n".join(sorted({sight.what for sight in wrong})))
     (came,) = [sight for sight in wrong if sight.really]
     assert (came.what, came.made, came.really, came.due) == ("input", False, "0F1", "0F0")
     assert all(sight.error > sight.limit for sight in wrong if sight.error is not None and sight.limit is not None)
@@ -117,7 +117,7 @@ def test_what_does_not_happen_again_is_said(world: World) -> None:
     wrong = changed(plain, SITE, right * 3)
     verdict = explained(CASE, world, wrong, judge(CASE, wrong))
     assert verdict.cause[0].kind == "scale"
-    assert "not reproduced: a second, recorded run was right" in verdict.undecided
+    golden("\n".join(verdict.undecided), numbers=False)
 
 
 def evidence(observed: Observed, case: Case = CASE) -> Evidence:
@@ -180,7 +180,7 @@ def test_weights_that_stay_are_no_cause_and_those_that_move_meanwhile_are(runs: 
 
     (cause,) = weights(evidence(recorded_with(runs[1], moved(1.01))))
     assert (cause.kind, cause.stage, cause.parameter) == ("update", *SITE)
-    assert "moved between the microbatches of operation 1, before the optimizer" in cause.detail
+    golden(cause.detail, numbers=False)
     assert weights(evidence(recorded_with(runs[1], moved(1 + 1e-7)))) == []  # changed, and changed back
 
 
@@ -227,11 +227,12 @@ def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed]) -> 
     ]
     cause = told_norms(runs[1], [sum(own)] * 2)
     assert (cause.rank, cause.stage) == (None, None)
-    assert "the ranks' norms were added, not their squares" in cause.detail
-    assert "the largest of the ranks' norms" in told_norms(runs[1], [max(own)] * 2).detail
-    assert "that of rank 0's gradients alone" in told_norms(runs[1], own).detail
+    golden(cause.detail, numbers=False)
+    golden(told_norms(runs[1], [max(own)] * 2).detail, numbers=False)
+    golden(told_norms(runs[1], own).detail, numbers=False)
     twice = told_norms(runs[1], [(2 * own[0] ** 2 + own[1] ** 2) ** 0.5] * 2)
-    assert (twice.stage, twice.detail.partition(": ")[2]) == (0, "stage 0's gradients are counted twice")
+    assert twice.stage == 0
+    golden(twice.detail, numbers=False)
 
 
 def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) -> None:
@@ -251,7 +252,7 @@ def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) 
 
         (cause,) = boundaries(evidence(recorded_with(right, crossed), case))
         assert (cause.kind, cause.stage) == (kind, 1)
-        assert "number 2 of the tensors there, expected number 1" in cause.detail
+        golden(cause.detail, numbers=False)
 
 
 def test_gradients_that_an_earlier_microbatchs_are_left_in_have_an_extra_term(runs: tuple[Observed, Observed]) -> None:
@@ -266,7 +267,7 @@ def test_gradients_that_an_earlier_microbatchs_are_left_in_have_an_extra_term(ru
 
     (cause,) = boundaries(evidence(recorded_with(runs[1], left)))
     assert (cause.kind, cause.stage, cause.microbatches) == ("extra-term", 1, (1,))
-    assert "the expected plus microbatch 0's" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 COARSE = {

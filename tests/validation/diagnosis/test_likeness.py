@@ -11,6 +11,7 @@ from pipeproof.diagnosis.likeness import likeness
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.recording import GIVEN, Point
+from tests.support.golden import golden
 
 AT = Label(Point(1, 0, GIVEN))
 
@@ -29,8 +30,8 @@ def what(seen: Tensor) -> Likeness:
 
 
 def test_rows_and_elements_in_another_order() -> None:
-    assert what(EXPECTED.flip(0)).text == "its own rows in another order"
-    assert what(EXPECTED.flip(1)).text == "its own elements in another order"
+    golden(what(EXPECTED.flip(0)).text)
+    golden(what(EXPECTED.flip(1)).text)
     assert what(EXPECTED.flip(0) + 1e-3).kind != "reordered"
 
 

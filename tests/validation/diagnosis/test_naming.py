@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import golden
 
 WIDTH, COUNT = 8, 4
 Change = Callable[[nn.Module], None]
@@ -106,7 +107,7 @@ def test_a_gradient_that_is_rounding_alone_tells_nothing_beside_another_that_is_
     verdict = judged(whitebox, build, after=tripled)
     (cause,) = verdict.cause
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.query.weight", 3.0)
-    assert "bias is no multiple" not in str(verdict)
+    assert not verdict.undecided
 
 
 def test_a_stage_one_of_whose_inputs_nobody_knows_was_not_called_after_another(whitebox: WhiteBox) -> None:
@@ -134,7 +135,7 @@ def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -
 
     (cause,) = judged(whitebox, partial(model_of, normed, 2), after=exchanged).cause
     assert (cause.kind, cause.parameter) == ("altered", "1.0.weight")
-    assert cause.detail == "its own elements are in another order"
+    golden(cause.detail)
 
 
 def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(whitebox: WhiteBox) -> None:
@@ -147,7 +148,7 @@ def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 4)
     (cause,) = judged(whitebox, build, after=spoilt).cause
     assert (cause.kind, cause.factor, cause.stage, cause.stages) == ("scale", 3.0, None, (0, 1))
-    assert "already have been so" not in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 class Tied(nn.Module):
@@ -193,7 +194,7 @@ def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox:
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3)
     (cause,) = judged(whitebox, build, after=tripled).cause
     assert (cause.kind, cause.factor, cause.stage) == ("scale", 3.0, 1)
-    assert "stage 1's output gradient may already have been so" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 class Loop(nn.Module):
@@ -274,7 +275,7 @@ def test_a_share_that_was_multiplied_is_not_called_unsummed(
 def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox) -> None:
     verdict = shared_at_both_ends(whitebox, 1.0, 1.0, other=-1.0)
     assert {(cause.kind, cause.stage) for cause in verdict.cause} == {("sign", 0)}, str(verdict)
-    assert all("-1 times, the others once, in ends." in cause.detail for cause in verdict.cause), str(verdict)
+    golden("\n".join(sorted(cause.detail for cause in verdict.cause)), numbers=False)
     assert all(" of stage 2" in cause.detail for cause in verdict.cause), str(verdict)
 
 

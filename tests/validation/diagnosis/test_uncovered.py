@@ -8,6 +8,7 @@ import pytest
 from pipeproof.diagnosis.uncovered import with_uncovered
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Mismatch, Verdict
+from tests.support.golden import golden
 
 TIED = Mismatch("tied-copies", 1, parameter="embed")
 LOSS = Mismatch("loss", 1, what="number", found=2.0, due=1.0, microbatch=2)
@@ -49,19 +50,16 @@ def left(
     ],
 )
 def test_what_a_cause_cannot_have_led_to_is_listed(cause: Cause, wrong: Mismatch, told: str) -> None:
-    assert left((cause,), wrong) == ((f"not explained by this: {told}",) if told else ())
+    assert [one.partition(": ")[2] for one in left((cause,), wrong)] == ([told] if told else [])
 
 
 def test_any_cause_may_have_led_to_it_and_what_is_open_is_not_told_twice() -> None:
     here, everywhere = Cause("stale-gradient", stage=0), Cause("computation", stage=0)
     assert left((here, everywhere), LOSS, LAST) == ()
-    assert left((here,), LOSS, LAST, unknown=("stage 1: nothing",)) == (
-        "stage 1: nothing",
-        "not explained by this: loss of microbatch 2",
-    )
+    golden("\n".join(left((here,), LOSS, LAST, unknown=("stage 1: nothing",))))
 
 
 def test_without_a_cause_all_is_open() -> None:
-    assert left((), CALLS, LOSS) == ("nothing explains this: microbatches in stage 0; loss of microbatch 2",)
+    golden("\n".join(left((), CALLS, LOSS)))
     assert left((), CALLS, unknown=("why",)) == ("why",)
     assert left((), CALLS, gradients=()) == (), "ranks of a chain find causes of their own"

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 Cut = dict[str, Any]
@@ -89,8 +90,7 @@ def test_a_part_without_its_place_is_no_other_partition(whitebox: WhiteBox) -> N
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert "the gradient of 2.bias is" in "".join(verdict.undecided)
-    assert "of a part, hand back its place" in "".join(verdict.undecided)
+    golden("".join(verdict.undecided), numbers=False)
 
 
 def test_numbers_that_are_whole_cannot_be_compared(whitebox: WhiteBox) -> None:
@@ -100,7 +100,7 @@ def test_numbers_that_are_whole_cannot_be_compared(whitebox: WhiteBox) -> None:
 
     verdict = judged(whitebox, step)
     assert verdict.verdict == "unknown"
-    assert "the gradient of 0.weight cannot be read: its type is torch.int64: expected floating point" in str(verdict)
+    golden(str(verdict).splitlines()[0].partition(": ")[2])
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])
@@ -137,7 +137,7 @@ def test_zeros_where_no_gradient_is_due_are_no_fault_and_are_said(whitebox: Whit
 
     right = validated(0.0)
     assert right.verdict == "pass"
-    assert right.law("presence").note.startswith("zeros where no gradient is due: idle.")
+    golden(right.law("presence").note)
     assert [one.kind for one in validated(0.1).cause] == ["unexpected"]
     (cause,) = validated(0.0, times=2.0).cause  # what is wrong elsewhere does not make zeros a fault
     assert (cause.kind, cause.factor) == ("scale", 2.0)
@@ -163,7 +163,7 @@ def test_of_gradients_by_name_nobody_says_that_no_stage_was_watched(whitebox: Wh
 
     verdict = judged(whitebox, step, 1)
     assert verdict.verdict == "pass"
-    assert verdict.law("boundaries").note == "gradients were handed back, not watched modules"
+    golden(verdict.law("boundaries").note)
 
 
 def test_a_shard_without_elements_is_no_gradient_that_is_missing(whitebox: WhiteBox) -> None:
@@ -237,4 +237,4 @@ def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: Whi
     assert [one.law for one in verdict.mismatches] == ["grad-norm", "grad-norm"]
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank) == ("norm", 0)
-    assert cause.detail.endswith("; ranks report norms of their own")
+    golden(cause.detail, numbers=False)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
+from pipeproof.core.reason import Reason
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, WIDTH, Faults, Step, data, named, stage_of, step
+from tests.support.golden import golden
 
 RANKS, COUNT = 3, 4
 
@@ -135,7 +137,7 @@ def test_what_the_optimizer_does_follows_from_the_gradients(simulated: World) ->
     assert (verdict.cause[0].rank, verdict.cause[0].stage) == (1, 1)
     without = checked(simulated, Faults(updated=undone))
     assert without.verdict == "pass"
-    assert without.law("updated-parameters").note.startswith("the optimizer is not known")
+    golden(without.law("updated-parameters").note)
 
 
 def again(here: Step, stage: nn.Module) -> None:
@@ -146,7 +148,7 @@ def again(here: Step, stage: nn.Module) -> None:
 def test_a_microbatch_that_is_run_once_more_is_counted(simulated: World) -> None:
     verdict = checked(simulated, Faults(after=again))
     counted = [one for one in verdict.mismatches if one.law == "microbatches"]
-    assert [(one.rank, one.seen) for one in counted[:1]] == [(1, "forward of [0, 1, 2, 3, 2]")], str(verdict)
+    assert [(one.rank, one.found) for one in counted[:1]] == [(1, (0, 1, 2, 3, 2))], str(verdict)
     assert verdict.cause[0].stage == 1
 
 
@@ -154,7 +156,8 @@ def test_a_microbatch_that_is_run_once_more_is_counted(simulated: World) -> None
 def test_what_nobody_compared_is_no_pass(told: tuple[int, ...], simulated: World) -> None:
     verdicts = simulated.run(silent, told, ranks=2)
     assert {verdict.verdict for verdict in verdicts} == {"unknown"}
-    assert all("gradients() was not called" in verdict.law("comparable").note for verdict in verdicts)
+    assert {verdict.law("comparable").reasons for verdict in verdicts} == {(Reason.USE,)}
+    golden(verdicts[0].law("comparable").note)
 
 
 def silent(context: RankContext, told: tuple[int, ...]) -> Verdict:
@@ -216,7 +219,7 @@ def alone(context: RankContext, make: Callable[[], nn.Module]) -> Verdict:
 def test_a_stage_that_is_no_function_of_its_inputs_is_not_judged(simulated: World) -> None:
     (verdict,) = simulated.run(alone, Moody, ranks=1)
     assert verdict.verdict == "unknown", str(verdict)
-    assert verdict.law("boundaries").note == "stage 0 gives something else each time that it is run"
+    assert verdict.law("boundaries").reasons == (Reason.RERUN,)
 
 
 def left(here: nn.Module) -> nn.Module:

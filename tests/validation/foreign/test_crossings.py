@@ -17,6 +17,7 @@ from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.sketch import sketch
 from pipeproof.observers.watching import Watcher
 from pipeproof.reference.data import Batch
+from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 from tests.support.two_ranks import all_forward_all_backward, half, judged, model_of, named, plain
 
@@ -90,15 +91,14 @@ def test_one_unknown_call_is_the_microbatch_that_is_left() -> None:
     assert list(map(str, found.actions[:3])) == ["0F0", "0F1", "0F2"]
     first = wrong(found)[0]
     assert (str(first.action), first.what) == ("0F1", "input")
-    assert first.seen == "1.5 times the expected"
+    golden(first.seen)
 
 
 def test_an_input_that_changed_before_its_backward_is_told() -> None:
     late = batches()[2].inputs[0]
     found = wrong(flow([*calls([0], late=late), *calls([1, 2])]))
-    assert [(str(one.action), one.what, one.seen) for one in found] == [
-        ("0B0", "input when the backward begins", "microbatch 2's")
-    ]
+    assert [(str(one.action), one.seen) for one in found] == [("0B0", "microbatch 2's")]
+    golden(found[0].what)
 
 
 def test_a_sketch_tells_rounding_from_another_tensor() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import golden
 from tests.support.steps import loss_fn
 
 WIDTH, COUNT = 8, 4
@@ -98,15 +99,15 @@ def test_what_the_stage_before_hands_on_is_known_wherever_it_is_passed(whitebox:
         verdict = judged(whitebox, lambda came, mask: (came.mul_(1.01), mask), mask_first=mask_first)
         (cause,) = verdict.cause
         assert (cause.kind, cause.rank, cause.stage, cause.action) == ("altered", 1, 1, "1F0"), str(verdict)
-        assert "1.01 times the expected" in cause.detail
-        assert any(own.what == "sent by rank 0" for own in cause.lines), str(verdict)
+        golden(cause.detail)
+        assert any(own.what.startswith("sent by") for own in cause.lines), str(verdict)
 
 
 def test_a_mask_that_is_lost_is_known_as_the_models_input_and_no_message_is_blamed(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda came, mask: (came, torch.ones_like(mask)), mask_first=False)
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.stage, cause.action) == ("altered", 1, 1, "1F0"), str(verdict)
-    assert "(input 1, model input 1)" in cause.detail
+    golden(cause.detail, numbers=False)
     assert not any(own.what.startswith("sent by") for own in cause.lines), str(verdict)
 
 

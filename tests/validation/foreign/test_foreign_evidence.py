@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 WIDTH, RANKS, COUNT = 8, 2, 4
@@ -67,7 +68,7 @@ def test_a_right_step_has_no_cause(whitebox: WhiteBox) -> None:
     ran = verdict.measured.ran
     assert ran is not None
     rows = [" ".join(done.action for done in row) for row in ran.ranks]
-    assert rows == ["0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
+    assert rows == [" ".join(f"{stage}F{m} {stage}B{m}" for m in range(4)) for stage in (0, 1)]
     assert {one.error for row in ran.ranks for done in row for one in done.sights if one.agrees} == {0}
 
 
@@ -98,13 +99,14 @@ def test_what_a_stage_was_given_says_what_happened(
 ) -> None:
     cause = only(verdict := judged(whitebox, received(change)))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == (kind, 1, 1, microbatches)
-    assert ("or zeros are what was sent" in str(verdict)) == (kind == "uninitialised")
+    others = [one.kind for causes in verdict.alternatives for one in causes]
+    assert ("wrong-message" in others) == (kind == "uninitialised")
 
 
 def test_what_left_right_and_came_in_wrong_was_altered_between(whitebox: WhiteBox) -> None:
     cause = only(judged(whitebox, received(noise)))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("altered", 1, 1, (1,))
-    assert cause.detail.startswith("input is no microbatch's")
+    golden(cause.detail, numbers=False)
 
 
 def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox) -> None:
@@ -115,9 +117,8 @@ def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox) -> None
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.undecided[0].startswith("first compared wrong: rank 1, stage 1, 1F1: input is no microbatch's")
-    assert "every watched boundary tensor is right" not in str(verdict)
-    assert "cause     unknown: the evidence does not decide" in str(verdict)
+    assert not any("wrong-message" in one.kinds for one in verdict.ruled_out)
+    golden(verdict.undecided[0], numbers=False)
 
 
 def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox) -> None:
@@ -128,8 +129,7 @@ def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    where = "first compared wrong: rank 1, stage 1, 1F of call 2: input is "
-    assert verdict.undecided[0].startswith(f"{where}like no output of the reference's modules and no gradient of one")
+    golden(verdict.undecided[0], numbers=False)
     assert {one.microbatch for one in verdict.mismatches if one.law == "boundaries"} == {None}
     assert "dropped" not in str(verdict)
     note = "of 2 calls of stage 1 nothing tells the microbatch: they were counted alone"
@@ -164,10 +164,7 @@ def test_a_microbatch_in_place_of_another_was_paired_wrongly_or_came_so(whitebox
     verdict = judged(whitebox, received(change))
     cause, ((other,),) = only(verdict), verdict.alternatives
     assert (cause.kind, cause.stage, cause.microbatches) == ("mispaired", 1, (2,))
-    assert cause.detail == (
-        "its input is that of microbatch 1 in place of 2 (1F2); "
-        "called with, in this order: stage 0: 0, 1, 2, 3; stage 1: 0, 1, 1, 3"
-    )
+    golden(cause.detail)
     assert (other.kind, other.stage, other.microbatches) == ("wrong-message", 1, (2,))
 
 
@@ -207,8 +204,8 @@ def test_a_sum_in_place_of_a_mean_is_one_factor(whitebox: WhiteBox) -> None:
         return made
 
     cause = only(judged(whitebox, step))
-    after = "every output gradient that came in is right: it was multiplied after that"
-    assert (cause.kind, cause.detail, cause.lines) == ("scale", f"48, tokens per microbatch; {after}", ())
+    assert (cause.kind, cause.lines) == ("scale", ())
+    golden(cause.detail)
 
 
 class Squaring(nn.Module):
@@ -239,7 +236,7 @@ def test_an_output_of_right_inputs_that_the_reference_never_has_was_computed_wro
 ) -> None:
     cause = only(judged(whitebox, wrapped(rank, Squaring)))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", rank, rank, (0, 1, 2, 3))
-    assert cause.detail == "its input is right, and its output is like nothing that the reference computes from it"
+    golden(cause.detail)
 
 
 class Halved(nn.Module):
@@ -276,7 +273,7 @@ def test_inputs_that_a_stage_takes_for_each_other_are_not_called_right(whitebox:
     verdict = whitebox.validate(step, reference=two_streams, microbatches=data(), ranks=1, loss_fn=loss_fn)
     cause = only(verdict)
     assert (cause.kind, cause.stage) == ("wrong-message", 1)
-    assert cause.detail == "its inputs are what stage 0 made, in another order: outputs 1, 0"
+    golden(cause.detail)
     assert [one.kind for (one,) in verdict.alternatives] == ["computation"]
 
 
@@ -324,7 +321,7 @@ def test_names_that_do_not_match_are_no_fault_of_the_partition(whitebox: WhiteBo
 
     verdict = judged(whitebox, step)
     assert verdict.cause == ()
-    assert "names= says which is which" in verdict.undecided[0]
+    golden(verdict.undecided[0])
 
 
 def test_a_norm_that_one_rank_reports_otherwise(whitebox: WhiteBox) -> None:

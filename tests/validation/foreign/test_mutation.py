@@ -1,5 +1,6 @@
 """Faults that are planted in a step tell whether its test tests anything."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from pipeproof.foreign.reductions import is_sum
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.sweeps import some
 
 WIDTH, ROWS = 4, 8
@@ -142,7 +144,7 @@ def test_with_the_same_data_everywhere_only_faults_in_sums_are_not_judged(world:
         "reduction-left-out": "not judged",
         "reduction-lost": "not judged",
     }
-    assert "not judged   reduction-lost      ranks 0, 1 give the same to a sum over them" in str(found)
+    golden(str(found), lines="^not judged")
     with pytest.raises(LetPass, match="give each replica data of its own"):
         found.raise_if_any_passed()
 
@@ -371,5 +373,5 @@ def test_a_test_that_skips_on_all_ranks_under_a_fault_has_not_judged_it(
 ) -> None:
     (tried,) = whitebox.mutate(partial(skips, how=how), ranks=2, only=["gradient-doubled"]).tried
     assert tried.outcome == "not judged", tried
-    assert tried.how.startswith("the test skips on rank"), tried.how
+    assert re.match(r"the test skips on rank \d", tried.how), tried.how
     assert tried.how.endswith(": odd numbers"), tried.how

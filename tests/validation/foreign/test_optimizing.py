@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from pipeproof.core.contract import Contract
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 STEPS = ["train", "accumulate", "train", "eval", "train", "train"]
@@ -85,7 +86,7 @@ def test_a_scheduler_that_does_not_step_once_is_seen_in_the_update(whitebox: Whi
     assert [cause.kind for cause in verdict.cause] == ["update"], verdict
     assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
     assert "operation 3" in str(verdict), verdict
-    assert f"all of these moved {[0.5, None, 1.5][times]} times as far as they should" in verdict.cause[0].detail
+    golden(verdict.cause[0].detail.rpartition(" and ")[2])
 
 
 def test_one_step_is_made_by_a_pair_too(whitebox: WhiteBox) -> None:
@@ -101,11 +102,8 @@ def no_scheduler(model: nn.Module) -> Any:
     return halved(model)[0], None
 
 
-@pytest.mark.parametrize(("made", "given"), [(no_optimizer, "StepLR and SGD"), (no_scheduler, "SGD and NoneType")])
-def test_what_is_no_optimizer_is_said(whitebox: WhiteBox, made: Any, given: str) -> None:
+@pytest.mark.parametrize("made", [no_optimizer, no_scheduler])
+def test_what_is_no_optimizer_is_said(whitebox: WhiteBox, made: Any) -> None:
     verdict = judged(whitebox, partial(run, made=halved), made, ["train"])
     assert verdict.verdict == "unknown"
-    assert (
-        f"optimizer={made.__name__} gave {given}: expected an optimizer, or a pair of it and the scheduler of its "
-        "rate" in str(verdict)
-    ), verdict
+    golden(verdict.stopped.rpartition(" (")[0])

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.reason import Reason
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
@@ -196,4 +197,4 @@ def test_an_optimizer_that_was_given_is_not_asked_for() -> None:
     stages = [*layers(torch.tanh), Counted()]
     verdict, _ = step_of(lambda own: SGD(own, lr=0.1), stages=stages, max_norm=0.1)
     law = verdict.law("updated-parameters")
-    assert (law.outcome, law.note) == ("unknown", "what stage 1 gives is not known"), str(verdict)
+    assert (law.outcome, law.reasons) == ("unknown", (Reason.LINK,)), str(verdict)

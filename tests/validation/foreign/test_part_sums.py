@@ -5,6 +5,7 @@ import torch
 
 from pipeproof.foreign.part_sums import Wrong, not_summed, of_other_ranks, sketched
 from pipeproof.observers.sketch import sketch
+from tests.support.golden import golden
 
 WHOLE = torch.randn(16, generator=torch.Generator().manual_seed(0))
 PART = torch.randn(16, generator=torch.Generator().manual_seed(1))
@@ -17,7 +18,7 @@ def wrong(seen: torch.Tensor, *names: str) -> Wrong:
 def test_parts_that_add_up_to_what_is_due_are_not_reduced() -> None:
     (cause,) = not_summed([wrong(PART, "a", "b"), wrong(WHOLE - PART, "a", "b")], [0, 0])
     assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("not-reduced", 0, 1, None)
-    assert cause.detail == "2 of its gradients are parts of one sum on ranks 0, 1, and nobody added them up"
+    golden(cause.detail)
     (cause,) = not_summed([wrong(PART, "a"), wrong(WHOLE - PART, "a"), {}, {}], [0, 0, 2, 2])
     assert cause.parameter == "a"
 
@@ -26,7 +27,7 @@ def test_replicas_whose_sum_or_mean_is_due_were_not_all_reduced() -> None:
     for times in (1, 2):
         (cause,) = not_summed([wrong(PART, "a"), wrong(times * WHOLE - PART, "a")], [0, 1])
         assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("not-reduced", 0, 1, "a")
-        assert "on ranks 0, 1, and together they are what is due" in cause.detail
+        golden(cause.detail)
     assert not list(not_summed([wrong(WHOLE / 2, "a"), wrong(WHOLE / 2, "a")], [0, 1])), "that is a factor"
 
 

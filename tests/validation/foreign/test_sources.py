@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.reason import Reason
 from pipeproof.judging.verdict import Verdict
 from tests.support.pipeline_here import Job, Layer, Sent, checked, layers
 
@@ -129,7 +130,7 @@ def test_a_tensor_that_is_put_out_twice_beside_equal_ones_is_not_traced() -> Non
     stages[1].layer = nn.Identity()  # type: ignore[union-attr]
     verdict = checked(Job(stages, route={1: [(0, 1)], 2: [(0, 0), (1, 0), (1, 1)]}))
     assert verdict.verdict == "unknown", str(verdict)
-    assert "outputs of stages 0, 1 are equal" in verdict.law("boundaries").note
+    assert Reason.EQUAL_OUTPUTS in verdict.law("boundaries").reasons
 
 
 def test_zeros_that_come_back_are_zeros_beside_what_came_through_other_outputs() -> None:

@@ -1,5 +1,6 @@
 """A stage with a loss of its own: what that adds to gradients is not known, and no fault."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,12 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from pipeproof.core.reason import Reason
+from pipeproof.foreign.chain import place_of
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked
 
 Back = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]  # a stage, what it was given and gave, and what flows back
@@ -172,9 +176,8 @@ def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
     verdict = verdict_of(back)
     assert verdict.verdict == "unknown", str(verdict)
     assert not verdict.cause
-    what = "what was given to" if back in (input_punished, input_punished_after) else "the weights of"
-    assert "a backward at tests/validation/observers/test_own_losses.py:" in str(verdict)
-    assert f"{back.__name__} comes to {what} stage 1, and not by what the stage gave" in str(verdict)
+    assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
+    golden(re.sub(r"\.py:\d+", ".py", verdict.law("boundaries").note))
     assert "0.layer" not in str(verdict), "the other stages are judged all the same"
 
 
@@ -191,7 +194,8 @@ def of_all_weights(stages: Sequence[nn.Module]) -> Any:
 def test_a_loss_that_punishes_weights_is_one_of_each_stage() -> None:
     verdict = verdict_of(usual, last=of_all_weights)
     assert verdict.verdict == "unknown", str(verdict)
-    assert all(f"comes to the weights of stage {k}, and not by" in str(verdict) for k in range(3))
+    assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
+    golden(re.sub(r"\.py:\d+", ".py", verdict.law("boundaries").note))
 
 
 class Heading(Balanced):
@@ -308,7 +312,8 @@ def in_shards(context: RankContext) -> Verdict:
 def test_it_is_known_of_a_stage_in_shards_which_computes_with_other_weights() -> None:
     verdict = World(kind="simulated").run(in_shards, ranks=2)[0]
     assert verdict.verdict == "unknown", str(verdict)
-    assert "together comes to the weights of stage 0, and not by" in str(verdict)
+    assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
+    golden(re.sub(r"\.py:\d+", ".py", verdict.law("boundaries").note))
 
 
 def test_backwards_by_several_outputs_are_one() -> None:
@@ -325,7 +330,8 @@ def test_backwards_by_several_outputs_are_one() -> None:
             gave.backward(given.grad)
         check.gradients()
     assert check.verdict.verdict == "unknown", "nobody told of that loss, and all the rest is right"
-    assert "nobody is known to have received it: output 1 of stage 1" in str(check.verdict)
+    assert Reason.WIRING in check.verdict.law("boundaries").reasons
+    assert check.verdict.law("boundaries").left_out == (place_of((1, 1)),)
 
 
 ENGINE: Any = torch.autograd.Variable

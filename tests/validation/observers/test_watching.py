@@ -16,6 +16,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.sketch import sketch
 from pipeproof.observers.watching import Watcher, watching
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.two_ranks import Call as Way
 from tests.support.two_ranks import called, named, passes, plain, step, without_second
@@ -110,7 +111,7 @@ def test_a_step_that_finds_no_gradient_is_told_whose(silent: bool, said: str, wh
     assert verdict.word == "error", verdict
     *_, told = str(verdict).partition("the stage was last called at")
     assert said in told
-    assert "no_leaf: loss = loss_fn(stage(x), target)" in told
+    assert "no_leaf: loss =" in told
     assert ("no_leaf: dist.recv(x, 0)" in told) != silent
 
 
@@ -130,7 +131,7 @@ def test_a_stage_that_is_compiled_is_watched_from_outside(itself: bool, whitebox
     verdict = passes(whitebox.validate(step, reference=blocks, microbatches=data(), ranks=1, loss_fn=loss_fn))
     law = verdict.law("boundaries")
     assert law.outcome == ("not seen" if itself else "pass")
-    assert ("watch what torch.compile gives back" in law.note) == itself
+    golden(law.note)
 
 
 def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = True) -> HandedBack:
@@ -278,7 +279,7 @@ def fed(model: nn.Sequential, microbatches: list[Any], *, wrong: int | None = No
 def test_a_stage_that_is_fed_otherwise_than_by_its_arguments_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, fed)
     assert verdict.verdict == "pass", str(verdict)
-    assert verdict.law("boundaries").note.startswith("stages 0, 1 took no tensor as an argument: what came in, and")
+    golden(verdict.law("boundaries").note)
     wrong = judged(whitebox, lambda model, microbatches: fed(model, microbatches, wrong=2))
     assert wrong.mismatches[0].law == "boundaries"
     assert (wrong.mismatches[0].stage, wrong.mismatches[0].microbatch) == (1, 2)

@@ -11,6 +11,7 @@ from pipeproof.cases.case import Case
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordedOperation, RecordError
+from tests.support.golden import golden
 
 EXPECTED = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
 REVERSED = expected_record(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))
@@ -38,7 +39,7 @@ def with_one(kind: str, change: Callable[[Any], object], name: str = WEIGHT) -> 
 def test_the_same_record_agrees_bit_for_bit() -> None:
     verdict = compare(EXPECTED, EXPECTED, rerun="pipeproof compare a b")
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
-    assert str(verdict).endswith("replay    pipeproof compare a b")
+    assert verdict.replay.split() == ["pipeproof", "compare", "a", "b"]
     assert verdict.law("buffers").checked > 0
 
 
@@ -137,7 +138,7 @@ def test_numbers_that_are_none_are_no_pass() -> None:
 def test_an_expected_gradient_of_zero_proves_nothing() -> None:
     zero = changed(EXPECTED, **with_one("gradients", torch.zeros_like)(EXPECTED.operations[0]))
     law = compare(zero, zero).law("gradient")
-    assert (law.outcome, law.note) == ("pass", "1 of them is zero, as is due: no fault shows there")
+    golden(law.note)
     every = {name: torch.zeros(2) for name in EXPECTED.operations[0].gradients}
     none = replace(EXPECTED, operations=tuple(replace(one, gradients=every) for one in EXPECTED.operations))
     assert compare(none, none).law("gradient").outcome == "unknown"
@@ -216,7 +217,7 @@ def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.Monkey
         patch.setattr("pipeproof.records.compare.explained", crash)
         verdict = compare(EXPECTED, wrong)
         assert (verdict.verdict, verdict.cause) == ("fail", ())
-        assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_compare.py:")
+        assert verdict.unsought.partition(":")[0] == ZeroDivisionError.__name__
     monkeypatch.setattr("pipeproof.judging.comparison.Comparison.norm", crash)
     assert [compare(EXPECTED, one).verdict for one in (EXPECTED, wrong)] == ["unknown", "fail"]
-    assert str(compare(EXPECTED, EXPECTED)).startswith("UNKNOWN not all was compared: ZeroDivisionError")
+    assert compare(EXPECTED, EXPECTED).stopped.partition(":")[0] == ZeroDivisionError.__name__

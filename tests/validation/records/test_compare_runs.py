@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.core.reason import Reason
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare_runs import compare_runs
 from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import RecordError
 from pipeproof.records.run_growth import Quantity, differences
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.long_runs import RATE, Fault, Loop, faster, in_replicas, in_stages, model_of
 
 pytestmark = pytest.mark.long
@@ -74,17 +76,17 @@ def test_another_order_of_sums_passes_by_the_measure_of_a_third_run(
     verdict = judged("reversed", also=True, until=None)
     assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert 0 < verdict.law("gradient").worst < 1e-4
-    assert "bits differ from step 0 on; rounding makes" in verdict.law("gradient").note
+    golden(verdict.law("gradient").note, numbers=False)
     Loop(SHUFFLED).train(folder / "short third", range(2))
     file = folder / "reversed" / "rank-0.jsonl"
     file.write_text(file.read_text().replace('"torch":"', '"torch":"1+', 1))
     short = compare_runs(KeptRun(folder / "good"), KeptRun(folder / "reversed"), third=KeptRun(folder / "short third"))
     assert first(short)[:2] == ("unknown", 2)
-    assert "whether that is rounding, as the third run ends with step 1" in short.headline
-    assert short.law("steps").note.startswith("computed by torch 1+")
+    golden(short.headline)
+    golden(short.law("steps").note)
     alone = judged("reversed")
     assert first(alone) == ("unknown", 0, "gradient", "2.bias")
-    assert "nothing measured tells whether that is rounding" in str(alone)
+    golden(alone.headline, numbers=False)
 
 
 def without_the_last_microbatch(loop: Loop, number: int) -> None:
@@ -124,7 +126,7 @@ def test_a_fault_is_found_at_the_step_it_begins_and_by_its_law(
     if order != REVERSED:
         assert first(judged(run)) == ("unknown", begins, law, parameter)
     if name == "rate":
-        assert "the optimizer was told lr 0.2, not 0.1 for" in verdict.law(law).note
+        golden(verdict.law(law).note)
 
 
 def test_a_fault_smaller_than_what_rounding_grows_to_is_found_where_it_begins(
@@ -157,7 +159,7 @@ def test_steps_that_overflow_and_weights_that_are_frozen_are_no_fault(what: Faul
     good, third, seen = map(KeptRun, runs)
     verdict = compare_runs(good, seen, third=third)
     assert verdict.verdict == "pass", str(verdict)
-    assert ("not finite on either side" in verdict.law("grad-norm").note) == (what is overflowing)
+    assert bool(verdict.law("grad-norm").note) == (what is overflowing)
 
 
 def test_which_gradients_overflow_is_no_fault_in_a_step_in_which_both_runs_do(folder: Path) -> None:
@@ -168,7 +170,7 @@ def test_which_gradients_overflow_is_no_fault_in_a_step_in_which_both_runs_do(fo
     Loop(fault=overflowing, begins=2).train(folder / "narrow", range(3))
     Loop(fault=wider, begins=2).train(folder / "wide", range(3))
     verdict = compare_runs(KeptRun(folder / "narrow"), KeptRun(folder / "wide"))
-    assert "1 of them is not finite on one side, in a step in which both overflow" in verdict.law("gradient").note
+    golden(verdict.law("gradient").note, numbers=False)
     assert verdict.law("gradient").outcome == "pass"
     alone = compare_runs(KeptRun(folder / "good"), KeptRun(folder / "wide"), third=KeptRun(folder / "third"))
     assert first(alone) == ("fail", 2, "gradient", "2.weight")
@@ -199,9 +201,9 @@ def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path) 
         compare_runs(seen, good)
     verdict = compare_runs(good, on_two_ranks(folder / "one fast", folder / "good", folder / "fast"), third=third)
     assert first(verdict)[:3] == ("fail", 1, "replicas")
-    assert "the optimizer of rank 1 was told lr 0.2, not 0.1 for 0.0.weight" in verdict.law("updated-parameters").note
+    golden(verdict.law("updated-parameters").note)
     both = on_two_ranks(folder / "both endless", folder / "endless", folder / "endless")
-    assert compare_runs(KeptRun(folder / "endless"), both).law("grad-norm").note.startswith("3 of them are not finite")
+    golden(compare_runs(KeptRun(folder / "endless"), both).law("grad-norm").note)
 
 
 class Keys(nn.Module):
@@ -226,7 +228,7 @@ def test_an_update_that_optimizers_make_of_rounding_hides_no_other(fault: Fault 
         loop.train(run, range(8))
     good, third, seen = map(KeptRun, runs)
     verdict = compare_runs(good, seen, third=third)
-    assert "driven by rounding as far as faults would" in verdict.law("updated-parameters").note
+    golden(verdict.law("updated-parameters").note, numbers=False)
     if fault is None:
         assert verdict.verdict == "pass", str(verdict)
     else:
@@ -263,7 +265,7 @@ def test_other_data_are_told_as_data(folder: Path, judged: Callable[..., Verdict
     OtherData().train(folder / "data", range(STEPS))
     verdict = judged("data")
     assert first(verdict) == ("fail", 4, "microbatches", None)
-    assert "other data: microbatch 0 first" in str(verdict)
+    golden(verdict.mismatches[0].seen)
     assert verdict.law("gradient").outcome == "pass"
 
 
@@ -304,7 +306,8 @@ def test_a_killed_job_is_compared_up_to_its_last_whole_step(folder: Path, judged
     file.write_bytes(file.read_bytes()[:-100])
     verdict = judged("killed")
     assert verdict.verdict == "unknown"
-    assert "step 11 not compared, as" in verdict.law("steps").note
+    assert verdict.law("steps").reasons == (Reason.UNCOMPARED,)
+    golden(verdict.law("steps").note)
     assert judged("killed", until=STEPS - 2).tier == "bitwise"
     Loop().train(folder / "killed", range(3), resume=True)  # from the beginning: what came later is another run's
     assert KeptRun(folder / "killed").numbers == [0, 1, 2]

@@ -16,6 +16,7 @@ from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
+from tests.support.golden import golden
 
 COUNT = 4
 Pairs = list[tuple[Tensor, Tensor]]
@@ -118,7 +119,7 @@ def whole_on_meta() -> nn.Module:
 def test_a_right_step_passes_where_nobody_builds_the_whole_model(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, Mine(after=updated), Composed(build=whole_on_meta), loss_fn=loss_fn)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
-    assert verdict.config == "Mine on 2 ranks, 4 microbatches, link by link"
+    golden(verdict.config)
     compared = {law.name: law.checked for law in verdict.laws if law.outcome == "pass"}
     assert compared == {
         "parameters-once": 8,
@@ -250,7 +251,7 @@ def test_names_that_are_no_names_of_the_whole_model_are_told_by_names(simulated:
     whitebox = WhiteBox(simulated)
     verdict = judged(whitebox, local_names, Composed(loss_fn))
     assert verdict.verdict == "unknown"
-    assert "names= gives each weight its name in the whole model" in str(verdict)
+    golden(verdict.headline, numbers=False)
     names = lambda name, rank, module: f"{2 * rank + int(name[0])}{name[1:]}"  # noqa: E731
     assert (
         judged(whitebox, local_names, Composed(loss_fn, build=build_model), contract=Contract(names=names)).verdict

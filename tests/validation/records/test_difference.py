@@ -13,6 +13,7 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.difference import Difference, difference
 from pipeproof.records.record import OtherSteps, Record, config_differences
+from tests.support.golden import golden
 
 LINE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=3"
 ONE = expected_record(Case.parse(LINE))
@@ -45,7 +46,7 @@ def test_numbers_that_agree_bit_for_bit_need_no_reason() -> None:
 def test_another_order_of_sums_is_rounding_and_its_size_is_told() -> None:
     found = why(run_of(ONE), run_of(OTHER))
     assert (found.reason, found.fields, found.next) == ("rounding", ("schedule", "pp", "split"), ())
-    assert "right by their own configs, which ask for the same answer; schedule, pp and split differ" in found.said
+    golden(found.said)
     sizes = re.fullmatch(r"a gradient by (\S+), where rounding alone makes (\S+)", found.size)
     assert sizes, found.size
     seen, alone = map(float, sizes.groups())  # which digits they have depends on the CPU's vector units
@@ -65,7 +66,7 @@ def test_fields_that_order_sums_explain_what_numbers_of_a_coarse_dtype_leave_ope
 def test_numbers_that_differ_without_a_field_that_says_why_are_not_explained_by_one() -> None:
     found = why(run_of(ONE), run_of(ONE, gradients=scaled(ONE, 1 + 1e-7)))
     assert (found.reason, found.fields) == ("unknown", ())
-    assert "no field that orders sums differs, so every bit should agree" in found.said
+    golden(found.said)
     assert found.size.startswith("a gradient by ")
 
 
@@ -83,7 +84,7 @@ def test_numbers_that_differ_without_a_field_that_says_why_are_not_explained_by_
 def test_a_field_that_asks_for_another_answer_is_named(line: str, fields: tuple[str, ...]) -> None:
     found = why(run_of(ONE), expected_record(Case.parse(line)))
     assert (found.reason, found.fields) == ("asked", fields), found.said
-    assert "both are right by their own configs" in found.said
+    golden(found.said)
 
 
 @pytest.mark.parametrize("sides", [("one",), ("other",), ("one", "other")])
@@ -98,7 +99,7 @@ def test_a_side_that_is_wrong_by_its_own_config_is_named(sides: tuple[str, ...])
     assert found.said.startswith(f"a fault: {' and '.join(sides)} ")
     assert [side.outcome for side in found.sides] == ["fail" if name in sides else "pass" for name in good]
     wrong = next(str(side) for side in found.sides if side.outcome == "fail")
-    assert wrong.startswith("wrong by its own config: scale x")
+    golden(wrong, numbers=False)
     files = {"one": "a", "other": "b"}
     assert [line for line in found.next if "compare" in line] == [
         f"pipeproof compare expected.safetensors {files[name]}" for name in sides
@@ -110,32 +111,31 @@ def test_a_fault_is_told_where_another_answer_was_asked_for_too() -> None:
     assert why(run_of(ONE), run_of(seeded, gradients=scaled(seeded, 2))).reason == "fault"
 
 
-UNKNOWN: Mapping[str, tuple[dict[str, Any], str]] = {
-    "no case": ({"config": {"case": None}}, "it names no case"),
-    "no line": ({"config": {"case": "gibberish"}}, "its case is none here: 'gibberish' is no case"),
-    "lost file": ({"config": {"case": "no-such.csv r2 s2 m3"}}, "its case is none here: cannot read no-such.csv"),
-    "torch": ({"config": {"torch": "1.0"}}, "it was recorded with torch 1.0, and this is 2."),
-    "no torch": ({"config": {"torch": None}}, "it was recorded with torch of no known version"),
-    "pipeproof": ({"config": {"pipeproof": "0.0"}}, "it was recorded with pipeproof 0.0"),
-    "weights": ({"before": OTHER.operations[0].parameters}, "it began with other weights than its config gives on"),
-    "microbatches": ({"microbatches": ONE.operations[0].microbatches[::-1]}, "it began with other microbatches than"),
+UNKNOWN: Mapping[str, dict[str, Any]] = {
+    "no case": {"config": {"case": None}},
+    "no line": {"config": {"case": "gibberish"}},
+    "lost file": {"config": {"case": "no-such.csv r2 s2 m3"}},
+    "torch": {"config": {"torch": "1.0"}},
+    "no torch": {"config": {"torch": None}},
+    "pipeproof": {"config": {"pipeproof": "0.0"}},
+    "weights": {"before": OTHER.operations[0].parameters},
+    "microbatches": {"microbatches": ONE.operations[0].microbatches[::-1]},
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_side_of_which_nothing_is_due_here_leaves_the_reason_unknown(name: str) -> None:
-    change, words = UNKNOWN[name]
-    found = why(run_of(ONE), run_of(OTHER, **change))
+    found = why(run_of(ONE), run_of(OTHER, **UNKNOWN[name]))
     assert found.reason == "unknown"
     assert [side.outcome for side in found.sides] == ["pass", "not computed"]
-    assert str(found.sides[1]).startswith(f"not judged: {words}")
+    golden(str(found.sides[1]))
 
 
 def test_a_side_that_is_not_decided_leaves_the_reason_unknown() -> None:
     noted = run_of(OTHER, gradients=scaled(OTHER, 1 + 5e-6))
     found = why(run_of(ONE), noted)
     assert (found.reason, found.sides[1].outcome) == ("unknown", "unknown"), found.rows
-    assert found.next[-1] == "pipeproof compare expected.safetensors b"
+    assert found.next[-1].split()[:2] == ["pipeproof", "compare"]
 
 
 def test_a_crash_while_a_side_is_computed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_crash_while_a_side_is_computed_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pipeproof.records.side.expected_record", crash)
     found = why(run_of(ONE), run_of(OTHER))
     assert found.reason == "unknown"
-    assert "it could not be: ZeroDivisionError: no reference" in str(found.sides[0])
+    golden(str(found.sides[0]).rpartition(" (")[0])
 
 
 def test_axes_of_older_records_have_the_names_of_newer_ones() -> None:

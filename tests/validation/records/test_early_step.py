@@ -9,6 +9,7 @@ from torch import nn
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
+from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 Update = Callable[[torch.optim.Optimizer], None]
@@ -44,7 +45,7 @@ def and_cleared(optimizer: torch.optim.Optimizer) -> None:
 def test_a_step_that_was_over_too_early_is_not_judged(update: Update) -> None:
     verdict = verdict_of(update)
     assert verdict.verdict == "unknown", str(verdict)
-    assert "an optimizer took its step before gradients() was called" in str(verdict)
+    golden(str(verdict).splitlines()[0])
 
 
 def test_a_step_in_the_midst_of_backwards_is_a_fault() -> None:
@@ -63,4 +64,4 @@ def test_steps_inside_backwards_are_not_judged(microbatches: int) -> None:
         one.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
     verdict = checked(job)
     assert verdict.verdict == "unknown", str(verdict)
-    assert "an optimizer takes its steps inside backwards" in str(verdict)
+    golden(str(verdict).splitlines()[0])

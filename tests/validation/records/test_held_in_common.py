@@ -11,6 +11,7 @@ from pipeproof import Composed, Contract, SingleDevice, World, check_step
 from pipeproof.foreign import FlatShard
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 WIDTH = 4
@@ -99,7 +100,8 @@ def test_replicas_whose_gradients_differ_by_less_than_rounding_are_told(world: W
     for verdict in world.run(step, "unequal", ranks=2):
         assert verdict.law("gradient").outcome == "pass", str(verdict)
         (told,) = verdict.mismatches
-        assert (told.law, told.rank, told.seen) == ("replicas", 1, "another gradient than rank 0's")
+        assert (told.law, told.rank) == ("replicas", 1)
+        golden(told.seen)
 
 
 @pytest.mark.pipeproof_ranks

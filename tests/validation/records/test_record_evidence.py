@@ -20,6 +20,7 @@ from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 M, WIDTH = 4, 8
@@ -217,7 +218,7 @@ def test_what_only_one_weight_of_the_last_stage_shows_in_a_coarse_type_is_that_o
 def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any) -> None:
     first, second = step(against, fault=swap).cause
     assert (first.kind, first.stage, first.parameter) == ("misplaced", 0, "0.0.weight")
-    assert first.detail == "it is the gradient of 3.0.weight, stage 1"
+    golden(first.detail)
     assert (second.kind, second.stage, second.parameter) == ("misplaced", 1, "3.0.weight")
 
 
@@ -234,19 +235,20 @@ def test_a_lost_microbatch_is_named_beside_the_model_and_unknown_from_sums(
     assert agrees(step(BESIDE, **options).cause[0], planted)
     alone = step(RECORD, **options)
     assert (alone.verdict, alone.cause) == ("fail", ())
-    assert "a record has only sums over all microbatches: SingleDevice, beside the job" in " ".join(alone.undecided)
+    golden(" ".join(alone.undecided), numbers=False)
 
 
 @EITHER
 def test_clipped_gradients_are_told_from_badly_divided_ones(against: Any) -> None:
     verdict = step(against, clip_first=True)
     if verdict.law("updated-parameters").outcome == "pass":  # the record knows the update, which is right
-        assert "gradients are those of after the clipping" in str(verdict)
+        assert verdict.undecided
+        golden("\n".join(verdict.undecided), numbers=False)
         assert not verdict.cause
     else:
         (cause,) = verdict.cause
         assert (cause.kind, cause.stage) == ("scale", None)
-        assert "clipping to 0.3 does" in cause.detail
+        golden(cause.detail.partition("; ")[2])
         assert "1/" not in cause.detail
     (other,) = step(against, divisor=3 * M).cause
     assert "clipping" not in other.detail
@@ -267,8 +269,7 @@ def test_a_right_step_is_told_nothing_whatever_it_began_with(against: Any) -> No
 def test_noise_is_unknown(against: Any) -> None:
     verdict = step(against, fault=spoil)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.undecided[0].startswith("stage 1: nothing that was tried, of microbatches, pairings and two ")
-    assert "cause     unknown: the evidence does not decide" in str(verdict)
+    golden(verdict.undecided[0], numbers=False)
 
 
 def test_what_was_there_before_and_is_all_there_is_tells_nothing() -> None:
@@ -316,7 +317,7 @@ def test_too_much_to_keep_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("pipeproof.records.step_check.MOST", 1000)
     verdict = step(BESIDE, divisor=1)
     assert verdict.cause[0].factor == pytest.approx(M)
-    assert "more wrong gradients were not looked at, for they are too large to be kept" in verdict.undecided[0]
+    golden(verdict.undecided[0], numbers=False)
     monkeypatch.setattr("pipeproof.records.step_check.MOST", 0)
     verdict = step(BESIDE, divisor=1)
     assert verdict.cause == ()
@@ -332,8 +333,7 @@ def test_a_model_that_fails_while_the_cause_is_looked_for_leaves_the_verdict() -
 
     verdict = step(SingleDevice(build, fragile), divisor=1)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.unsought.startswith("KeyError: 'gone' (test_record_evidence.py:")
-    assert "cause     not sought: looking for it raised KeyError: 'gone' (test_record_evidence.py:" in str(verdict)
+    assert verdict.unsought.startswith("KeyError: 'gone' (")
     assert "in fragile" in verdict.as_dict()["traceback"]  # type: ignore[operator]
 
 
@@ -352,7 +352,7 @@ def test_two_records_that_disagree_are_told_the_cause() -> None:
     for config in (EXPECTED.config, {}):
         verdict = compare(EXPECTED, replace(changed(EXPECTED, 1, gradients=tripled), config=config))
         assert (verdict.cause[0].kind, verdict.cause[0].stage) == ("scale", None)
-        assert verdict.cause[0].detail == "3, the number of microbatches"
+        golden(verdict.cause[0].detail)
 
 
 def test_a_recorded_step_that_has_the_one_before_in_it_is_named() -> None:
@@ -379,4 +379,4 @@ def test_names_that_do_not_go_together_are_no_partition() -> None:
     seen = replace(changed(EXPECTED, 0, gradients=renamed, before=before), places={}, config={})
     verdict = compare(EXPECTED, seen)
     assert verdict.cause == ()
-    assert "rename= says which is which" in verdict.undecided[0]
+    golden(verdict.undecided[0])

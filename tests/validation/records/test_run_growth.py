@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare_runs import compare_runs
 from pipeproof.records.kept_run import KeptRun
+from tests.support.golden import golden
 from tests.support.long_runs import WIDTH, Fault, Loop
 
 STEPS = 4
@@ -73,4 +74,4 @@ def test_what_is_wrong_is_said_before_what_may_be_rounding(tmp_path: Path) -> No
     verdict = compare_runs(good, seen, third=third)
     assert said(verdict) == ("fail", 0, "gradient", "0.bias"), str(verdict)
     assert verdict.law("loss").outcome == "unknown", str(verdict)
-    assert verdict.headline == "the runs part in step 0, gradient of 0.bias first of what is no rounding"
+    golden(verdict.headline)

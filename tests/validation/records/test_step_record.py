@@ -17,6 +17,7 @@ from pipeproof.records.record import RecordError
 from pipeproof.records.record_file import read
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step, write_record
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 mse = nn.functional.mse_loss
@@ -182,7 +183,7 @@ def test_what_adam_makes_of_rounding_passes_where_it_goes_as_far(kind: type[torc
 
     right = stepped()
     assert right.law("updated-parameters").outcome == "pass", str(right)
-    assert "made from rounding alone" in right.law("updated-parameters").note
+    golden(right.law("updated-parameters").note, numbers=False)
     told = [stepped(times=times).law("updated-parameters").outcome for times in (0.0, 0.25, 100.0)]
     assert told == ["unknown", "unknown", "fail"]
     assert stepped(times=0.0, name="3.bias").law("updated-parameters").outcome == "fail"

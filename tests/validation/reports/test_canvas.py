@@ -17,6 +17,7 @@ from pipeproof.reports.canvas import (
     text_width,
     wrapped,
 )
+from tests.support.golden import golden
 from tests.validation.reports.test_picture import SOME, drawn
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
@@ -29,7 +30,7 @@ DRAWING = Drawing(
 
 def test_an_svg_is_text_boxes_and_tooltips() -> None:
     root = ElementTree.fromstring(svg(DRAWING))
-    assert root.attrib["viewBox"] == "0 0 100 50"
+    golden(root.attrib["viewBox"])
     assert [child.text for child in root.findall(f"{SVG}title")] == ["what & why"]
     ground, red, frame = root.findall(f"{SVG}rect")
     assert ground.attrib["width"] == "100"

@@ -5,6 +5,7 @@ import io
 import pytest
 
 from pipeproof.reports.terminal import Manner, Terminal, speaking
+from tests.support.golden import golden
 
 
 def test_lines_are_plain_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +29,7 @@ def test_who_wants_it_quiet_is_spared_details(capsys: pytest.CaptureFixture[str]
         Terminal().detail("a pass")
         Terminal().say("the end")
     Terminal().detail("a pass")
-    assert capsys.readouterr().out == "the end\na pass\n"
+    golden(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pipeproof.worlds.rank_report import RankFailed, details
 from pipeproof.worlds.stack import own_stack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 
 
 def messages(context: RankContext) -> list[Any]:
@@ -46,8 +47,8 @@ def messages(context: RankContext) -> list[Any]:
 
 def test_what_a_rank_stands_at_is_what_it_waits_for(world: World) -> None:
     before, standing, progress, after = world.run(messages, ranks=3)[0]
-    assert standing == ("a message from rank 1", (1,))
-    assert progress == "sent 1 and received 1, and did backward 3 of its stage last"
+    assert standing[1] == (1,)
+    golden(f"{standing[0]}; {progress}")
     assert before is after is None
 
 
@@ -74,10 +75,7 @@ def refused(context: RankContext, places: list[str]) -> list[str]:
 def test_gloo_reads_no_devices_memory_and_the_cure_is_told(world: World) -> None:
     ((on_the_host, on_a_device),) = world.run(refused, ["cpu", "cuda:0"], ranks=1)
     assert on_the_host == "writev: Bad address"
-    assert on_a_device.startswith(
-        "writev: Bad address; gloo sends what lies in the host's memory, and this lies on cuda"
-    )
-    assert on_a_device.endswith("copy to the host before sending, or give each rank a device")
+    golden(on_a_device)
 
 
 def afterwards(context: RankContext) -> float:
@@ -111,8 +109,8 @@ def test_a_rank_that_is_waited_for_has_left_behind_its_last_message(world: World
     with pytest.raises(RankFailed, match="rank 0 has returned while others wait for it") as failure:
         world.run(one_too_few, ranks=2, timeout_s=2.0)
     said = details(failure.value.reports)
-    assert "rank 0: finished\n    the last before it returned: a send to rank 1 (sent 1 and received 0)\n" in said
-    assert "one_too_few: dist.recv(torch.zeros(1), 0) if context.rank else dist.send(torch.zeros(1), 1)" in said
+    golden(said, lines="^rank 0|returned:")
+    assert "one_too_few: dist.recv(torch.zeros(1), 0)" in said
     assert world.run(stack_of_rank, ranks=2)
     assert posted.parting() == ""
 
@@ -140,7 +138,7 @@ def test_the_call_in_which_a_rank_stands_says_for_whom_it_waits(world: World, in
     reports = failure.value.reports
     assert [reports[rank].peers for rank in (0, 2)] == [(1,), (3,)]
     assert [reports[rank].waiting for rank in (0, 2)] == [waits.format(0, 1), waits.format(2, 3)]
-    assert [reports[rank].progress for rank in (0, 2)] == ["sent 1 and received 1"] * 2
+    golden("\n".join(reports[rank].progress for rank in (0, 2)))
     assert "worlds/posted_messages.py" not in reports[0].traceback
 
 
@@ -190,9 +188,7 @@ def test_a_message_is_known_again_where_it_was_sent(world: World) -> None:
     numbers = {value: (came.message.sender, came.message.tag, came.message.number) for value, came in joined.items()}
     assert numbers == {1.0: (0, 0, 1), 0.0: (0, 0, 2), 2.0: (0, 5, 1)}
     assert [came.sent.empty for came in joined.values()] == [value == 0.0 for value in joined]
-    assert {came.sent.stack[0].text for came in joined.values()} == {
-        "works = [dist.isend(one, 1, tag=tag) for one, tag in zip(tensors, (0, 5, 0), strict=True)]"
-    }
+    assert all(came.sent.stack[0].text.startswith("works = [dist.isend(one,") for came in joined.values())
 
 
 def from_any(context: RankContext) -> Any:
@@ -225,5 +221,5 @@ def test_what_was_done_while_nothing_was_noted_is_not_said_of_a_later_job() -> N
     with posted.noted_messages():
         assert posted.progress() == ""
         posted.did("forward", 1, "its stage")
-        assert posted.progress() == "did forward 1 of its stage last"
+        golden(posted.progress())
     assert posted.progress() == ""

@@ -16,6 +16,7 @@ from pipeproof.worlds.rank_report import (
     headline,
     unfreed,
 )
+from tests.support.golden import golden
 
 GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:25993: Connection reset by peer. Check the logs."
 
@@ -56,36 +57,25 @@ def test_the_story_has_the_culprit_first_and_echoes_last() -> None:
         RankReport(3, Ending.FINISHED),
         raised(4, "KeyError: 'x'\nmore", at_s=6.0),
     ]
-    assert describe(reports).splitlines() == [
-        "rank 2 of 5 raised ValueError: bad split",
-        "    Traceback of rank 2",
-        "rank 1: was waiting for 1RECV_F0 from rank 0, stopped",
-        "rank 3: finished",
-        "rank 4: raised KeyError: 'x' ...",
-        "rank 0: lost the others: Connection reset",
-    ]
+    golden(describe(reports), exact=True)
 
 
 def test_every_rank_that_is_stuck_shows_where() -> None:
     stuck = [RankReport(rank, Ending.STUCK, "did not finish within 5 s", f"stack {rank}\n") for rank in range(2)]
-    assert describe(stuck).splitlines() == [
-        "rank 0 of 2 did not finish within 5 s",
-        "    stack 0",
-        "rank 1: did not finish within 5 s",
-        "    stack 1",
-    ]
+    golden(describe(stuck), exact=True)
 
 
 def test_what_all_ranks_raise_is_told_once() -> None:
-    assert describe([raised(0), raised(1)]) == "all 2 ranks raised ValueError: bad split\n    Traceback of rank 0"
-    assert describe([raised(0)]) == "rank 0 of 1 raised ValueError: bad split\n    Traceback of rank 0"
+    golden(describe([raised(0), raised(1)]))
+    golden(describe([raised(0)]))
 
 
 def test_the_errors_survive_a_pickle() -> None:
     failed = pickle.loads(pickle.dumps(RankFailed([FINISHED, raised(1)], ValueError("bad split"))))
     assert (failed.culprit, failed.reports[0], str(failed.cause)) == (1, FINISHED, "bad split")
     wanting = pickle.loads(pickle.dumps(NeedsMoreRanks(4, 2)))
-    assert (wanting.needed, wanting.available, str(wanting)) == (4, 2, "needs 4 ranks, 2 here")
+    assert (wanting.needed, wanting.available) == (4, 2)
+    golden(str(wanting))
 
 
 def stuck(rank: int, waiting: str, *peers: int) -> RankReport:
@@ -97,9 +87,7 @@ def test_ranks_that_wait_in_each_others_sends_come_before_those_that_wait_for_th
     crossed = [stuck(1, "a send to rank 2", 2), stuck(2, "a send to rank 1", 1)]
     reports = [victims[0], *crossed, victims[1]]
     assert culprit_of(reports) == 1
-    assert headline(reports) == (
-        "ranks 1 and 2 wait for each other: rank 1 for a send to rank 2, rank 2 for a send to rank 1"
-    )
+    golden(headline(reports))
     lines = describe(reports).splitlines()
     assert lines[0] == headline(reports)
     assert [line[:6] for line in lines if line.startswith("rank ")] == ["rank 1", "rank 2", "rank 0", "rank 3"]
@@ -113,16 +101,16 @@ def test_a_rank_that_returned_early_comes_before_those_that_wait_for_it() -> Non
         stuck(2, "a message from rank 0", 0),
     ]
     assert culprit_of(reports) == 1
-    assert headline(reports) == "rank 1 has returned while others wait for it: rank 0 waits for a message from rank 1"
+    golden(headline(reports))
 
 
 def test_a_rank_that_did_not_come_to_a_collective_is_the_one_that_is_waited_for() -> None:
     at_barrier = [stuck(rank, "torch.distributed.barrier") for rank in (0, 2)]
     assert culprit_of([at_barrier[0], RankReport(1, Ending.FINISHED), at_barrier[1]]) == 1
     crossed = [at_barrier[0], stuck(1, "a message from rank 2", 2), at_barrier[1]]
-    assert headline(crossed).startswith("ranks 1 and 2 wait for each other: ")
+    golden(headline(crossed))
     everybody = [stuck(rank, "torch.distributed.barrier") for rank in range(2)]
-    assert headline(everybody) == "rank 0 did not finish within 5 s, waiting for torch.distributed.barrier"
+    golden(headline(everybody), exact=True)
 
 
 def test_groups_that_wait_for_others_are_told_each_for_itself() -> None:
@@ -132,20 +120,17 @@ def test_groups_that_wait_for_others_are_told_each_for_itself() -> None:
     ended = [RankReport(rank, Ending.FINISHED) for rank in (1, 3)]
     reports = sorted([*waits, *ended], key=lambda report: report.rank)
     assert culprit_of(reports) == 1
-    assert headline(reports) == (
-        f"rank 1 has returned while others wait for it: rank 0 waits for {call} 0, 1; rank 3 has returned while others "
-        f"wait for it: rank 2 waits for {call} 2, 3, 4; rank 4 waits for {call} 2, 3, 4"
-    )
+    golden(headline(reports))
 
 
 def test_ranks_that_wait_for_any_message_wait_for_each_other() -> None:
     reports = [stuck(0, "a message from any rank", 1), stuck(1, "a message from any rank", 0)]
-    assert headline(reports).startswith("ranks 0 and 1 wait for each other: ")
+    golden(headline(reports))
 
 
 def test_messages_of_which_any_may_be_awaited_blame_only_what_all_lead_to() -> None:
     ring = [stuck(0, "a message from rank 1 or a send to rank 2", 1, 2), stuck(1, "a send to rank 0", 0)]
-    assert headline([*ring, stuck(2, "a send to rank 0", 0)]).startswith("ranks 0, 1 and 2 wait for each other: ")
+    golden(headline([*ring, stuck(2, "a send to rank 0", 0)]))
     assert culprit_of([*ring, RankReport(2, Ending.FINISHED)]) == 2
 
 
@@ -154,9 +139,8 @@ def test_where_a_rank_failed_or_computes_nobody_is_blamed_for_waiting() -> None:
     for other in (raised(1), RankReport(1, Ending.DIED, "exited with status 3"), RankReport(1, Ending.STUCK, "stuck")):
         assert culprit_of([waits, other]) == 1
         assert headline([waits, other]).startswith("rank 1 ")
-    assert headline([RankReport(0, Ending.STUCK, "stuck", waiting="1RECV_F0 with rank 1"), FINISHED]).startswith(
-        "rank 0"
-    )
+    alone = RankReport(0, Ending.STUCK, "stuck", waiting="1RECV_F0 with rank 1")
+    assert headline([alone, FINISHED]).startswith("rank 0")
 
 
 def test_a_circle_and_what_waits_for_it() -> None:
@@ -179,17 +163,14 @@ def test_several_circles() -> None:
 def test_a_hang_says_once_how_far_each_rank_had_come() -> None:
     first, second = stuck(0, "a message from rank 1", 1), stuck(1, "a message from rank 0", 0)
     reports = [replace(first, progress="sent 2 of 4"), replace(second, progress="sent 1 of 4")]
-    assert headline(reports) == (
-        "ranks 0 and 1 wait for each other: rank 0 for a message from rank 1 (it sent 2 of 4), "
-        "rank 1 for a message from rank 0 (it sent 1 of 4)"
-    )
+    golden(headline(reports))
     assert describe(reports) == f"{headline(reports)}\n{details(reports)}"
     assert "sent" not in details(reports)
 
 
 def test_what_the_headline_says_is_not_among_the_details() -> None:
-    assert details([FINISHED, raised(1)]) == "Traceback of rank 1\nrank 0: finished"
-    assert details([raised(0), raised(1)]) == "Traceback of rank 0"
+    golden(details([FINISHED, raised(1)]))
+    golden(details([raised(0), raised(1)]))
 
 
 def test_a_hang_is_told_from_a_crash() -> None:

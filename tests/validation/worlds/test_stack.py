@@ -26,7 +26,7 @@ def _compiled(file: str) -> Callable[[Callable[[], Stack]], Stack]:
 def test_the_innermost_line_comes_first() -> None:
     first, second, *_ = _inner(lambda: own_stack())
     assert (first.file, first.function) == (HERE, "<lambda>")
-    assert first.text == "first, second, *_ = _inner(lambda: own_stack())"
+    assert first.text.startswith("first, second, *_")
     assert (second.function, second.text) == ("_inner", "return call()")
     assert str(second) == f"tests/validation/worlds/test_stack.py:{second.number} _inner: return call()"
 
@@ -50,7 +50,8 @@ def test_a_line_whose_source_is_not_there_has_a_number() -> None:
 
 def test_a_file_that_was_changed_and_loaded_again_has_its_new_lines(tmp_path: Path) -> None:
     file, found = tmp_path / "cell.py", []
-    for text in ("call()  # as it was", "call()  # as it is, and longer"):
+    texts = ["call()  # as it was", "call()  # as it is, and longer"]
+    for text in texts:
         file.write_text(text)
         exec(compile(text, str(file), "exec"), {"call": lambda: found.append(own_stack()[1])})
-    assert [line.text for line in found] == ["call()  # as it was", "call()  # as it is, and longer"]
+    assert [line.text for line in found] == texts

@@ -19,6 +19,7 @@ from pipeproof.worlds.accelerator import found
 from pipeproof.worlds.rank_report import Ending, RankFailed, WorldError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 
 BOUND_S = 1.0  # for jobs that hang on purpose
 
@@ -202,9 +203,7 @@ def test_a_wait_for_what_nobody_sends_ends_with_who_waits_and_where(world: World
     with pytest.raises(RankFailed) as caught:
         world.run(rank_0_waits_for_a_send, ranks=2, timeout_s=BOUND_S)
     assert time.monotonic() - started_s < BOUND_S + 10
-    assert str(caught.value).startswith("rank 0 of 2 did not finish within 1 s, waiting for 1RECV_F0 from rank 1\n"), (
-        str(caught.value)
-    )
+    golden(str(caught.value).splitlines()[0])
     assert "in rank_0_waits_for_a_send\n" in str(caught.value)
     assert str(caught.value).endswith("\nrank 1: finished")
     assert sound(world)
@@ -220,7 +219,7 @@ def test_a_failure_does_not_wait_for_the_bound(world: World) -> None:
 def test_an_assertion_tells_the_values_it_compared(world: World) -> None:
     with pytest.raises(RankFailed, match=r"AssertionError: a sum is no rank\nassert 1\.0 == 0") as caught:
         world.run(asserts, ranks=2)
-    assert 'assert total(context) == context.rank, "a sum is no rank"' in str(caught.value)
+    assert "assert total(context) ==" in str(caught.value)
 
 
 def test_what_all_ranks_raise_alike_is_told_once(world: World) -> None:
@@ -229,7 +228,7 @@ def test_what_all_ranks_raise_alike_is_told_once(world: World) -> None:
 
     with pytest.raises(RankFailed) as caught:
         world.run(job, ranks=2)
-    assert str(caught.value).startswith("all 2 ranks raised ")
+    golden(str(caught.value).splitlines()[0])
     assert str(caught.value).count("Traceback") == 1
 
 
@@ -309,11 +308,8 @@ def test_what_earlier_jobs_left_is_said_where_one_fails(world: World) -> None:
     with pytest.raises(RankFailed) as caught:
         world.run(set_up, ranks=2)
     told = str(caught.value)
-    assert "RuntimeError: data parallel group is already initialized" in told
-    assert (
-        "still on this rank: a test marked pipeproof_fresh_ranks, or World.close() before a run, has ranks without"
-        in told
-    )
+    assert "RuntimeError: data parallel" in told
+    golden(told, lines="pipeproof_fresh_ranks")
     world.run(leave_a_group, ranks=2)  # for the next test
 
 

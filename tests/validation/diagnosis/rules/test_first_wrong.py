@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import golden
 
 WIDTH, ROWS, COUNT, RANKS = 8, 4, 4, 3
 EVERY = tuple(range(COUNT))
@@ -173,13 +174,13 @@ def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(w
     change = at(1, lambda m, x: [*x[:2], others[m] if m < len(others) else x[2]])
     cause = first(judged(whitebox, received=change))
     assert (cause.kind, cause.stage, cause.microbatches) == ("swapped-data", 1, (0, 1, 2))
-    assert "input of microbatches 0, 1, 2 is that of 1, 2, 3 (input 2, model input 2)" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox) -> None:
     cause = first(judged(whitebox, received=at(1, lambda m, x: [*x[:2], x[2] * 0])))
     assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
-    assert "zero (input 2, model input 2)" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 def test_what_left_right_and_came_in_wrong_in_every_microbatch(whitebox: WhiteBox) -> None:
@@ -196,7 +197,7 @@ def test_an_output_that_is_wrong_in_every_microbatch_was_computed_wrongly(whiteb
     verdict = judged(whitebox, model=gelu)
     cause = first(verdict)
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", 1, 1, EVERY)
-    assert "boundary tensor is right" not in str(verdict)
+    assert not any("wrong-message" in one.kinds for one in verdict.ruled_out)
 
 
 def test_of_two_tensors_of_which_one_came_twice_the_other_is_wrong(whitebox: WhiteBox) -> None:
@@ -216,14 +217,14 @@ def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox) -> None:
         judged(whitebox, gradients=gradients, received=at(1, lambda m, x: [sent[0] if m == 2 else x[0], *x[1:]]))
     )
     assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 1, (2,))
-    assert "stage 2's input gradient of microbatch 1, expected microbatch 2's" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 @pytest.mark.parametrize("other", [nn.functional.l1_loss, lambda y, t: loss_fn(y, t * 1.01)], ids=["l1", "target"])
 def test_a_right_output_with_a_wrong_loss(whitebox: WhiteBox, other: Any) -> None:
     cause = first(judged(whitebox, loss=other))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", 2, 2, EVERY)
-    assert "the loss or its target, for the output is right" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 def test_an_input_that_was_freed_before_its_backward(whitebox: WhiteBox) -> None:
@@ -260,7 +261,7 @@ def test_a_backward_that_loses_a_path_with_right_tensors_around_it(whitebox: Whi
 def test_an_input_that_came_without_its_graph_was_cut_off_on_its_way(whitebox: WhiteBox) -> None:
     cause = first(judged(whitebox, cut=(1, 1)))
     assert (cause.kind, cause.stage, cause.microbatches, cause.action) == ("dropped", 1, EVERY, "1F0")
-    assert "is without requires_grad, with which stage 0 made it (input 1)" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 @pytest.mark.parametrize(("more", "outcome"), [(4e-4, "pass"), (8e-4, "fail")])
@@ -277,4 +278,4 @@ def test_what_is_wrong_too_little_for_its_place_is_told_by_its_bits(
     verdict = judged(whitebox, model=slightly)
     assert verdict.law("boundaries").outcome == outcome, str(verdict)
     assert not verdict.cause, str(verdict)
-    assert verdict.undecided[0].startswith("first not bit for bit: rank 1, stage 1, 1F0: output")
+    golden(verdict.undecided[0], numbers=False)

@@ -11,6 +11,7 @@ from torch import nn
 from pipeproof.diagnosis.rules.norms import norm
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.mismatch import Mismatch, Size
+from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 
@@ -28,7 +29,7 @@ def test_of_the_only_stage_nothing_is_said_as_a_place(whitebox: WhiteBox, stages
     verdict = whitebox.validate(step, reference=blocks, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
     (cause,) = verdict.cause
     assert (cause.kind, cause.place) == ("norm", place), str(verdict)
-    assert f"stage {stages - 1}'s gradients are counted twice" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 def of_one_rank(*times: float) -> Any:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
+from tests.support.golden import golden
 from tests.support.sweeps import sampled
 from tests.support.two_ranks import (
     COUNT,
@@ -41,7 +42,7 @@ def test_a_late_division_is_no_fault_and_a_gradient_halved_on_its_way_is(whitebo
         verdict = judged(whitebox, partial(one, passed=halved), plain)
         assert verdict.law("boundaries").outcome == "unknown", verdict
         assert named(verdict) == [("scale", 0, 0, ())]
-        assert "every watched boundary tensor is right" not in str(verdict)
+        assert not any("wrong-message" in one.kinds for one in verdict.ruled_out)
 
 
 def test_what_gradients_show_beside_a_gradient_halved_on_its_way_is_told_too(whitebox: WhiteBox) -> None:
@@ -94,7 +95,7 @@ def test_what_an_unseen_sender_made_is_not_called_altered_on_its_way(
         verdict = judged(whitebox, partial(unwatched, rank_0=nobody), plain)
         assert not {kind for kind, *_ in named(verdict)} & {"altered", "scale"}, verdict
         rounded = [cause for cause in verdict.cause if cause.kind == "rounded"]
-        assert all(one.detail == "as if what it is given and what it hands back are bf16-rounded" for one in rounded)
+        golden("\n".join(sorted({one.detail for one in rounded})))
         assert "messages, buffers" not in str(verdict) or "does not say" in str(verdict), verdict
 
 

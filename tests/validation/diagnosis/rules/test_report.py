@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from tests.support import two_ranks
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 COUNT = 4
@@ -56,22 +57,22 @@ def judged(whitebox: WhiteBox, report: Callable[[list[float]], Any]) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("report", "told"),
+    "report",
     [
-        (lambda losses: [4 * loss for loss in losses], "4 times the right ones"),
-        (lambda losses: losses[::-1], "those of other microbatches"),
-        (lambda losses: [losses[0]] * COUNT, "those of other microbatches"),
-        (sum, "4 times the right one"),
-        (lambda losses: [torch.tensor(loss).half().item() for loss in losses], "the right ones, fp16-rounded"),
+        lambda losses: [4 * loss for loss in losses],
+        lambda losses: losses[::-1],
+        lambda losses: [losses[0]] * COUNT,
+        sum,
+        lambda losses: [torch.tensor(loss).half().item() for loss in losses],
     ],
 )
 def test_what_is_made_of_right_losses_is_a_wrong_report(
-    whitebox: WhiteBox, report: Callable[[list[float]], Any], told: str
+    whitebox: WhiteBox, report: Callable[[list[float]], Any]
 ) -> None:
     verdict = judged(whitebox, report)
     (cause,) = verdict.cause
     assert cause.kind == "report"
-    assert cause.detail.endswith(f": {told}; gradients are right")
+    golden(cause.detail, numbers=False)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_of_other_losses_nobody_knows_whether_they_were_computed(
     """As where a term was lost that no gradient comes from."""
     verdict = judged(whitebox, report)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.undecided[0].startswith("losses are wrong and gradients right")
+    golden(verdict.undecided[0], numbers=False)
 
 
 def test_a_loss_that_was_added_up_over_the_ranks_is_a_wrong_report(whitebox: WhiteBox) -> None:
@@ -99,7 +100,7 @@ def test_a_loss_that_was_added_up_over_the_ranks_is_a_wrong_report(whitebox: Whi
 
     (cause,) = two_ranks.judged(whitebox, step, two_ranks.plain).cause
     assert (cause.kind, cause.rank) == ("report", 1)
-    assert cause.detail.endswith(": 2 times the right one; gradients are right")
+    golden(cause.detail, numbers=False)
 
 
 @pytest.mark.parametrize("none", [None, []])
@@ -145,5 +146,5 @@ def test_an_order_with_a_microbatch_twice_is_no_matter_of_gradients(whitebox: Wh
         return model, [loss.item() for loss in losses], None, order
 
     verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=1, loss_fn=loss_fn)
-    assert {m.seen for m in verdict.mismatches} == {"forward of [0, 1, 2, 3, 3]"}, str(verdict)
+    assert {m.found for m in verdict.mismatches} == {(0, 1, 2, 3, 3)}, str(verdict)
     assert "report" not in {cause.kind for cause in verdict.cause}, str(verdict)

@@ -10,6 +10,7 @@ from pipeproof.diagnosis.rules.loss_scale import by_scale, of_gradients
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Passed
+from tests.support.golden import golden
 
 ONE = LossScale(1024.0, 1024.0, 1024.0)
 COUNTS = (8, 2, 2)  # microbatches, ranks, stages
@@ -41,7 +42,7 @@ def test_a_factor_of_gradients_is_named(factor: float, scale: LossScale, kind: s
 
 def test_a_scale_that_is_also_a_count_is_said_to_be_both() -> None:
     named = of_gradients(replace(FACTOR, factor=8.0, detail="8 times"), LossScale(8.0, 8.0, 8.0), COUNTS)
-    assert str(named) == "rank 1, stage 1: 8 times; that is the loss scale, too"
+    golden(str(named))
 
 
 def test_one_parameter_alone_is_no_matter_of_the_loss_scale() -> None:
@@ -79,14 +80,16 @@ def test_each_rank_divides_by_its_own_scale() -> None:
     scale = replace(ONE, ranks={0: 1024.0, 1: 2048.0})
     halved = replace(FACTOR, factor=0.5)
     (named,) = by_scale(lambda evidence: [halved])(replace(EVIDENCE, scale=scale))
-    assert (named.kind, named.detail) == ("scales-differ", "divided by 2048, where losses were multiplied by 1024")
+    assert named.kind == "scales-differ"
+    golden(named.detail)
     (named,) = by_scale(lambda evidence: [replace(halved, rank=0, stage=0)])(replace(EVIDENCE, scale=scale))
     assert named.kind == "scale", "that rank has the scale of the losses"
     last = replace(
         scale, losses=2048.0, divided=2048.0, before=2048.0
     )  # the last stage's rank says another than it multiplied by
     (named,) = by_scale(lambda evidence: [halved])(replace(EVIDENCE, scale=last))
-    assert (named.kind, named.detail) == ("scales-differ", "divided by 2048, where losses were multiplied by 1024")
+    assert named.kind == "scales-differ"
+    golden(named.detail)
 
 
 def test_that_losses_were_not_scaled_is_told_by_what_flows_though_rounding_hides_it_in_some_stages() -> None:

@@ -18,6 +18,7 @@ from pipeproof.diagnosis.rules.shared import by_sender, on_rank
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 COUNT = 6
@@ -74,13 +75,13 @@ def test_what_is_reduced_in_time_is_right(whitebox: WhiteBox) -> None:
 def test_a_parameter_that_was_not_reduced(whitebox: WhiteBox, left: str, parameter: str) -> None:
     (cause,) = judged(whitebox, lambda name: name != left).cause
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, parameter)
-    assert cause.detail.startswith("not reduced over all replicas: rank 0 has the gradient of its own")
+    golden(cause.detail, numbers=False)
 
 
 def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, before=2).cause
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
-    assert "rank 1 lacks microbatch 4 of other replicas and has its own 5 2 times: reduced before" in cause.detail
+    golden(cause.detail, numbers=False)
 
 
 def test_replicas_that_differ_in_a_way_that_tells_nothing(whitebox: WhiteBox) -> None:
@@ -106,13 +107,13 @@ def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteB
 
 def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, summed=True).cause
-    assert cause.detail.endswith("as a sum over 2 replicas in place of a mean gives")
+    golden(cause.detail, numbers=False)
 
 
 def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, times=2.0).cause
     assert (cause.kind, cause.factor) == ("scale", 2.0)
-    assert "a sum over 2 replicas" not in str(cause), cause.detail
+    golden(cause.detail, numbers=False)
 
 
 def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox: WhiteBox) -> None:

@@ -9,6 +9,7 @@ from pipeproof import SingleDevice, World, check_step, record_step
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 COUNT = 4
@@ -145,7 +146,7 @@ def test_what_was_there_before_is_told_of_the_stages_that_had_it(
 ) -> None:
     (cause,) = told(world, 1, left=left, alone=alone).cause
     assert (cause.kind, cause.place, cause.factor) == ("stale-gradient", place, factor), str(cause)
-    assert cause.detail.endswith("2 times, added up over these stages" if len(left) > 1 else "1 times")
+    golden(cause.detail, numbers=False)
 
 
 @pytest.mark.pipeproof_ranks
@@ -179,7 +180,7 @@ def test_a_factor_of_every_copy_is_no_one_stages(
 @pytest.mark.pipeproof_ranks
 def test_a_factor_of_one_copy_alone_is_of_its_stage(world: World) -> None:
     (cause,) = told(world, 1, times=3.0).cause
-    assert (cause.kind, cause.place, cause.factor) == ("scale", "rank 0, stage 0", 3.0), str(cause)
+    assert (cause.kind, cause.rank, cause.stage, cause.factor) == ("scale", 0, 0, 3.0), str(cause)
 
 
 def in_bf16() -> nn.Module:

@@ -14,6 +14,7 @@ from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.single_device import SingleDevice
+from tests.support.golden import golden
 from tests.support.steps import pairs
 
 loss_fn = nn.functional.mse_loss
@@ -107,7 +108,7 @@ def test_a_norm_that_is_told_in_parts_is_not_said_to_be_told_by_nobody(monkeypat
     monkeypatch.setattr("pipeproof.records.frameworks.framework_job.held_whole", lambda norm: None)
     law = judged(Job()).law("grad-norm")
     assert law.outcome == "not seen"
-    assert law.note == "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
+    golden(law.note)
 
 
 def test_a_norm_like_nothing_known_is_not_laid_upon_the_norm_alone() -> None:
@@ -121,8 +122,8 @@ def test_a_norm_like_nothing_known_is_not_laid_upon_the_norm_alone() -> None:
     job.after_complete = lose_a_part
     verdict = judged(job)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.undecided[0].startswith("the norm is like nothing known of the gradients that were compared")
-    assert "every gradient that was compared is what it should be" in [one.evidence for one in verdict.ruled_out]
+    golden(verdict.undecided[0], numbers=False)
+    assert "scale" in {kind for one in verdict.ruled_out for kind in one.kinds}
 
 
 def test_names_of_the_whole_model_are_used() -> None:
@@ -138,17 +139,17 @@ def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> N
         return nn.Sequential(*build(), nn.Linear(8, 8))
 
     told = str(judged(Job(), against=SingleDevice(longer, loss_fn)))
-    assert "no rank holds 3.bias, 3.weight: build both alike, in the same sizes and with its names" in told
+    golden(told.splitlines()[0])
     job = Job()
     twice = str(judged(job, stages={0: job.model, 1: job.model}))
-    assert "stages 0 and 1 both have a parameter 0.weight: the whole model has one, so cut it into stages" in twice
+    golden(twice.splitlines()[0])
     assert "rename=" not in told + twice
 
 
 def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:
     verdict = judged(Job(), steps=2)
     assert verdict.verdict == "unknown"
-    assert "the block took more than one step of the optimizer: put one step into it" in str(verdict)
+    golden(str(verdict).splitlines()[0])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def judged_with(**changed: Any) -> Verdict:
 
 def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused() -> None:
     unfinished = WhiteBoxError("call train_batch in the block")
-    assert "rank 0: call train_batch in the block" in str(judged_with(unfinished=unfinished))
+    golden(str(judged_with(unfinished=unfinished)).splitlines()[0])
     job = Job()
     with checking(lambda: job.as_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
         job.step()
@@ -205,7 +206,7 @@ def test_what_the_job_raises_is_its_own() -> None:
     job = Job()
     with pytest.raises(KeyError), checking(job.as_step, timeout_s=5) as check:
         raise KeyError("x")
-    assert str(check.verdict).startswith("ERROR rank 0 raised KeyError")
+    golden(str(check.verdict).splitlines()[0])
     assert "before" not in vars(job)
 
 
@@ -239,4 +240,4 @@ def test_a_timeout_that_is_none_is_said_and_the_job_goes_on(timeout_s: Any) -> N
     job = Job()
     with checking(job.as_step, timeout_s=timeout_s) as check:
         job.step()
-    assert f"timeout_s is {timeout_s}: expected seconds above 0" in str(check.verdict)
+    golden(str(check.verdict).splitlines()[0])

@@ -14,6 +14,7 @@ from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.simulated.races import fill, overlap, poison, unchanged
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 
 Use = Callable[[Tensor, Any], object]
 
@@ -94,7 +95,7 @@ def test_a_buffer_that_is_used_before_its_message_is_waited_for(use: Use, simula
     race = failed.value.cause
     assert isinstance(race, Race)
     assert (race.kind, race.rank) == ("read-before-wait", 1)
-    assert race.said == "rank 1 used a buffer before a message from rank 0 had been waited for"
+    golden(race.said)
     assert [what for what, _ in race.lines] == ["used", "received"]
 
 

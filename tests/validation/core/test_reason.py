@@ -1,0 +1,29 @@
+"""Why something is unknown, as a value that goes where its note goes."""
+
+import json
+import pickle
+from importlib.resources import files
+
+import pytest
+
+from pipeproof.core.reason import Doubt, Reason, reasons_of
+from pipeproof.records.record import RecordError
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_reason_has_one_sentence_and_one_cure(reason: Reason) -> None:
+    for text in (reason.sentence, reason.cure):
+        assert (text[0].isupper(), text.find(".")) == (True, len(text) - 1)
+
+
+def test_a_note_keeps_its_own_reason_wherever_it_goes() -> None:
+    note = Reason.CALLS.doubt("stage 1")
+    assert (str(note), note.reasons) == ("stage 1", (Reason.CALLS,))
+    passed_on = pickle.loads(pickle.dumps(note)), Reason.LINK.doubt(note), str(RecordError(note)), str(note)
+    assert [reasons_of(one) for one in passed_on] == [(Reason.CALLS,)] * 4
+    assert reasons_of(note, "no doubt", Reason.LINK.doubt("it"), Doubt(note)) == (Reason.CALLS, Reason.LINK)
+
+
+def test_the_schema_lists_them() -> None:
+    schema = json.loads(files("pipeproof.reports").joinpath("schema.json").read_text())
+    assert schema["$defs"]["law"]["properties"]["reasons"]["items"]["enum"] == list(Reason)
