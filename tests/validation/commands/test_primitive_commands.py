@@ -9,7 +9,6 @@ import pytest
 from pipeproof.cases.config import Config
 from pipeproof.cases.primitives.primitive import PRIMITIVES
 from pipeproof.commands.cli import main
-from tests.support.golden import golden
 from tests.support.json_schema import documented
 from tests.support.warm_start import Ended
 
@@ -23,7 +22,8 @@ def test_the_table_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
     file = tmp_path / "table.json"
     assert main(["primitives", "--json", str(file)]) == 0
     out = capsys.readouterr().out
-    golden(out)
+    assert "\n  saves   18 P (1 - 1/n) - 8 p bytes of weights, gradients and optimizer\n" in out
+    assert "20 of 20 seeds pass on 2 ranks" in out
     data = documented(file.read_text())
     assert [one["name"] for one in data["primitives"]] == list(PRIMITIVES)
 
@@ -35,7 +35,7 @@ def test_some_of_it_by_name(capsys: pytest.CaptureFixture[str]) -> None:
         "ddp        data parallel",
     ]
     assert main(["primitives", "tpp"]) == 2
-    golden(capsys.readouterr().err)
+    assert "unknown primitive 'tpp': did you mean 'tp'?" in capsys.readouterr().err
 
 
 @pytest.mark.pipeproof_ranks
@@ -45,7 +45,7 @@ def test_primitives_are_validated_one_by_one(tmp_path: Path, capsys: pytest.Capt
     assert main(["validate", "--primitive", "dp,pp", "--schedule", "gpipe,1f1b", "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["ddp=2", "pp=2", "pp=2"]
-    golden(lines[-1])
+    assert lines[-1] == "3 pass; 2 of 3 bit for bit"
     data = documented(file.read_text())
     assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 3
     assert {law["name"] for law in data["verdicts"][0]["laws"] if law["checked"]} >= {"replicas", "grad-norm", "loss"}
@@ -81,7 +81,7 @@ def test_many_ranks_are_said_before_they_start(
     monkeypatch.setattr("pipeproof.worlds.processors._CROWD", 0)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert main(["validate", "--stack", "dp=2"]) == 0
-    golden(capsys.readouterr().out)
+    assert capsys.readouterr().out.startswith("2 ranks share 1 processor here: this takes long\nstack ")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,11 @@ def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
     file.write_bytes(Config(LARGE).text())
     assert main(["validate", "--config", str(file)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
-    golden(first)
-    golden(lines[-1])
+    assert first == (
+        f"{file} is run small: stack pp=2,zero-2=2 for pp 16, dp 512, zero 2, 4 of 32 microbatches, "
+        "a decoder of 8 layers in fp32 for llama-3-405b"
+    )
+    assert lines[-1] == "1 pass; 0 of 1 bit for bit"
     assert main(["validate", "--config", str(file), "--profile"]) == 2
 
 
@@ -140,4 +143,4 @@ def test_a_fault_that_no_stack_has_is_no_pass(tmp_path: Path, capsys: pytest.Cap
     assert main(["validate", "--config", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    golden(err)
+    assert f'{file}: specimen is "layernorm-zero": expected "", for a stack on these axes has no other' in err
