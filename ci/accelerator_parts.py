@@ -14,8 +14,8 @@ from pipeproof.cases.case import SCHEDULES, Case
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.trial import Trial, case_for, try_out
 from pipeproof.cases.validator import crashed, validate
-from pipeproof.judging.mismatch import small
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.mismatch import small
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.schedules import virtuals
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import Arithmetic, computing

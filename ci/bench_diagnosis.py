@@ -12,7 +12,7 @@ from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import FAMILIES
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.cases.trial import case_for
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from bench_table import Row, Target, ratio
 from torch import Tensor, nn
 
+from pipeproof.core.judge import one_thread
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.judge import one_thread
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 

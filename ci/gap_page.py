@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from gaps import Gap, Row
 from least_faults import FAULTS
 
-from pipeproof.judging.verdict import small
+from pipeproof.core.verdict import small
 
 _MARKS = {"fail": "", "unknown": "?", "pass": "!"}
 

@@ -9,10 +9,10 @@ from least_faults import FAULTS, NARROW, LeastFault, Step, Total
 from torch import Tensor
 
 from pipeproof.cases.stages import owners
-from pipeproof.judging.floors import Floors
-from pipeproof.judging.judge import one_thread
-from pipeproof.judging.pending import Pending
-from pipeproof.judging.tolerance import Floor, error, same_bits
+from pipeproof.core.floors import Floors
+from pipeproof.core.judge import one_thread
+from pipeproof.core.tolerance import Floor, error, same_bits
+from pipeproof.core.updates import Pending
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import DTYPES, build_model
 from pipeproof.reference.step import Recipe, Reference, Site

@@ -11,9 +11,9 @@ from pipeproof.cases.primitives.figures import Figures
 from pipeproof.cases.primitives.primitive import PRIMITIVES
 from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack, alone
+from pipeproof.core.measured import versions
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.measured import versions
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.world import World
 
 FILE = Path(__file__).parent.parent / "validation/cases/primitives/figures.json"

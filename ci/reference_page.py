@@ -120,10 +120,10 @@ PARTS: Mapping[str, Sequence[Name]] = {
         ),
     ),
     "Verdicts": (
-        Name("pipeproof", "Verdict", "validation/judging/verdict.py", methods=VERDICT),
-        Name("pipeproof.judging.verdict", "LawResult", "validation/judging/verdict.py"),
-        Name("pipeproof.judging.mismatch", "Mismatch", "validation/judging/mismatch.py"),
-        Name("pipeproof.judging.cause", "Cause", "validation/judging/cause.py"),
+        Name("pipeproof", "Verdict", "validation/core/verdict.py", methods=VERDICT),
+        Name("pipeproof.core.verdict", "LawResult", "validation/core/verdict.py"),
+        Name("pipeproof.core.mismatch", "Mismatch", "validation/core/mismatch.py"),
+        Name("pipeproof.core.cause", "Cause", "validation/core/cause.py"),
     ),
     "Built-in schedules": (
         Name("pipeproof", "Case", "validation/cases/case.py", methods=("parse",)),

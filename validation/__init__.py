@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from pipeproof.cases.validator import validate as validate
     from pipeproof.core.contract import Contract as Contract
     from pipeproof.core.contract import ContractError as ContractError
+    from pipeproof.core.verdict import NoVerdict as NoVerdict
+    from pipeproof.core.verdict import PipelineMismatch as PipelineMismatch
+    from pipeproof.core.verdict import ValidationFailed as ValidationFailed
+    from pipeproof.core.verdict import Verdict as Verdict
     from pipeproof.foreign.task import WhiteBoxError as WhiteBoxError
-    from pipeproof.judging.verdict import NoVerdict as NoVerdict
-    from pipeproof.judging.verdict import PipelineMismatch as PipelineMismatch
-    from pipeproof.judging.verdict import ValidationFailed as ValidationFailed
-    from pipeproof.judging.verdict import Verdict as Verdict
     from pipeproof.pipeline.action import ScheduleError as ScheduleError
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
     from pipeproof.records.composed_step import Composed as Composed
@@ -48,15 +48,15 @@ _HOMES = {
     "Contract": "core.contract",
     "ContractError": "core.contract",
     "NeedsMoreRanks": "worlds.rank_report",
-    "NoVerdict": "judging.verdict",
-    "PipelineMismatch": "judging.verdict",
+    "NoVerdict": "core.verdict",
+    "PipelineMismatch": "core.verdict",
     "PipelineSchedule": "pipeline.step",
     "RankFailed": "worlds.rank_report",
     "RecordError": "records.record",
     "ScheduleError": "pipeline.action",
     "SingleDevice": "records.single_device",
-    "ValidationFailed": "judging.verdict",
-    "Verdict": "judging.verdict",
+    "ValidationFailed": "core.verdict",
+    "Verdict": "core.verdict",
     "WhiteBoxError": "foreign.task",
     "World": "worlds.world",
     "check_step": "records.step_check",

@@ -22,9 +22,9 @@ from pipeproof.worlds.simulated.guide import MOST, parsed_interleaving
 from pipeproof.worlds.timeout import parsed_seconds
 
 if TYPE_CHECKING:
+    from pipeproof.core.verdict import Verdict
     from pipeproof.foreign import WhiteBox
     from pipeproof.foreign.fixture import FixtureBox
-    from pipeproof.judging.verdict import Verdict
     from pipeproof.worlds.world import World
 
 _GLOO = "gloo"
@@ -242,7 +242,7 @@ def _refuse_unread(box: "FixtureBox") -> None:
 
 def _subjects(error: BaseException) -> list["Verdict"]:
     """The verdicts, no passes, that an error is about. Where an assertion failed, their text becomes its notes."""
-    module = sys.modules.get("pipeproof.judging.verdict")  # else there is none
+    module = sys.modules.get("pipeproof.core.verdict")  # else there is none
     if module is None or not isinstance(error, AssertionError):
         return []
     if isinstance(error, module.ValidationFailed):

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any, NoReturn, TypeVar
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.framework import replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep
 from pipeproof.foreign.frameworks.transformers import observed, validate
@@ -23,7 +24,6 @@ from pipeproof.foreign.frameworks.transformers_whole import (
     pair_of,
 )
 from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.judging.verdict import Verdict
 from pipeproof.records.checked_step import CheckedStep, CheckError
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording

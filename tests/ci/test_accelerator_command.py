@@ -21,7 +21,7 @@ from accelerator_result import PartResult, Result, Row, failing, merged, section
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import crashed
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.accelerator import Arithmetic
 from pipeproof.worlds.world import World
 from tests.support.sources import ROOT

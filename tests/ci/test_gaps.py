@@ -9,7 +9,7 @@ import torch
 from gaps import Gap, Row, measured
 from least_faults import LeastFault, Step, Total
 
-from pipeproof.judging.tolerance import error
+from pipeproof.core.tolerance import error
 from pipeproof.reference.data import Shapes, microbatches
 from pipeproof.reference.step import Reference
 

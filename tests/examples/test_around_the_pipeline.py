@@ -18,8 +18,8 @@ from around_the_pipeline import (
 )
 from torch import nn
 
+from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Mismatch, Verdict
 
 KINDS = ["1F1B", "ZB-H1"]
 

@@ -18,9 +18,9 @@ from pipeproof.cases.primitives.stacked import loss_fn as decoder_loss
 from pipeproof.cases.primitives.stacked import microbatches as decoder_data
 from pipeproof.cases.primitives.stacked import reference_of, run, validated
 from pipeproof.cases.primitives.stacks import Stack
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, step_verdict, watch
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.verdict import Verdict
 from tests.support.judgements import counting_judgements
 from tests.support.steps import pairs
 from tests.support.sweeps import SWEEP, some

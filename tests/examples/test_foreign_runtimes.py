@@ -15,8 +15,8 @@ import torch_pipelining
 import weight_grad_store
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 
 RANKS, WIDTH, COUNT = 4, 16, 8
 loss_fn = nn.functional.mse_loss

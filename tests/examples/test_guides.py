@@ -21,8 +21,8 @@ import pytest
 
 from pipeproof.cases.specimens import PLUGINS
 from pipeproof.commands.cli import main
+from pipeproof.core.verdict import ValidationFailed
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import ValidationFailed
 from pipeproof.worlds.world import World
 from tests.support.guides import GUIDES, PAGES, ROOT, Block, blocks, same
 from tests.support.sweeps import some

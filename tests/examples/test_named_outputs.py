@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, pairs
 
 EXPERTS, AUX = 3, 0.1

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from tests.support.sweeps import each_once
 
 RANKS, WIDTH, COUNT = 3, 8, 5

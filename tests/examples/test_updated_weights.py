@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.initial_weights import step_begins
 from tests.support.steps import WIDTH, pairs
 

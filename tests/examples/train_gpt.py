@@ -18,7 +18,7 @@ from torch import nn
 
 from pipeproof.cases.stages import Slice, layers_of, owners, tied_across
 from pipeproof.core.limits import FP32
-from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.core.tolerance import error, scalar_error
 from pipeproof.pipeline import PipelineSchedule, Schedule, StepResult
 from pipeproof.pipeline.gather import gather
 from pipeproof.pipeline.partition import parse_split

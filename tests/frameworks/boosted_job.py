@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.colossalai import _on, _state_kept
 from pipeproof.foreign.frameworks.colossalai_whole import Packed
-from pipeproof.judging.verdict import Verdict
 from pipeproof.records.record import Record
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_colossal

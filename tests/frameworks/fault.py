@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 
 Plant = Callable[[ExitStack], None]
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
 import pipeproof
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks.engines import tiny_gpt
 from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout

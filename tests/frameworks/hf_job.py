@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 import pipeproof
 from pipeproof import Contract, transformers
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_hf
 from tests.frameworks.fault import Plant, patched

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import pipeproof
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.framework import launched
 from pipeproof.foreign.frameworks.nanotron import _state_kept, cut
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_llama
 from tests.frameworks.left import differences, left, seed

@@ -9,8 +9,8 @@ import deepspeed
 
 import pipeproof
 from pipeproof import Composed
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks.deepspeed_faults import FAULTS
 from tests.frameworks.engines import tiny_pipe

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pipeproof
 from pipeproof import World
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import deepspeed_faults, pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS

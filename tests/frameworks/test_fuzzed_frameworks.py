@@ -13,7 +13,7 @@ import pytest
 
 from pipeproof import World
 from pipeproof.cases.fuzz import Tally, fuzz
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from tests.frameworks.engines.framework_case import FRAMEWORKS, FrameworkCase
 from tests.frameworks.engines.framework_draws import framework_cases
 from tests.frameworks.engines.framework_findings import FRAMEWORK_FINDINGS, FrameworkFinding, known

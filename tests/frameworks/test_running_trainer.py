@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: ci/fr
 pytest.importorskip("accelerate", reason="accelerate is not installed: ci/frameworks installs it")
 
 from pipeproof import World
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record_file import read
 from tests.frameworks import hf_job

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeproof import World
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
 from tests.frameworks.engines.megatron_layout import MegatronLayout
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout

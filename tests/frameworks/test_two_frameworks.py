@@ -9,7 +9,7 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: ci/framewor
 
 from pipeproof import World
 from pipeproof.commands.cli import main
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record_file import read
 from tests.frameworks import gpt_in_deepspeed

@@ -13,7 +13,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 import pipeproof
 from pipeproof import Composed, Contract
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.record import Record
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks.engines import tiny_titan

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from truth_check import Checked
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 
 BASELINE = Path(__file__).with_name("baseline.jsonl")
 OWN = ("specimens", "cases", "fuzz")  # parts that run our own runtime beside the whole reference

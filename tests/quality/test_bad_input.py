@@ -20,10 +20,10 @@ from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import explained
 from pipeproof.commands.cli import main
 from pipeproof.core.contract import Contract
+from pipeproof.core.judge import Judge
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.judge import Judge
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.world import World
 from tests.support.steps import loss_fn, pairs
 

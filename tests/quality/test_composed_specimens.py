@@ -6,7 +6,7 @@ from composed_reach import HANGS, OUT_OF_REACH, SEEN_AS
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.cases.trial import smallest_of
-from pipeproof.judging.cause import Cause
+from pipeproof.core.cause import Cause
 from pipeproof.records.composed_case import validate_composed
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World

@@ -10,9 +10,9 @@ import truth
 from corpus import Transition, Values, transitions
 from truth_check import Checked
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 from tests.support.sweeps import SWEEP
 
 RIGHT = Values("rights | watched | right: naive", False, "pass", "silent", bitwise=True)

@@ -13,8 +13,8 @@ from pipeproof.cases.mixed.specimens import MIXED, RANKS, RIGHT
 from pipeproof.cases.mixed.step import COUNT
 from pipeproof.cases.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS
 from pipeproof.cases.specimens.specimen import CLASSES
+from pipeproof.core.judge import LAWS
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.judge import LAWS
 from pipeproof.records.composed_check import LAWS as OF_A_CHAIN
 from pipeproof.records.mixed_check import try_mixed, validate_mixed
 from pipeproof.worlds.world import World

@@ -12,7 +12,7 @@ from torch.utils import backend_registration
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import DEVICE_CONTROLS, ON_DEVICES, SPECIMENS
 from pipeproof.cases.specimens.specimen import CLASSES
-from pipeproof.judging.judge import LAWS
+from pipeproof.core.judge import LAWS
 from tests.support.devices import CHECKED, Pretending, trials
 from tests.support.sweeps import SWEEP, some
 

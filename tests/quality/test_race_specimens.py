@@ -9,9 +9,9 @@ from pipeproof.cases.specimens import FAMILIES, IN_SIMULATION, SIMULATED_CONTROL
 from pipeproof.cases.specimens.specimen import CLASSES
 from pipeproof.cases.trial import search, smallest_of
 from pipeproof.cases.validator import crashed, validate
-from pipeproof.judging.cause import RACES
-from pipeproof.judging.judge import LAWS
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.cause import RACES
+from pipeproof.core.judge import LAWS
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulated.exploration import told

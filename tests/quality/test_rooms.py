@@ -35,7 +35,7 @@ LAYERS: Mapping[str, set[str]] = {
 # numpy in the reference: its random numbers are part of what a stage depends on.
 OUTSIDE: Mapping[str, set[str] | None] = {"plan": {"numpy"}, "run": {"torch"}, "reference": {"torch", "numpy"}}
 # The rooms of validation, the lowest first: a room imports only rooms before it.
-ROOMS = ("worlds", "observers", "core", "judging", "diagnosis", "foreign", "cases", "records", "reports", "commands")
+ROOMS = ("worlds", "observers", "core", "diagnosis", "foreign", "cases", "records", "reports", "commands")
 LOOSE = 4  # Python files in validation that are in no room, but for one that each framework's users import
 
 
@@ -188,9 +188,9 @@ def test_rooms_import_only_rooms_before_them() -> None:
 
 
 def test_an_arrow_back_up_is_seen() -> None:
-    low = Source("validation/judging/x.py", "def f():\n    from validation.cases.case import Case")
-    assert list(upwards(low)) == ["line 2 imports validation.cases.case: judging comes before cases"]
-    for detects in ("judging", "observers"):  # outcomes do not hang on explanations
+    low = Source("validation/core/x.py", "def f():\n    from validation.cases.case import Case")
+    assert list(upwards(low)) == ["line 2 imports validation.cases.case: core comes before cases"]
+    for detects in ("core", "observers"):  # outcomes do not hang on explanations
         explains = Source(f"validation/{detects}/x.py", "import validation.diagnosis.diagnose")
         (complaint,) = upwards(explains)
         assert complaint.endswith(f": {detects} comes before diagnosis")
@@ -270,9 +270,9 @@ def test_a_rank_of_the_white_box_loads_no_judge() -> None:
     used = "import pipeproof.foreign.rank\nfrom pipeproof.foreign import FlatShard, HandedBack, Operation, watch"
     ours = {name for name in loaded(used) if name.startswith("pipeproof.")}
     assert len(ours) <= 120
-    judging = {"pipeproof.foreign.validator", "pipeproof.diagnosis.diagnose", "pipeproof.judging.judge"}
-    assert judging & ours == set()
-    assert judging <= {*loaded("from pipeproof import whitebox\nwhitebox.validate")}
+    late = {"pipeproof.foreign.validator", "pipeproof.diagnosis.diagnose", "pipeproof.core.judge"}
+    assert late & ours == set()
+    assert late <= {*loaded("from pipeproof import whitebox\nwhitebox.validate")}
 
 
 @pytest.mark.pipeproof_ranks  # it starts processes

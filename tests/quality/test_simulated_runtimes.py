@@ -12,8 +12,8 @@ from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.cases.runtimes import TORCH_CLASSES
 from pipeproof.cases.validator import validate
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.rank_report import RankFailed

@@ -20,8 +20,8 @@ from pipeproof.cases.specimens.specimen import CLASSES, Needs, unchanged
 from pipeproof.cases.stages import owners
 from pipeproof.cases.trial import case_for, smallest_of, try_out
 from pipeproof.cases.validator import validate
-from pipeproof.judging.judge import LAWS
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.judge import LAWS
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline import laws, program_laws
 from pipeproof.pipeline.lower import lower
 from pipeproof.pipeline.schedules import SPLIT

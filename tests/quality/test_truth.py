@@ -15,9 +15,9 @@ from truth_rights import Right, rights
 from truth_specimens import WRONG, tried, truth_of, wanted
 
 from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.core.cause import KINDS, Cause, RuledOut
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.cause import KINDS, Cause, RuledOut
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 from pipeproof.worlds.world import World
 from tests.support.sweeps import SWEEP, sampled
 

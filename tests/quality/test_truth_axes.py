@@ -12,9 +12,9 @@ from truth_check import check
 
 from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack
+from pipeproof.core.cause import KINDS
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.cause import KINDS
-from pipeproof.judging.verdict import Verdict
 from tests.support.sweeps import some
 
 HOLDS = {

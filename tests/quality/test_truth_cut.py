@@ -4,7 +4,7 @@ import pytest
 from truth_check import check
 from truth_cut import FAULTS, RIGHT, Cut, cuts
 
-from pipeproof.judging.cause import KINDS
+from pipeproof.core.cause import KINDS
 from pipeproof.worlds.world import World
 
 pytestmark = pytest.mark.long

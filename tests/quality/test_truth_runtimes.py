@@ -8,8 +8,8 @@ from truth_check import check
 from truth_jobs import Job
 from truth_trial import Trial
 
+from pipeproof.core.cause import KINDS
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.cause import KINDS
 from tests.support.sweeps import SWEEP
 
 ROWS: dict[str, Trial | Job] = {

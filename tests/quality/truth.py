@@ -49,8 +49,8 @@ from pipeproof.cases.fuzz import Tally, fuzz
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import CONTROLS, SPECIMENS
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, virtuals
 from pipeproof.records.composed_case import validate_composed
 from pipeproof.reports.terminal import Terminal

@@ -11,9 +11,9 @@ from truth_faults import other, sums
 
 from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 
 COUNT = 4  # microbatches
 STACKS = {

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from truth_claims import COUNTED, GARBLED, OF_KIND, SPEAKS_OF, THINGS, Claim, claims
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 
 # Kinds that give the same gradients: where these are all there is, each may stand as the alternative of the other.
 _SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})

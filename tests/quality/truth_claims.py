@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+from pipeproof.core.cause import Cause, RuledOut
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.composed_verdict import AS_IT_CAME
-from pipeproof.judging.cause import Cause, RuledOut
-from pipeproof.judging.verdict import Verdict
 
 # What can be wrong in a run. A truth has some of them; a sentence denies some of them.
 THINGS = frozenset(

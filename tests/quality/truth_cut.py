@@ -8,7 +8,7 @@ from torch import Tensor
 from truth_check import Counts, Truth
 from truth_faults import backward, forward, other, sums
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.world import World
 from tests.support.sharded_chain import COUNT, NORM, Pairs, Plant, Sharded, moved, multiplied, sharded_steps
 

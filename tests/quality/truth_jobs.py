@@ -21,8 +21,8 @@ from truth_models import Pairs
 from truth_trial import COUNT, MODELS, RIGHT, loss_of_rows, some
 
 from pipeproof import Composed, Contract, SingleDevice, check_step, record_step
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
 from tests.support.guides import blocks

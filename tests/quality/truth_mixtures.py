@@ -30,8 +30,8 @@ from truth_layers import (
 from truth_models import COUNT, RANKS, Block, Pairs, loss_fn, seen
 from truth_oddities import tied_model
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 
 
 class Spoilt(Plain):

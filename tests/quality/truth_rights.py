@@ -19,8 +19,8 @@ from truth_models import RANKS, WIDTH, Block, Pairs, build_model, loss_fn, seen
 from truth_oddities import variants
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 
 Build = Callable[[], nn.Module]
 Step = Callable[..., Any]

@@ -15,7 +15,7 @@ from pipeproof.cases.specimens.specimen import Specimen, halved, unchanged
 from pipeproof.cases.trial import smallest_of
 from pipeproof.cases.validator import crashed, explained, refused
 from pipeproof.commands.catalogue import tries_on
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.lower import lower
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.worlds.rank_report import RankFailed

@@ -13,8 +13,8 @@ from truth_layers import blocks, chain, data_of, seeded
 from truth_models import WIDTH, Block, Pairs, loss_fn
 
 from pipeproof import Composed, Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 
 RIGHT = Truth()
 LAYERS, COUNT = 6, 6

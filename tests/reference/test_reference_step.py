@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeproof.cases.stages import owners
 from pipeproof.core.limits import FP32
-from pipeproof.judging.tolerance import error
+from pipeproof.core.tolerance import error
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import MODELS, Model, build_model
 from pipeproof.reference.otherwise import in_double

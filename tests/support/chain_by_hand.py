@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pipeproof import Composed, check_step
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 
 WIDTH, ROWS, COUNT = 8, 4, 3

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from pipeproof.judging.judge import Judge
+from pipeproof.core.judge import Judge
 
 
 @contextmanager

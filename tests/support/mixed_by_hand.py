@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pipeproof.cases.mixed.specimens import RANKS, MixedCase
 from pipeproof.cases.mixed.step import MixedPrecision, MixedStep, loss_fn, microbatches_of
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.handed_back import HandedBack
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 
 

@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeproof.cases.primitives.stacked import reference_of
 from pipeproof.cases.primitives.stacks import Stack
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 
 # ci/primitives stacks runs all with more
 SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeproof import Composed, Contract, check_step
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 
 WIDTH, ROWS, COUNT, STAGES, MOST = 6, 4, 3, 2, 0.3

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
-from pipeproof.judging.measured import Compared, Done, Measured, Ran, Sight, Weights
-from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
+from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
+from pipeproof.core.measured import Compared, Done, Measured, Ran, Sight, Weights
+from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.schedules import build
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeproof
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.deepspeed_whole import Whole
-from pipeproof.judging.verdict import Verdict
 from tests.support.like_deepspeed import DualPipeVEngine, PipelineEngine, installed
 
 

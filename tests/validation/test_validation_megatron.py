@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeproof
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.megatron_whole import bare
-from pipeproof.judging.verdict import Verdict
 from tests.support.like_megatron import forward_step_calc_loss, installed
 
 DATA = [(torch.ones(1, 2), torch.tensor(1.0)), (torch.full((1, 2), 2.0), torch.tensor(3.0))]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pipeproof
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.nanotron import _held
 from tests.support.like_nanotron import DATA, NanotronModel, TensorPointer, Trainer, clip_grad_norm, installed
 

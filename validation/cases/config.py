@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.cases.case import CaseError, config_fields
-from pipeproof.judging.measured import versions
+from pipeproof.core.measured import versions
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.layout import Recompute
 from pipeproof.pipeline.schedules import known_are

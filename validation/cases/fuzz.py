@@ -17,8 +17,8 @@ from hypothesis.internal.conjecture import data
 from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
 from pipeproof.cases.validator import crashed, validate
-from pipeproof.judging.measured import Measured
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.measured import Measured
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
 from pipeproof.pipeline.sizes import some

@@ -3,12 +3,12 @@
 from pipeproof.cases.case import Case
 from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.stages import layers_of, owners
+from pipeproof.core.judge import LAWS, judged
+from pipeproof.core.oracle import LiveOracle
+from pipeproof.core.requirements import Requirements
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.diagnose import diagnose as diagnose_run
 from pipeproof.diagnosis.played import Setup
-from pipeproof.judging.judge import LAWS, judged
-from pipeproof.judging.oracle import LiveOracle
-from pipeproof.judging.requirements import Requirements
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.model import DTYPES

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from pipeproof.cases.case import Case
-from pipeproof.judging.tolerance import error, same_bits
+from pipeproof.core.tolerance import error, same_bits
 from pipeproof.observers.observed import Claim, Observed, RankOperation
 from pipeproof.observers.recording import Site
 from pipeproof.pipeline.action import Action

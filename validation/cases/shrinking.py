@@ -8,7 +8,7 @@ from pipeproof.cases.case import MODELS, Case, plainest_first
 from pipeproof.cases.fuzz import Tally, cases, fuzz, judged
 from pipeproof.cases.specimens.order import broken
 from pipeproof.cases.specimens.specimen import Specimen, unchanged
-from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.pipeline.lower import lower
 from pipeproof.worlds.timeout import BUDGET
 from pipeproof.worlds.world import World

@@ -13,8 +13,8 @@ from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import fault
 from pipeproof.cases.specimens.specimen import Specimen, unchanged
 from pipeproof.cases.validator import crashed, explained, refused
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.lower import lower
 from pipeproof.pipeline.program_laws import violations

@@ -10,9 +10,9 @@ from pipeproof.cases.observe import observe
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import specimen
 from pipeproof.cases.specimens.specimen import unchanged
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.diagnose import sought
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.lower import Program, lower

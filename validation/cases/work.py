@@ -15,7 +15,7 @@ from pipeproof.cases.config import LAYOUT, Config
 from pipeproof.cases.primitives.sizes import BATCH, EACH, SEQUENCE
 from pipeproof.cases.primitives.stacks import ONE_DEVICE, PIPELINE, Stack, StackError
 from pipeproof.cases.runtimes import OWN
-from pipeproof.judging.measured import versions
+from pipeproof.core.measured import versions
 from pipeproof.pipeline.layouts.transformer import MODELS as PUBLIC
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import known_are

@@ -18,8 +18,8 @@ from pipeproof.cases.specimens import specimen
 from pipeproof.cases.validator import crashed, explained, refusal
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Opened, Outputs
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.elsewhere import told_of_transports
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.composed_case import check_composed, validate_composed

@@ -25,8 +25,8 @@ from pipeproof.cases.specimens import (
 from pipeproof.cases.specimens.specimen import Planted, Specimen, unchanged
 from pipeproof.cases.trial import Named, Trial, case_for, search, smallest_of, try_out
 from pipeproof.commands.campaign import Setting, not_run, validated
-from pipeproof.judging.cause import RACES
-from pipeproof.judging.judge import LAWS
+from pipeproof.core.cause import RACES
+from pipeproof.core.judge import LAWS
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.transports import Transport, everyday, transport_of
 from pipeproof.records.mixed_check import try_mixed, validate_mixed

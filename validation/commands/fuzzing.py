@@ -19,8 +19,8 @@ from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, enough_ranks, replacing
 from pipeproof.commands.campaign_file import CampaignFile, Part
 from pipeproof.commands.ending import NO_VERDICT
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.elsewhere import told_of_transports
-from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.terminal import Terminal

@@ -10,7 +10,7 @@ from pipeproof.cases.fuzz import Tally, cases, fuzz
 from pipeproof.cases.specimens import specimen
 from pipeproof.commands.campaign import Setting, enough_ranks, validated
 from pipeproof.commands.outputs import Opened, document
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.records.case_record import expected_record, observed_record

@@ -7,7 +7,7 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import specimen
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.outputs import Outputs
-from pipeproof.judging.verdict import JUDGED, Verdict
+from pipeproof.core.verdict import JUDGED, Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare

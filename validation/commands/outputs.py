@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from pipeproof.commands.ending import Asked
-from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.core.verdict import SCHEMA, Verdict
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
 

@@ -12,7 +12,7 @@ from pipeproof.cases.primitives.stacks import ONE_DEVICE, Stack, alone, known_pr
 from pipeproof.commands.option_parser import UsageError, add_names, offers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import OF_TABLE, device_of, schedule_names, tell_notes
-from pipeproof.judging.mismatch import small
+from pipeproof.core.mismatch import small
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
 from pipeproof.reports.columns import wrapped
 from pipeproof.reports.terminal import Terminal

@@ -7,8 +7,8 @@ from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.commands.campaign import Run, Setting, Then, run_all
 from pipeproof.commands.outputs import Opened
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.table import OUTCOME, compared, outcome
 from pipeproof.worlds.world import World

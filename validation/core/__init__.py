@@ -1,1 +1,1 @@
-"""What a step claims."""
+"""What passes: the contract of a step, the judge, and every threshold of it."""

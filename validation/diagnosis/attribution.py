@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.atoms import Term, Update, Wrong
 from pipeproof.diagnosis.explainer import Explainer
@@ -16,7 +17,6 @@ from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.naming import name_causes
 from pipeproof.diagnosis.played import Played, Setup
 from pipeproof.diagnosis.tied import Shares, explain_tied
-from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.observers.likeness import Label
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.pairing import Pairing

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.limits import ALIKE
-from pipeproof.judging.cause import Cause
 from pipeproof.reference.step import Stage
 
 Reading = tuple[str, Stage | None, str]  # a kind of exchange, its stage, and more in words

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import FP32, coarsest, precision_of
+from pipeproof.core.tolerance import Floor, rounding_of, stands_for_none
 from pipeproof.diagnosis.atoms import Atom, Term
 from pipeproof.diagnosis.limits import ALIKE, CHANCE, CLOSE, DECIDED, FEW, TELLING
-from pipeproof.judging.tolerance import Floor, rounding_of, stands_for_none
 from pipeproof.reference.step import Gradient
 
 _SKETCH = 2048

@@ -8,6 +8,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause, listed
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.combination import limit_of, residual_of, told_within
 from pipeproof.diagnosis.known import Terms
@@ -15,8 +17,6 @@ from pipeproof.diagnosis.likeness import counted
 from pipeproof.diagnosis.limits import ALIKE, CLOSE
 from pipeproof.diagnosis.members import Members, Part, Replicas, Stage
 from pipeproof.diagnosis.microbatch_weights import faults_in_counts
-from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.tolerance import error
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Expected, Gradient, Site
 

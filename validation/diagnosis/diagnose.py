@@ -10,6 +10,9 @@ Where nothing was recorded, what the final gradients are made of stands for the 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import RuledOut
+from pipeproof.core.judge import one_thread
+from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.diagnosis.evidence import Evidence, of_run
 from pipeproof.diagnosis.own_lines import with_lines
 from pipeproof.diagnosis.played import Setup
@@ -30,9 +33,6 @@ from pipeproof.diagnosis.rules.together import together
 from pipeproof.diagnosis.rules.update import clip, update
 from pipeproof.diagnosis.sights import measured
 from pipeproof.diagnosis.uncovered import with_uncovered
-from pipeproof.judging.cause import RuledOut
-from pipeproof.judging.judge import one_thread
-from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import LATE
 from pipeproof.observers.sketch import UNSOUGHT

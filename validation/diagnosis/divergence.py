@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeproof.core.tolerance import agrees
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import likeness
 from pipeproof.diagnosis.limits import MANY
-from pipeproof.judging.tolerance import agrees
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.recording import (
     BACKWARD_POINTS,

@@ -8,6 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeproof.core.limits import PRECISIONS
+from pipeproof.core.old_weights import StaleCall, WithWeights
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
 from pipeproof.diagnosis.copies import apart_by_rank
@@ -20,8 +22,6 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.unscaled import unscaled
 from pipeproof.diagnosis.what_ifs import Tried
-from pipeproof.judging.old_weights import StaleCall, WithWeights
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site, of_stage
 from pipeproof.observers.sketch import Sketch

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import LEAD, LED, precision_of
+from pipeproof.core.tolerance import error, rounding_of, stands_for_none
 from pipeproof.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
 from pipeproof.diagnosis.combination import (
     Layout,
@@ -31,7 +32,6 @@ from pipeproof.diagnosis.limits import ALIKE, CLOSE, DECIDED, FEW, HALF, LITTLE,
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
 from pipeproof.diagnosis.rounding import added_up_in
 from pipeproof.diagnosis.single_numbers import as_others
-from pipeproof.judging.tolerance import error, rounding_of, stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.limits import LITTLE, MOST, TELLING
-from pipeproof.judging.tolerance import error
 from pipeproof.observers.elements import bits
 from pipeproof.observers.likeness import Label
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import precision_of
+from pipeproof.core.tolerance import agrees, error, stands_for_none
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.combination import (
     choices,
@@ -28,7 +29,6 @@ from pipeproof.diagnosis.known import Known, Terms, form, nearest
 from pipeproof.diagnosis.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW, HALF, LITTLE, MANY
 from pipeproof.diagnosis.reordering import by_chance, reordered
 from pipeproof.diagnosis.rounding import rounded_as
-from pipeproof.judging.tolerance import agrees, error, stands_for_none
 from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part
 from pipeproof.observers.recording import Point
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import error, scalar_error
 from pipeproof.diagnosis.limits import ALIKE, CLOSE
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard
 from pipeproof.observers.sketch import Sketch

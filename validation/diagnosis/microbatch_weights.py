@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from pipeproof.core.cause import listed
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.limits import ALIKE, LEFT
-from pipeproof.judging.cause import listed
 from pipeproof.pipeline.sizes import digits
 
 _DIGITS = 6  # of a factor, at most

@@ -6,13 +6,13 @@ from functools import cache
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.combination import limit_of
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import summed
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import Label
 from pipeproof.reference.step import Gradient, Site, Stage
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from pipeproof.core.cause import Cause, RuledOut, listed
+from pipeproof.core.tolerance import error, stands_for_none
 from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.chains import swaps
 from pipeproof.diagnosis.combination import told_within
@@ -17,8 +19,6 @@ from pipeproof.diagnosis.microbatch_weights import Fault, factor_words, faults_i
 from pipeproof.diagnosis.mixed_gradients import gradient_of, mixed
 from pipeproof.diagnosis.module_pairing import Paired
 from pipeproof.diagnosis.tied import Shares, of_copies
-from pipeproof.judging.cause import Cause, RuledOut, listed
-from pipeproof.judging.tolerance import error, stands_for_none
 from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Stage
 

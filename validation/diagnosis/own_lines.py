@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
+from pipeproof.core.cause import Cause, OwnLine
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.judging.cause import Cause, OwnLine
 from pipeproof.observers.observed import Passed
 from pipeproof.observers.recording import GIVEN, KEPT, RECEIVED
 from pipeproof.pipeline.action import Action, ActionError, Kind

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.combination import conclusive, orders
 from pipeproof.diagnosis.limits import CLEARLY, MANY, MOST
-from pipeproof.judging.tolerance import error
 
 
 def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:

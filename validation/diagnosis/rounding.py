@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.limits import ALIKE, CHANCE, FEW, LEFT, MANY, MOST, ROUNDED, TELLING
-from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import NARROWER, ROUNDED_TO
 
 _BITS = {"fp16": 11, "bf16": 8}

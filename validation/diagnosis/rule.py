@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
+from pipeproof.core.cause import Cause, Cells, RuledOut, alternatives
+from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.diagnosis.attribution import Attribution
-from pipeproof.judging.cause import Cause, Cells, RuledOut, alternatives
-from pipeproof.judging.verdict import Mismatch, Verdict
 
 # Kinds that are a matter of how often which microbatch is in a stage's sums.
 OF_MICROBATCHES = frozenset(

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cell
+from pipeproof.core.measured import Measured, Sight, Weights
+from pipeproof.core.measuring import ran_of, sight
+from pipeproof.core.tolerance import error
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.divergence import Divergence, Ground, is_right
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.explanation import Explanation
-from pipeproof.judging.cause import Cell
-from pipeproof.judging.measured import Measured, Sight, Weights
-from pipeproof.judging.measuring import ran_of, sight
-from pipeproof.judging.tolerance import error
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.likeness import Likeness
 from pipeproof.observers.recording import (
     FLOWED,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeproof.judging.tolerance import error
+from pipeproof.core.tolerance import error
 from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Gradient
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import precision_of
+from pipeproof.core.tolerance import stands_for_none
 from pipeproof.diagnosis.combination import counts_of, told_within, whole_within
 from pipeproof.diagnosis.interference import Broken, Sources, alike, kind_of
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import factor_of, likeness, plainly
 from pipeproof.diagnosis.limits import TELLING
 from pipeproof.diagnosis.rounding import held_in, rounded_as
-from pipeproof.judging.tolerance import stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.observers.recording import Addition, Gradients, Site
 

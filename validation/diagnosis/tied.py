@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import error, same_bits
 from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.combination import decided, fit, limit_of, residual_of, simple
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.limits import ALIKE, DECIDED
 from pipeproof.diagnosis.reordering import reordered
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.reference.step import Gradient, Site, Stage
 
 

@@ -7,10 +7,10 @@ and of those before it, from a sum that sum alone. Of what a cause may reach not
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause, few
+from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.shared import stages_of
-from pipeproof.judging.cause import Cause, few
-from pipeproof.judging.verdict import Mismatch, Verdict
 
 _COUNTED = frozenset({"dropped", "doubled"})
 _BEHIND_LOSSES = _COUNTED | {"not-reduced", "stale-gradient", "tied-not-summed", "tied-doubled"}

@@ -7,11 +7,11 @@ from itertools import combinations, permutations
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.cause import listed
 from pipeproof.core.limits import FP32, precision_of
+from pipeproof.core.tolerance import agrees
 from pipeproof.diagnosis.played import Played, Setup
 from pipeproof.diagnosis.what_if import Change, Compute, Given, Received, WhatIf
-from pipeproof.judging.cause import listed
-from pipeproof.judging.tolerance import agrees
 from pipeproof.observers.likeness import NARROWER, ROUNDED_TO, narrower
 from pipeproof.reference.boundary import Gradients, Tensors, run_layers
 from pipeproof.reference.model import DropoutBlock, Model

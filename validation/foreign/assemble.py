@@ -6,6 +6,9 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from pipeproof.core.ledger import NOWHERE
+from pipeproof.core.tolerance import error, same_bits
+from pipeproof.core.verdict import names_of
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
@@ -18,9 +21,6 @@ from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims
 from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.foreign.survey import Both
-from pipeproof.judging.ledger import NOWHERE
-from pipeproof.judging.tolerance import error, same_bits
-from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
 from pipeproof.observers.shards import Shard, gathered, sized, untiled

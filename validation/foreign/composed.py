@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.rank import Order
 from pipeproof.foreign.task import (
@@ -23,7 +24,6 @@ from pipeproof.foreign.task import (
     check_module,
     name_of,
 )
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.digest import digest
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import PLAIN, Accumulation

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.loss_scale import clipped_late
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.first_run import DRAWS_AGAIN
-from pipeproof.judging.cause import Cause
 from pipeproof.observers.observed import INPUT, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, MADE, RECEIVED
 

@@ -7,8 +7,14 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.execution import Execution
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
+from pipeproof.core.measuring import ran_of
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
@@ -27,12 +33,6 @@ from pipeproof.foreign.replica_weights import Weights
 from pipeproof.foreign.sources import Data
 from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.foreign.wiring import enter_wiring
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.comparison import Comparison, Due
-from pipeproof.judging.execution import Execution
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.measuring import ran_of
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.observers.recording import FORWARD_POINTS, HANDED_ON, MADE
 from pipeproof.observers.sketch import Sketch

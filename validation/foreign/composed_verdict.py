@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.judge import concluded
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Whole
 from pipeproof.foreign.part_sums import at_other_stages, not_summed, of_other_ranks
 from pipeproof.foreign.replica_weights import enter_weights
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.judge import concluded
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Verdict
 
 OF_REPLICAS = (LAWS[0], "initial-weights", *LAWS[1:])  # ranks that have the same begin with the same
 AS_IT_CAME = "by what stages received, right or wrong"

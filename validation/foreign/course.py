@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.rank import RankMade
 from pipeproof.foreign.reference_run import ReferenceRun
 from pipeproof.foreign.task import Task
-from pipeproof.judging.verdict import Verdict
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.world import World

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipeproof.core.ledger import NOWHERE
+from pipeproof.core.old_weights import Given, StaleCall
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.evidence import Evidence, Line
 from pipeproof.diagnosis.members import Members
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.survey import Computed
-from pipeproof.judging.ledger import NOWHERE
-from pipeproof.judging.old_weights import Given, StaleCall
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import copied

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.verdict import Verdict
 
 # What of a verdict says whether it is a pass; its other properties, its text and its truth are made of these.
 _TELLING = frozenset("verdict tier laws mismatches cause alternatives undecided failure headline stopped ended".split())

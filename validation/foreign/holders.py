@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.judging.verdict import Mismatch, Verdict
 from pipeproof.reference.step import Contribution, Site
 
 

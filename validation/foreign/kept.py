@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from pipeproof.core.tolerance import same_bits, stands_for_none
 from pipeproof.foreign.shared_stages import began
 from pipeproof.foreign.stages_in_order import Stage
-from pipeproof.judging.tolerance import same_bits, stands_for_none
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
 

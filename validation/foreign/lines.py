@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from pipeproof.core.execution import flow
 from pipeproof.diagnosis.evidence import Line
-from pipeproof.judging.execution import flow
 from pipeproof.observers.observed import Crossing
 
 _BY_DESIGN = ("zero", "missing", "shape")  # one rank of a line may have the loss, or hand on a part, for all

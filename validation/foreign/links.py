@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import precision_of
+from pipeproof.core.tolerance import error
 from pipeproof.foreign.crossings import near
-from pipeproof.judging.tolerance import error
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import all_finite
 from pipeproof.observers.recording import MADE, RECEIVED

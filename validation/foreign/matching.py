@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipeproof.core.contract import Names
-from pipeproof.judging.tolerance import same_bits
-from pipeproof.judging.verdict import raised
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.verdict import raised
 
 Index = tuple[int, int]  # the k-th parameter of the i-th part
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, Literal
 from unittest import SkipTest
 
+from pipeproof.core.cause import few
 from pipeproof.foreign.mutants import MUTANTS
 from pipeproof.foreign.planted import Planted
 from pipeproof.foreign.reductions import Given, Key, noted, same_ranks
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.cause import few
 from pipeproof.pipeline.schedules import nearest
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeproof.judging.cause import few
+from pipeproof.core.cause import few
 
 
 def by_attributes(stage: int, names: Sequence[str]) -> str:

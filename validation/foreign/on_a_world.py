@@ -6,13 +6,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.mutation import Mutated
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Step
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.windows import Build
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

@@ -6,12 +6,12 @@ from functools import cached_property
 
 import torch
 
+from pipeproof.core.floors import Floors
+from pipeproof.core.updates import Pending
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.reference_run import ReferenceRun
 from pipeproof.foreign.routing import UNROUTED, Routing
 from pipeproof.foreign.task import Continued, Task
-from pipeproof.judging.floors import Floors
-from pipeproof.judging.pending import Pending
 from pipeproof.observers.observed import Observed, Passed
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.step import Contribution, Reference

@@ -7,10 +7,10 @@ stage runs again.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.own_calls import StageSeen
-from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.recording import RECEIVED
 

@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.judge import concluded
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.mismatch import Mismatch, Size
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.foreign.crossings import near
 from pipeproof.foreign.first_run import DRAWS_AGAIN
 from pipeproof.foreign.own_links import OwnStage
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.judge import concluded
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.mismatch import Mismatch, Size
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.copied import copied
 from pipeproof.reference.step import Expected, Site, dense
 from pipeproof.reference.traced import Traced

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.floors import Floors
 from pipeproof.core.limits import precision_of
+from pipeproof.core.updates import Pending
+from pipeproof.core.verdict import raised
 from pipeproof.foreign.crossings import near
 from pipeproof.foreign.first_run import FirstRun
 from pipeproof.foreign.links import Ending, Link, Made, Point, comes_again, fits, limits_of, seen_at
 from pipeproof.foreign.obstacles import by_attributes, draws_elsewhere
 from pipeproof.foreign.run_once_more import RunOnceMore
-from pipeproof.judging.floors import Floors
-from pipeproof.judging.pending import Pending
-from pipeproof.judging.verdict import raised
 from pipeproof.observers.calls import Call, Flows
 from pipeproof.observers.elements import is_rounded, version
 from pipeproof.observers.own_losses import leaves_of

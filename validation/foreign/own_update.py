@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
-from pipeproof.judging.tolerance import same_bits
-from pipeproof.judging.verdict import raised
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.verdict import raised
 from pipeproof.observers.shards import added_up, held_here
 from pipeproof.reference.copied import copied
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause, few
 from pipeproof.foreign.crossings import near
-from pipeproof.judging.cause import Cause, few
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.reference.step import Site
 

@@ -7,14 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.judge import one_thread
 from pipeproof.core.limits import FP32
+from pipeproof.core.tolerance import same_bits, scalar_error
+from pipeproof.core.verdict import Crash, raised
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.survey import Both, Survey
 from pipeproof.foreign.task import ReferenceRaised, Task
-from pipeproof.judging.judge import one_thread
-from pipeproof.judging.tolerance import same_bits, scalar_error
-from pipeproof.judging.verdict import Crash, raised
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.ledger import Heading, Ledger
+from pipeproof.core.cause import Cause
+from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.reference.step import Site
 
 Weights = Mapping[Site, tuple[str, bytes]]  # of a rank: which part of each parameter it has, and the digest of that

@@ -6,11 +6,11 @@ from functools import partial
 from itertools import islice
 from math import inf
 
+from pipeproof.core.routes import explained
+from pipeproof.core.tolerance import Floor
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.stages_in_order import Stage
 from pipeproof.foreign.token_order import LESS, in_order, joined, short
-from pipeproof.judging.routes import explained
-from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route, Routes
 from pipeproof.pipeline.sizes import some

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import precision_of
-from pipeproof.judging.tolerance import Floor
+from pipeproof.core.tolerance import Floor
 from pipeproof.observers.elements import in_fp64
 from pipeproof.reference.step import Contribution, Gradient, Site
 

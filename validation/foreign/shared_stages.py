@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from pipeproof.core.tolerance import error, same_bits, stands_for_none
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.matching import Local, match
 from pipeproof.foreign.rank import Part, RankMade
-from pipeproof.judging.tolerance import error, same_bits, stands_for_none
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim

@@ -7,19 +7,19 @@ from functools import partial
 
 from torch import Tensor
 
+from pipeproof.core.floors import Floors
+from pipeproof.core.judge import scenarios
 from pipeproof.core.limits import Precision
+from pipeproof.core.nudged import Nudged
+from pipeproof.core.oracle import Answer, precision_of_reference
+from pipeproof.core.other_products import OtherProducts
+from pipeproof.core.requirements import Requirements
+from pipeproof.core.updates import Orders, Pending
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import Optimizing
 from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.task import Task
 from pipeproof.foreign.unseen import missed, skipped, unreported
-from pipeproof.judging.floors import Floors
-from pipeproof.judging.judge import scenarios
-from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.oracle import Answer, precision_of_reference
-from pipeproof.judging.other_products import OtherProducts
-from pipeproof.judging.pending import Orders, Pending
-from pipeproof.judging.requirements import Requirements
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.products import products_in, sorts_in
 from pipeproof.reference.step import Expected, Gradient, Site

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from pipeproof.core.judge import judged
+from pipeproof.core.old_weights import hold_to_old_weights
+from pipeproof.core.verdict import Verdict, overall
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Line
 from pipeproof.diagnosis.rules.misrouted import misrouted
@@ -13,9 +16,6 @@ from pipeproof.foreign.operation_run import OperationRun, observed_of
 from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
-from pipeproof.judging.judge import judged
-from pipeproof.judging.old_weights import hold_to_old_weights
-from pipeproof.judging.verdict import Verdict, overall
 from pipeproof.observers.sketch import UNSOUGHT
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break

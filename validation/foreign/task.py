@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract, Outputs
+from pipeproof.core.verdict import names_of, raised
 from pipeproof.foreign.optimizing import MakesOptimizer, OptimizerError, Optimizing
 from pipeproof.foreign.rank import Step
-from pipeproof.judging.verdict import names_of, raised
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.choices import Chosen, Routers
 from pipeproof.reference.copied import copied

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TypeVar
 
+from pipeproof.core.ledger import Ledger
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.sources import Data
-from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 

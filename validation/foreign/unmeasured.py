@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pipeproof.core.limits import Precision
-from pipeproof.judging.tolerance import Floor, unmeasured
+from pipeproof.core.tolerance import Floor, unmeasured
 
 _OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
 

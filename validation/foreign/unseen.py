@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import names_of
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.judging.verdict import names_of
 from pipeproof.observers.observed import Observed
 
 _UNROUTED = "no router of the step was seen to choose"

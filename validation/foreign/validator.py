@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.composed import AgainstItself, LinkedTask
@@ -31,7 +32,6 @@ from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
 from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
 from pipeproof.foreign.windows import Build, Layered
-from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError

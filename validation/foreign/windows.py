@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.judge import one_thread
+from pipeproof.core.verdict import raised
 from pipeproof.foreign.task import WhiteBoxError, name_of
-from pipeproof.judging.judge import one_thread
-from pipeproof.judging.verdict import raised
 from pipeproof.reference.data import Batch
 from pipeproof.worlds.accelerator import first_of
 

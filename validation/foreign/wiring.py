@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
+from pipeproof.core.cause import listed
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
 from pipeproof.foreign.chain import Chain, place_of
 from pipeproof.foreign.sources import TARGETS, Source, is_target
-from pipeproof.judging.cause import listed
-from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.pipeline.sizes import some
 

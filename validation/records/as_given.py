@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.core.cause import few
+from pipeproof.core.verdict import raised
 from pipeproof.foreign.frameworks.framework import shown
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.task import pair_of
-from pipeproof.judging.cause import few
-from pipeproof.judging.verdict import raised
 from pipeproof.records.rank_part import AdapterNames, Rename
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import names_of
 from pipeproof.foreign.own_calls import on_its_own
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.wiring import several_calls
-from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.shards import held_here, is_plain

@@ -10,15 +10,15 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.judgement import setup_of
 from pipeproof.cases.stages import owners
+from pipeproof.core.comparison import due_of
+from pipeproof.core.floors import Floors
+from pipeproof.core.judge import one_thread
+from pipeproof.core.measured import versions
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.updates import Pending
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import update_of
 from pipeproof.diagnosis.played import play
-from pipeproof.judging.comparison import due_of
-from pipeproof.judging.floors import Floors
-from pipeproof.judging.judge import one_thread
-from pipeproof.judging.measured import versions
-from pipeproof.judging.pending import Pending
-from pipeproof.judging.tolerance import same_bits
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT
 from pipeproof.records.record import (

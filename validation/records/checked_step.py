@@ -11,11 +11,11 @@ from typing import Any, Self
 from torch import nn
 
 from pipeproof.core.contract import ContractError
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts
 from pipeproof.records.as_given import bound_of, named_by, pairs_of, stages_of

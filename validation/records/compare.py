@@ -8,15 +8,15 @@ from functools import partial
 from time import perf_counter
 
 from pipeproof.cases.data import max_norm_of
+from pipeproof.core.comparison import leave_out
+from pipeproof.core.judge import Where, concluded
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.nudged import doubt_rounding
+from pipeproof.core.other_products import OtherProducts
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import JUDGED, Crash, Verdict
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence, failing
-from pipeproof.judging.comparison import leave_out
-from pipeproof.judging.judge import Where, concluded
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.nudged import doubt_rounding
-from pipeproof.judging.other_products import OtherProducts
-from pipeproof.judging.verdict import JUDGED, Crash, Verdict
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (
     LAWS,

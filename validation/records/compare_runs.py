@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
+from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.judge import concluded
+from pipeproof.core.ledger import ENDLESS, Heading, Ledger
 from pipeproof.core.limits import Precision, coarsest, precision_of
-from pipeproof.judging.comparison import Comparison, Due
-from pipeproof.judging.judge import concluded
-from pipeproof.judging.ledger import ENDLESS, Heading, Ledger
-from pipeproof.judging.mismatch import Mismatch
-from pipeproof.judging.tolerance import Floor
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.mismatch import Mismatch
+from pipeproof.core.tolerance import Floor
+from pipeproof.core.verdict import Verdict
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records.kept_run import KeptRun, KeptStep
 from pipeproof.records.options import other_options

@@ -12,7 +12,7 @@ from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import PLUGINS, specimen
 from pipeproof.cases.validator import refusal
 from pipeproof.core.contract import Contract
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.observers.wrappers import Steps
 from pipeproof.pipeline.step import PipelineSchedule
 from pipeproof.records.checked_step import looked_at

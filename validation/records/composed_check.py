@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import coarsest, precision_among, precision_of
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import of_gradients
 from pipeproof.foreign.chain import Chain
@@ -30,9 +33,6 @@ from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data
 from pipeproof.foreign.trials import Trials
 from pipeproof.foreign.wiring import refusals
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents
 from pipeproof.observers.watching import Watcher

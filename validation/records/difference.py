@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Literal
 
 from pipeproof.cases.case import Case
-from pipeproof.judging.judge import one_thread
-from pipeproof.judging.measured import versions
-from pipeproof.judging.mismatch import small
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.judge import one_thread
+from pipeproof.core.measured import versions
+from pipeproof.core.mismatch import small
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import OtherSteps, Record, config_differences
 from pipeproof.records.side import Side, side_of

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import same_bits
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.tolerance import same_bits
 from pipeproof.worlds.accelerator import CPU
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.core.comparison import Due
 from pipeproof.core.limits import FP32, LEAD
+from pipeproof.core.tolerance import Floor, lead, same_bits, unmeasured
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.unmeasured import Unmeasured
-from pipeproof.judging.comparison import Due
-from pipeproof.judging.tolerance import Floor, lead, same_bits, unmeasured
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import Gradient, Site, dense

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeproof.core.comparison import hold_claim
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
+from pipeproof.core.tolerance import stands_for_none
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, Gradient, HandBackError
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, in_parts
 from pipeproof.foreign.shared_stages import claims, whole_gradient
-from pipeproof.judging.comparison import hold_claim
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.tolerance import stands_for_none
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeproof.judging.ledger import COMPUTED
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.ledger import COMPUTED
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_record import Pairs
 from pipeproof.worlds.belongings import belongs_to_rank
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.ledger import Heading, Ledger
-from pipeproof.judging.tolerance import same_bits
-from pipeproof.judging.verdict import names_of
+from pipeproof.core.cause import Cause
+from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.verdict import names_of
 from pipeproof.observers.shards import held_here
 from pipeproof.records.rank_part import RankStages
 

@@ -9,7 +9,7 @@ from pipeproof.cases.mixed.specimens import RANKS, MixedCase, MixedFault
 from pipeproof.cases.mixed.step import MixedPrecision, MixedStep, loss_fn, microbatches_of
 from pipeproof.cases.trial import Named, Trial, located
 from pipeproof.core.contract import Contract
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.composed_step import Composed
 from pipeproof.reference.accumulation import PLAIN, Accumulation

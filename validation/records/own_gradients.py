@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.reason import Reason
 from pipeproof.foreign.composed_parts import HOOKED, OwnPart, not_known
 from pipeproof.foreign.own_causes import own_causes
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.part_sums import sketched
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.comparison import Comparison, Due
-from pipeproof.judging.ledger import Ledger
 from pipeproof.records.begun import Begun
 from pipeproof.records.held_gradients import AllowedOf, differing, has_hooks
 from pipeproof.records.own_shards import OwnShards

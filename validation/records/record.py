@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.cases.case import AXES
+from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.floors import Floors
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import Precision, precision_among, precision_of
-from pipeproof.judging.comparison import Comparison, Due
-from pipeproof.judging.floors import Floors
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.tolerance import Floor, error, same_bits
+from pipeproof.core.nudged import Nudged
+from pipeproof.core.tolerance import Floor, error, same_bits
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard

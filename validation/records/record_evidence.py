@@ -7,6 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pipeproof.core.nudged import Nudges, doubt_rounding
+from pipeproof.core.old_weights import WithWeights, hold_to_old_weights
+from pipeproof.core.other_products import OtherProducts
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained as explained_evidence
 from pipeproof.diagnosis.diagnose import sought
@@ -16,10 +20,6 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage as HeldStage
-from pipeproof.judging.nudged import Nudges, doubt_rounding
-from pipeproof.judging.old_weights import WithWeights, hold_to_old_weights
-from pipeproof.judging.other_products import OtherProducts
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
 from pipeproof.core.limits import BY_NAME
-from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.tolerance import Floor
+from pipeproof.core.nudged import Nudged
+from pipeproof.core.tolerance import Floor
 from pipeproof.observers.elements import bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.pipeline.files import cannot_read, open_regular

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
 from pipeproof.core.limits import precision_of
+from pipeproof.core.tolerance import Floor, error
+from pipeproof.core.verdict import names_of
 from pipeproof.diagnosis.naming import STALE
 from pipeproof.foreign.crossings import near
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import Floor, error
-from pipeproof.judging.verdict import names_of
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.records.comm_hooks import CommHook

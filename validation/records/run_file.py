@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeproof.judging.measured import versions
+from pipeproof.core.measured import versions
 from pipeproof.observers.shards import Bounds, Shard
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read, open_regular

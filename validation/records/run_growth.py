@@ -13,8 +13,8 @@ from statistics import median
 from typing import NamedTuple
 
 from pipeproof.core.limits import BF16, FP32, Precision, coarsest
-from pipeproof.judging.mismatch import small
-from pipeproof.judging.tolerance import Floor
+from pipeproof.core.mismatch import small
+from pipeproof.core.tolerance import Floor
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records.kept_run import KeptRun, KeptStep
 from pipeproof.records.options import other_options

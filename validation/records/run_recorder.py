@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.core.verdict import raised
 from pipeproof.foreign.frameworks.framework import shown
 from pipeproof.foreign.handed_back import FlatShard
-from pipeproof.judging.verdict import raised
 from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.shards import Shard, ShardError, held_here, shard_of
 from pipeproof.observers.sketch import Sketch, brief

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
 from pipeproof.diagnosis.tied import Shares, shares_of
-from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.digest import contents
 from pipeproof.observers.elements import bits
 from pipeproof.observers.shards import held_here

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from pipeproof.cases.case import Case
-from pipeproof.judging.measured import versions
-from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.core.measured import versions
+from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.records.case_record import expected_record, own_case
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError

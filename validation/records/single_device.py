@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract, ContractError
+from pipeproof.core.ledger import NOWHERE
+from pipeproof.core.nudged import Nudged
+from pipeproof.core.old_weights import Given
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.loss_of_all import LossOfAll
@@ -21,9 +24,6 @@ from pipeproof.foreign.task import (
     name_of,
     repeated,
 )
-from pipeproof.judging.ledger import NOWHERE
-from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.old_weights import Given
 from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError

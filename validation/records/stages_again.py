@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import names_of
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.obstacles import draws_in_backward
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.sources import TARGETS
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import names_of
 from pipeproof.observers.calls import Call
 from pipeproof.observers.own_losses import OwnLoss, weights_among
 from pipeproof.records.cut_inside import in_doubt

@@ -19,12 +19,12 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from pipeproof.core.comparison import Comparison
 from pipeproof.core.contract import Contract
+from pipeproof.core.other_products import OtherProducts
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.judging.comparison import Comparison
-from pipeproof.judging.other_products import OtherProducts
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.records.as_given import (
     check_operation,

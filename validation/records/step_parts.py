@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pipeproof.core.comparison import leave_out
+from pipeproof.core.judge import concluded
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, Precision
 from pipeproof.core.reason import reasons_of
-from pipeproof.judging.comparison import leave_out
-from pipeproof.judging.judge import concluded
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.core.verdict import Crash, LawResult, Verdict
 from pipeproof.records.held_in_common import LAWS as IN_COMMON
 from pipeproof.records.rank_part import Notes, told
 from pipeproof.records.record import LAWS, Record, RecordedOperation, against

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.comparison import due_of
 from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.floors import Floors
 from pipeproof.core.limits import PRECISIONS
-from pipeproof.judging.comparison import due_of
-from pipeproof.judging.floors import Floors
-from pipeproof.judging.measured import versions
-from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.pending import Pending
-from pipeproof.judging.updates import Updates
+from pipeproof.core.measured import versions
+from pipeproof.core.nudged import Nudged
+from pipeproof.core.updates import Pending, Updates
 from pipeproof.records.record import (
     Record,
     RecordedFloors,

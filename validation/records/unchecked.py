@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.step import Parts
 from pipeproof.records.checked_step import CheckedStep, CheckError
 from pipeproof.worlds.rank_report import RankReport

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import precision_among
 from pipeproof.core.reason import Reason
 from pipeproof.foreign.own_update import OwnUpdate
 from pipeproof.foreign.unmeasured import Unmeasured
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.comparison import Comparison, Due
-from pipeproof.judging.ledger import Ledger
 from pipeproof.observers.digest import digest
 from pipeproof.observers.shards import held_here
 from pipeproof.records.master_weights import MasterWeights

@@ -7,7 +7,7 @@ from statistics import median
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.trial import Named, Trial
-from pipeproof.judging.verdict import Verdict, small
+from pipeproof.core.verdict import Verdict, small
 from pipeproof.pipeline.profile import Profile
 from pipeproof.reports.columns import Column, Layout, table
 

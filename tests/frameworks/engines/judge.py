@@ -6,8 +6,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.world import World
 from tests.frameworks.engines.framework_case import FrameworkCase
 

@@ -16,10 +16,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.frameworks import megatron
 from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
-from pipeproof.judging.verdict import Verdict
 from tests.frameworks.engines.groups import groups_given_back
 from tests.frameworks.engines.megatron_layout import MegatronLayout
 

@@ -19,11 +19,11 @@ from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools.utils import set_default_dtype
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.frameworks import torchtitan as adapter
 from pipeproof.foreign.frameworks.framework import replaced
 from pipeproof.foreign.torch_pipelining import by_microbatches
-from pipeproof.judging.verdict import Verdict
 from tests.frameworks.engines.groups import groups_given_back
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 

@@ -12,7 +12,7 @@ from pipeproof.cases.decisions import EVERY, Decisions
 from pipeproof.cases.fuzz import PLANS, Tally, by_seed_alone, cases, fuzz
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.cases.validator import validate
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulation import Simulation

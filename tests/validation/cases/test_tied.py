@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 
 COUNT, ROWS, WIDTH, RANKS = 4, 6, 5, 3

@@ -19,8 +19,8 @@ from pipeproof.cases.replicated import as_one
 from pipeproof.cases.runtimes import TORCH, TORCH_CLASSES
 from pipeproof.cases.torch_runtime import TorchRank, observe_torch
 from pipeproof.cases.validator import validate
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import torch_pipelining
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import RankOperation
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.worker import RankContext

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.trial import Named, Trial, case_for, located, named, smallest_of, try_out
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.world import World
 
 RIGHT = Named("scale", True, True, 0.25)

@@ -7,7 +7,7 @@ import pytest
 from pipeproof.cases.case import MODELS, Case
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import crashed, refusal, refused, validate
-from pipeproof.judging.verdict import ValidationFailed
+from pipeproof.core.verdict import ValidationFailed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.world import World

@@ -13,7 +13,7 @@ from pipeproof.commands.campaign import Impossible, Setting, exit_status, valida
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.fuzzing import Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
-from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import NeedsMoreRanks
 from pipeproof.worlds.world import World
 from tests.support.json_schema import documented

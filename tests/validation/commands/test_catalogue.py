@@ -24,7 +24,7 @@ from pipeproof.commands.catalogue import (
 )
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.outputs import Outputs
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World

@@ -8,8 +8,8 @@ import pytest
 
 from pipeproof.commands.cli import main
 from pipeproof.commands.outputs import Outputs, document
-from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
-from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
+from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
+from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.pipeline.schedules import build
 from pipeproof.worlds.output_file import finite
 from tests.support import verdicts as shown

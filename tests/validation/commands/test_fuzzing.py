@@ -16,7 +16,7 @@ from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.fuzzing import Parts, Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented

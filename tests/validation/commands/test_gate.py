@@ -11,7 +11,7 @@ import pytest
 from pipeproof.cases.case import Case
 from pipeproof.commands import gate
 from pipeproof.commands.cli import main
-from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.records.record_file import read
 from pipeproof.worlds.world import World
 from tests.support.json_schema import documented

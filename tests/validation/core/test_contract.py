@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pipeproof import Contract, ContractError
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from tests.support.pipeline_here import DATA, Job, checked, layers
 from tests.support.steps import blocks, loss_fn, pairs

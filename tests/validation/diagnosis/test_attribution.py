@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute
-from pipeproof.judging.cause import Cause
 from pipeproof.reference.data import IGNORED, Batch
 from pipeproof.reference.step import Gradient, Loss, Site
 from pipeproof.reference.traced import Traced

@@ -12,12 +12,12 @@ from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import FAMILIES, SPECIMENS
 from pipeproof.cases.trial import located, smallest_of
 from pipeproof.cases.validator import explained, validate
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.evidence import Evidence, of_run
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import weights
 from pipeproof.diagnosis.rules.norms import norm
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site, of_stage
 from pipeproof.worlds.world import World

@@ -9,9 +9,9 @@ from pipeproof.cases.judgement import judge, setup_of
 from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.trial import case_for, try_out
+from pipeproof.core.judge import one_thread
+from pipeproof.core.verdict import Mismatch
 from pipeproof.diagnosis.evidence import of_run
-from pipeproof.judging.judge import one_thread
-from pipeproof.judging.verdict import Mismatch
 from pipeproof.worlds.world import World
 from tests.support.sweeps import each_once
 

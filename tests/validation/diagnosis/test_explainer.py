@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.cases.case import Case
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import attribute
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import Record

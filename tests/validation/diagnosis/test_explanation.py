@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute, attribute_coarsely
 from pipeproof.diagnosis.likeness import plainly
 from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.likeness import GRADIENT, Label
 from pipeproof.observers.recording import Point
 from pipeproof.reference.data import Batch

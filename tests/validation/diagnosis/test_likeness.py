@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.known import Alike
 from pipeproof.diagnosis.likeness import likeness
-from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.recording import GIVEN, Point
 from tests.support.golden import golden

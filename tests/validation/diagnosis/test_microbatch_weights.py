@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_attribution import COUNT, Change, Rows, attributed, batches, build, loss_fn, met, of_stage, only, site_of
 
-from pipeproof.judging.cause import Cell
+from pipeproof.core.cause import Cell
 from pipeproof.reference.step import Gradient, Site
 from tests.support.golden import golden
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 
 WIDTH, COUNT = 8, 4

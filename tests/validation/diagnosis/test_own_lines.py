@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.own_lines import with_lines
-from pipeproof.judging.cause import Cause
 from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.recording import GIVEN, KEPT
 from pipeproof.pipeline.action import Action

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof import SingleDevice, World, check_step
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs

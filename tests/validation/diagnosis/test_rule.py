@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from pipeproof.core.cause import Cause, RuledOut
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.diagnosis.rule import Rule, clears, followed
-from pipeproof.judging.cause import Cause, RuledOut
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 
 LAWS = (
     LawResult("loss", "pass", 8, 8),

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.diagnosis.uncovered import with_uncovered
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Mismatch, Verdict
 from tests.support.golden import golden
 
 TIED = Mismatch("tied-copies", 1, parameter="embed")

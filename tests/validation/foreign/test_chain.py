@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, WIDTH, Faults, Step, data, named, stage_of, step

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
 from pipeproof.core.contract import Contract, ContractError
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.composed_case import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.golden import golden

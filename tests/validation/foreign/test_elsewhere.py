@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.elsewhere import told_of_transports
-from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext

@@ -14,11 +14,11 @@ import numpy
 import pytest
 import torch
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import ValidationFailed, Verdict
 from pipeproof.foreign import WhiteBox
 from pipeproof.foreign.fixture import FixtureBox, FixtureVerdict
 from pipeproof.foreign.validator import _rerun
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import ValidationFailed, Verdict
 from pipeproof.pytest_plugin import _drawing, _parsed_seed
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.world import World

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import loss_fn
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 

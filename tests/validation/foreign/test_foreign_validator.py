@@ -11,10 +11,10 @@ from torch import nn
 
 from pipeproof.core.contract import Contract
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import ValidationFailed, Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import RankMade, digests
 from pipeproof.foreign.validator import other_data
-from pipeproof.judging.verdict import ValidationFailed, Verdict
 from tests.support.golden import golden
 from tests.support.steps import Pairs, loss_fn, pairs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from tests.support.sweeps import sampled
 from tests.support.tensor_parallel import Microbatch, Planted, build, loss_fn, microbatches, step
 

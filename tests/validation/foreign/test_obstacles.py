@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 

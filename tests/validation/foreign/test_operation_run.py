@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.core.contract import Contract
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.members import ReplicasError
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.operations import Operation, Operations
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.reason import Reason
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import Origin
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 

@@ -1,8 +1,8 @@
 """Replicas that begin a step with other weights are told, and weights that have one name and are two."""
 
+from pipeproof.core.ledger import Ledger
 from pipeproof.foreign.composed_verdict import OF_REPLICAS
 from pipeproof.foreign.replica_weights import enter_weights, not_one
-from pipeproof.judging.ledger import Ledger
 from tests.support.golden import golden
 
 SAME = {(0, "a"): ("", b"1"), (0, "b"): ("[0:2]", b"2")}

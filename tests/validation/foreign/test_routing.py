@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeproof.core.tolerance import Floor
 from pipeproof.foreign.routing import Routing
-from pipeproof.judging.tolerance import Floor
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route
 from pipeproof.reference.choices import Choice

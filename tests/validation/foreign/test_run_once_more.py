@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.run_once_more import RunOnceMore
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.step import Contribution
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims, joined_parts
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard, flat_shard
 from pipeproof.pipeline.action import Action

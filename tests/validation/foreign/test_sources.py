@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.reason import Reason
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from tests.support.pipeline_here import Job, Layer, Sent, checked, layers
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 
 pytestmark = pytest.mark.pipeproof_ranks

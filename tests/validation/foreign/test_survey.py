@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.survey import Computed, Places
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import sketch
 
 WIDTH, COUNT = 8, 4

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import Pairs, blocks, pairs
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, Job, checked, layers
 

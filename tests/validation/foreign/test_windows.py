@@ -17,10 +17,10 @@ from pipeproof.cases.primitives.stacked import gradients_of, sharded
 from pipeproof.cases.primitives.tensor_by_hand import cut_whole, held, loss_of_parts
 from pipeproof.cases.primitives.tensor_parallel import cut
 from pipeproof.core.contract import Contract, ContractError
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, Window, layerwise, watch
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.foreign.windows import Layered, off_target
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 

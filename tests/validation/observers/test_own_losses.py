@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.chain import place_of
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step

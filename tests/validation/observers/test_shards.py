@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import FlatShard, HandedBack, WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
 from tests.support.golden import golden
 from tests.support.steps import pairs

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.tolerance import Floor, error, same_bits
+from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.ledger import Heading, Ledger
-from pipeproof.judging.tolerance import Floor, error, same_bits
-from pipeproof.judging.verdict import Mismatch, Verdict
 from pipeproof.observers.digest import digest
 from pipeproof.observers.elements import all_finite, any_nonzero, bits
 from pipeproof.observers.recorder import Snapshot

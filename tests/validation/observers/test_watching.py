@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.calls import Call
 from pipeproof.observers.sketch import sketch
 from pipeproof.observers.watching import Watcher, watching

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck, check_step
 from pipeproof.worlds.worker import RankContext

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pipeproof import Composed, Contract, check_step
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

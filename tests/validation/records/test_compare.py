@@ -218,6 +218,6 @@ def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.Monkey
         verdict = compare(EXPECTED, wrong)
         assert (verdict.verdict, verdict.cause) == ("fail", ())
         assert verdict.unsought.partition(":")[0] == ZeroDivisionError.__name__
-    monkeypatch.setattr("pipeproof.judging.comparison.Comparison.norm", crash)
+    monkeypatch.setattr("pipeproof.core.comparison.Comparison.norm", crash)
     assert [compare(EXPECTED, one).verdict for one in (EXPECTED, wrong)] == ["unknown", "fail"]
     assert compare(EXPECTED, EXPECTED).stopped.partition(":")[0] == ZeroDivisionError.__name__

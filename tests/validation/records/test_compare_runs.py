@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeproof.core.reason import Reason
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.compare_runs import compare_runs
 from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import RecordError

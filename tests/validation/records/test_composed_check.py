@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipeproof import Composed, Contract
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.composed_parts import Whole
-from pipeproof.judging.verdict import Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

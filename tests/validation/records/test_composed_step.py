@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from pipeproof import Composed, Contract, World
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
 from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
 from tests.support.golden import golden
 

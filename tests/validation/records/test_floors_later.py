@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.verdict import Verdict
 from pipeproof.records import step_record
 from pipeproof.records.floors_later import FloorsLater
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice

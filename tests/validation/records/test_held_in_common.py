@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof import Composed, Contract, SingleDevice, World, check_step
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import FlatShard
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
 from tests.support.steps import pairs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.last_check import LastCheck, last_check
 from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice

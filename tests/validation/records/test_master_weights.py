@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.ledger import Ledger
+from pipeproof.core.cause import Cause
+from pipeproof.core.ledger import Ledger
 from pipeproof.records.master_weights import MasterWeights
 from pipeproof.records.rank_part import RankStages
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.step_check import check_step
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, layers

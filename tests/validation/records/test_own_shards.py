@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.handed_back import FlatShard
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden

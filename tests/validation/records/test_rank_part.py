@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import Arrival, Kept, RankStages, Run, disagreement, places_of, run_of, told
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice

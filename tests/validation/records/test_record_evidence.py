@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from pipeproof.cases.case import Case
+from pipeproof.core.cause import Cause
 from pipeproof.core.contract import Contract
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from pipeproof.judging.nudged import Nudged
-from pipeproof.judging.tolerance import Floor, same_bits
+from pipeproof.core.nudged import Nudged
+from pipeproof.core.tolerance import Floor, same_bits
 from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError
 from pipeproof.records.record_file import FORMAT, VERSION, described, read, write
 from pipeproof.worlds.output_file import OutputError, OutputFile

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
-from pipeproof.judging.tolerance import Floor
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.tolerance import Floor
+from pipeproof.core.verdict import Verdict
 from pipeproof.observers.sketch import Sketch
 from pipeproof.records import replica_sums
 from pipeproof.records.own_shards import OwnShards

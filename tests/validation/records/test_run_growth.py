@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.compare_runs import compare_runs
 from pipeproof.records.kept_run import KeptRun
 from tests.support.golden import golden

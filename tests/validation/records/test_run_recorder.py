@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeproof import record_run
-from pipeproof.judging.tolerance import same_bits
+from pipeproof.core.tolerance import same_bits
 from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.options import other_options
 from pipeproof.records.record import RecordError

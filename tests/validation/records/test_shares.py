@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import Contract
-from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.composed_step import Composed
 from pipeproof.records.own_shards import OwnShards
 from pipeproof.records.rank_part import RankStages

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeproof import Contract, SingleDevice
 from pipeproof.core.reason import Reason
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline import PipelineSchedule
 from pipeproof.records import checked_step
 from pipeproof.records.record import Record
@@ -367,7 +367,7 @@ def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.Monkey
         ("held", lambda model: None, "unknown"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"pipeproof.judging.comparison.Comparison.{part}", crash)
+            patch.setattr(f"pipeproof.core.comparison.Comparison.{part}", crash)
             verdict = step(path, fault=fault)
         assert verdict.verdict == outcome, part
         assert verdict.stopped.partition(":")[0] == ZeroDivisionError.__name__

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.contract import Contract, ContractError
-from pipeproof.judging.tolerance import same_bits
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.compare import compare
 from pipeproof.records.record import RecordError
 from pipeproof.records.record_file import read

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeproof import Composed, Contract, check_step
 from pipeproof.core.contract import DEFAULTS
 from pipeproof.core.reason import Reason
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
 from tests.support.golden import golden
 

@@ -10,8 +10,8 @@ from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.trial import Named
 from pipeproof.commands.catalogue import listing
 from pipeproof.commands.schedule_commands import _planned
-from pipeproof.judging.cause import KINDS, Cause, Cell, Cells, OwnLine, RuledOut, alternatives
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine, RuledOut, alternatives
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.pipeline import Times, build
 from pipeproof.pipeline.plan import Needs, plan, row
 from pipeproof.pipeline.profile import Profile

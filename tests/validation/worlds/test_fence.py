@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.digest import digest
 from pipeproof.observers.routes import RouteObserver

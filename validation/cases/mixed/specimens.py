@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeproof.cases.mixed.step import COUNT, WIDTH, MixedPrecision, MixedStep
 from pipeproof.cases.specimens.specimen import Fault
-from pipeproof.judging.cause import Cause
+from pipeproof.core.cause import Cause
 
 FIRST, LAST, RANKS = 0, 1, 2
 _LARGE = 1e37  # a number that a loss scale takes beyond fp32

@@ -32,8 +32,8 @@ from pipeproof.cases.primitives.sequence_parallel import SEQUENCE_PARALLEL
 from pipeproof.cases.primitives.stacks import PIPELINE, Stack
 from pipeproof.cases.primitives.tensor_by_hand import SEQUENCE_BY_HAND, TENSOR_BY_HAND
 from pipeproof.cases.primitives.tensor_parallel import TENSOR_PARALLEL
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import build

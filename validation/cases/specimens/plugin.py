@@ -7,7 +7,7 @@ from types import ModuleType
 
 from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.specimens.specimen import CLASSES, Specimen
-from pipeproof.judging.cause import KINDS
+from pipeproof.core.cause import KINDS
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import known_are

@@ -9,7 +9,7 @@ from typing import TypeVar
 from pipeproof.cases.case import MODELS, Case, plainest_first
 from pipeproof.cases.data import model_for
 from pipeproof.cases.stages import owners
-from pipeproof.judging.cause import RACES, Cause
+from pipeproof.core.cause import RACES, Cause
 from pipeproof.observers.wrappers import Steps
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.lower import Program

@@ -10,6 +10,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import error
+from pipeproof.core.verdict import Size
 from pipeproof.diagnosis.attribution import attribute_coarsely
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.inside import first_of_backward, inside, other_forward
@@ -20,9 +23,6 @@ from pipeproof.diagnosis.rules.several_times import told_apart
 from pipeproof.diagnosis.rules.update import clip_factor, near
 from pipeproof.diagnosis.what_if import Line, Made, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_backward, of_forward, spoiled
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error
-from pipeproof.judging.verdict import Size
 from pipeproof.observers.recording import Site
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.step import objective

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import torch
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.combination import limit_of
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.attributed import of_gradients, played_through
 from pipeproof.diagnosis.rules.passages import ONE_FAULT, agree, complete
 from pipeproof.diagnosis.rules.replayed import besides_change
 from pipeproof.diagnosis.rules.shared import apart, shared, stages_of
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error
 
 Found = tuple[Sequence[Cause], Sequence[str]]
 _BEHIND = "what follows from this was not judged: more may be wrong in gradients, or in a later stage"

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause, listed
 from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.combination import whole_within
 from pipeproof.diagnosis.divergence import Divergence
@@ -15,7 +16,6 @@ from pipeproof.diagnosis.likeness import factor_of
 from pipeproof.diagnosis.limits import ALIKE, LEFT
 from pipeproof.diagnosis.rules.repeated import or_zeros
 from pipeproof.diagnosis.what_ifs import computed, draws, other_target
-from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import (
     FLOWED,

@@ -1,8 +1,8 @@
 """A backward that ran, and that gave the input of its stage nothing: its graph does not reach so far."""
 
+from pipeproof.core.cause import Cause, few
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.explanation import Explanation
-from pipeproof.judging.cause import Cause, few
 from pipeproof.observers.likeness import Likeness
 
 _EMPTY = frozenset({"zero", "missing"})

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import error
+from pipeproof.core.verdict import Mismatch
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
 from pipeproof.diagnosis.limits import ALIKE, CLOSE, SHORT
 from pipeproof.diagnosis.members import Part, Stage
 from pipeproof.diagnosis.rules.replayed import Changes, Fit
 from pipeproof.diagnosis.what_if import same_loss
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error
-from pipeproof.judging.verdict import Mismatch
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale, is_factor
 from pipeproof.diagnosis.rules.update import clip_factor, near
-from pipeproof.judging.cause import Cause
 
 Explains = Callable[[Evidence], Sequence[Cause]]
 _OF_ALL = {"not-unscaled": "scaled-twice", "unscaled-twice": "not-scaled"}  # what gives all gradients the same factor

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from pipeproof.judging.cause import Cause, few
-from pipeproof.judging.verdict import Mismatch
+from pipeproof.core.cause import Cause, few
+from pipeproof.core.verdict import Mismatch
 
 
 def misrouted(found: Sequence[Mismatch]) -> Cause:

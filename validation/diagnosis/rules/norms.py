@@ -8,11 +8,11 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Mismatch
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.limits import FEW
 from pipeproof.diagnosis.rules.update import clip_factor, factors, moved, near
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.recording import Site
 
 _NOBODYS = "like nothing known"

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause, listed
+from pipeproof.core.tolerance import agrees
+from pipeproof.core.verdict import Mismatch
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.likeness import likeness
 from pipeproof.diagnosis.limits import LEFT
-from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.tolerance import agrees
-from pipeproof.judging.verdict import Mismatch
 
 _UNTOLD = (
     "outputs are wrong and gradients right: they are handed back otherwise than computed, or a part has no gradient"

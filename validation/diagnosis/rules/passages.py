@@ -8,14 +8,14 @@ these do not go together, both are told.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause, RuledOut, listed
+from pipeproof.core.tolerance import scalar_error
 from pipeproof.diagnosis.divergence import Divergence
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.limits import ALIKE, CLOSE, MOST
 from pipeproof.diagnosis.rules.boundaries import causes_of
 from pipeproof.diagnosis.rules.first_wrong import Boundaries, FirstWrong
 from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered, turn_of
-from pipeproof.judging.cause import Cause, RuledOut, listed
-from pipeproof.judging.tolerance import scalar_error
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.pipeline.action import Action, Kind

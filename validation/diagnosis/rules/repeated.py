@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause, listed
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.pipeline.action import Action, Kind

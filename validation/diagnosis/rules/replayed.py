@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.core.cause import Cause, listed
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
@@ -19,7 +20,6 @@ from pipeproof.diagnosis.limits import ALIKE, CLOSE, DECIDED
 from pipeproof.diagnosis.rules.repeated import or_zeros
 from pipeproof.diagnosis.what_if import Given, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, of_stream_back, sent_back_in, sent_in, unfilled
-from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.likeness import narrower
 from pipeproof.observers.recording import Site
 from pipeproof.reference.outputs import module_of

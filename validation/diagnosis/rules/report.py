@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from pipeproof.core.cause import Cause
 from pipeproof.core.limits import FP32
+from pipeproof.core.tolerance import scalar_error
+from pipeproof.core.verdict import Mismatch
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.limits import DECIDED
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import scalar_error
-from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.likeness import NARROWER
 from pipeproof.reference.step import Gradient
 

@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.limits import ALIKE
-from pipeproof.judging.cause import Cause
 from pipeproof.observers.recording import RECEIVED
 
 

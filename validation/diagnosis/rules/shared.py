@@ -4,6 +4,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause, listed
+from pipeproof.core.mismatch import Size
+from pipeproof.core.tolerance import error, scalar_error
 from pipeproof.diagnosis.attribution import attribute
 from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_shards, unreduced
 from pipeproof.diagnosis.evidence import Evidence
@@ -14,9 +17,6 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
 from pipeproof.diagnosis.rules.repeated import ordered
 from pipeproof.diagnosis.rules.unsummed import unsummed_copies
-from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.mismatch import Size
-from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Site
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.step import Gradient

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from pipeproof.core.cause import Cause, listed
+from pipeproof.core.old_weights import OldWeights, find_old_weights
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.old_weights import OldWeights, find_old_weights
 
 
 def stale(evidence: Evidence) -> list[Cause]:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.combination import told_within
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.interference import Broken, Sources, changed
 from pipeproof.diagnosis.tied import cause_of, shares_of
 from pipeproof.diagnosis.what_ifs import draws
-from pipeproof.judging.cause import Cause
 from pipeproof.observers.recording import Site, of_stage
 
 

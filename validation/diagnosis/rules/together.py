@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from pipeproof.core.cause import Cause, listed
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
-from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.pipeline.action import Kind
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pipeproof.core.cause import Cause, listed
+from pipeproof.core.tolerance import error
 from pipeproof.diagnosis.combination import told_within
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.limits import ALIKE
 from pipeproof.diagnosis.record_sums import RecordSums
-from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.tolerance import error
 from pipeproof.reference.step import Gradient
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.cause import Cause, listed
 from pipeproof.core.limits import FP32, precision_of
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.verdict import Mismatch, Size
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.limits import CLOSE, ROUNDINGS
-from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.tolerance import same_bits
-from pipeproof.judging.verdict import Mismatch, Size
 from pipeproof.observers.recording import Site
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.step import Recipe

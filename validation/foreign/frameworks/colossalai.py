@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.colossalai_chunks import stages_of, told_apart
 from pipeproof.foreign.frameworks.colossalai_whole import (
     CHILD,
@@ -29,7 +30,6 @@ from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, around, 
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing, telling
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.belongings import belongs_to_rank
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.on_a_world import validate as validated
 from pipeproof.foreign.task import WhiteBoxError, check_builds, name_of
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.shipping import FIRST
 
 _ON_CPU: set[str] = set()  # frameworks that this process had run without a GPU

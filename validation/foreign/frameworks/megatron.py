@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, around
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing, telling
@@ -34,7 +35,6 @@ from pipeproof.foreign.frameworks.megatron_whole import (
 )
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 
 _TIED = "embedding.word_embeddings.weight"

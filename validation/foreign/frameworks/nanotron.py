@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, Packed, around, launched
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
@@ -31,7 +32,6 @@ from pipeproof.foreign.frameworks.nanotron_whole import (
 )
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.hook import Hook
 from pipeproof.worlds.fence import Fence
 

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.framework import Named, Packed, form, unwrapped
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, observing
 from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
@@ -35,7 +36,6 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
 )
 from pipeproof.foreign.torch_pipelining import backwards_of, stages_of
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of recomputation and torch.compile

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.framework import Named, Packed, around, unwrapped
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
@@ -32,7 +33,6 @@ from pipeproof.foreign.frameworks.transformers_whole import (
 from pipeproof.foreign.handed_back import Gradient, copied
 from pipeproof.foreign.torch_pipelining import stages_of
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts, PipelineSchedule
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.core.measured import versions
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.verdict import raised
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.measured import versions
-from pipeproof.judging.tolerance import same_bits
-from pipeproof.judging.verdict import raised
 from pipeproof.observers.shards import Shard, ShardError, gathered, held_here, held_whole, shard_of, untiled
 from pipeproof.records.frameworks.framework_job import NORM_IN_PARTS
 from pipeproof.records.held_in_common import part_of

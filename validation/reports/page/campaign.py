@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.judging.verdict import Verdict, small
+from pipeproof.core.verdict import Verdict, small
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.page.grid import Grid
 from pipeproof.reports.page.markup import Html, Part, joined, section, tag

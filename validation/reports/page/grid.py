@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.measured import Compared, Done, Ran, Sight
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.rule import OF_MICROBATCHES
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.measured import Compared, Done, Ran, Sight
-from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 
 State = Literal["right", "through", "wrong", "consequence", "culprit", "not compared", "not recorded"]

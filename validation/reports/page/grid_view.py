@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipeproof.judging.measured import Sight
-from pipeproof.judging.verdict import small
+from pipeproof.core.measured import Sight
+from pipeproof.core.verdict import small
 from pipeproof.pipeline.action import Kind
 from pipeproof.reports.columns import ROWS
 from pipeproof.reports.page.grid import Arrow, Grid, Placed

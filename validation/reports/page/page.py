@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pipeproof.judging.cause import KINDS, Cause
-from pipeproof.judging.measured import versions
-from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.core.cause import KINDS, Cause
+from pipeproof.core.measured import versions
+from pipeproof.core.verdict import SCHEMA, Verdict
 from pipeproof.reports.page import sections
 from pipeproof.reports.page.grid import Grid
 from pipeproof.reports.page.grid_view import cells_told, grid_view

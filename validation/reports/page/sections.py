@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from pipeproof.judging.cause import Cell
-from pipeproof.judging.measured import Compared, Weights
-from pipeproof.judging.verdict import LawResult, Verdict, small
+from pipeproof.core.cause import Cell
+from pipeproof.core.measured import Compared, Weights
+from pipeproof.core.verdict import LawResult, Verdict, small
 from pipeproof.reports.columns import ROWS
 from pipeproof.reports.page.grid import decades, step_of
 from pipeproof.reports.page.markup import Html, Part, joined, more, section, table, tag

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from pipeproof.judging.cause import KINDS, Cause
-from pipeproof.judging.verdict import Verdict, small
+from pipeproof.core.cause import KINDS, Cause
+from pipeproof.core.verdict import Verdict, small
 
 OUTCOMES = {"pass": "Pass", "fail": "Fail", "unknown": "Unknown", "error": "Error", "hang": "Hang"}
 OUTCOMES |= {"same": "Same", "different": "Different"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.nn as nn
 
+from pipeproof.core.cause import Cause
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.cause import Cause
 from tests.support.steps import blocks, loss_fn, pairs
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.cause import Cell, Cells
 from pipeproof.diagnosis.rules.laws import counts
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.cause import Cell, Cells
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.schedule import Schedule

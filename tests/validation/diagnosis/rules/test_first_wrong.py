@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 
 WIDTH, ROWS, COUNT, RANKS = 8, 4, 4, 3

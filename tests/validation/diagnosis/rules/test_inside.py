@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from tests.support.steps import loss_fn, pairs
 
 WIDTH = 8

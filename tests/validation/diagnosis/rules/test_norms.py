@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.core.mismatch import Mismatch, Size
 from pipeproof.diagnosis.rules.norms import norm
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.mismatch import Mismatch, Size
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 

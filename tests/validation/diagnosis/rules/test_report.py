@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from tests.support import two_ranks
 from tests.support.golden import golden
 from tests.support.steps import pairs

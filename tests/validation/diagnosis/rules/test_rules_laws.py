@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import torch
 
+from pipeproof.core.verdict import Mismatch
 from pipeproof.diagnosis.rules.laws import counts, modes, moved_along
-from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.schedule import Schedule

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import by_scale, of_gradients
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Passed
 from tests.support.golden import golden
 

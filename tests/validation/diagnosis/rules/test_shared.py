@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.cause import Cause
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.rules.shared import by_sender, on_rank
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.steps import pairs
 

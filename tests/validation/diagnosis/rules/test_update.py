@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.mismatch import Mismatch
+from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.update import update
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.mismatch import Mismatch
-from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from tests.support.steps import blocks, pairs

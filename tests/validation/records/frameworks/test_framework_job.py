@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.drawn import Drawn, contents
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.verdict import Verdict
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.single_device import SingleDevice
 from tests.support.golden import golden

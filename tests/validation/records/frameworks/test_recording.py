@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from pipeproof import World
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import FlatShard
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.frameworks.recording import recording
 from pipeproof.records.record import OtherSteps, Record

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.measured import Done, Measured, Weights
-from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.core.cause import Cause
+from pipeproof.core.measured import Done, Measured, Weights
+from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.pipeline.action import Kind
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.page.page import page

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.measured import Compared, Done, Measured, Ran, Sight
-from pipeproof.judging.verdict import Verdict
+from pipeproof.core.cause import Cause
+from pipeproof.core.measured import Compared, Done, Measured, Ran, Sight
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedules import build
 from pipeproof.reports.page.grid import Arrow, Grid, step_of

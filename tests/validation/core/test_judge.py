@@ -1,0 +1,377 @@
+"""The judge, on values: what was produced is altered by hand, and the right law must say so."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.cases.case import FULL_PLAN, Case
+from pipeproof.cases.data import max_norm_of, model_for
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.stages import owners
+from pipeproof.core.judge import LAWS, one_thread, scenarios
+from pipeproof.core.verdict import Verdict
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.observers.observed import Observed, RankOperation
+from pipeproof.observers.recording import Site
+from pipeproof.reference.model import DTYPES, Model, build_model
+from pipeproof.reference.step import Recipe, Reference, clip_factor
+from pipeproof.worlds.world import World
+from tests.support.steps import blocks, loss_fn, pairs
+
+CASE = Case("1f1b", 1, 1, 3, (2,), model="mlp", ragged=True)
+SLOT = (0, "blocks.1.linear.weight")
+Change = Callable[[RankOperation], RankOperation]
+
+
+@pytest.fixture(scope="module")
+def observed(world: World) -> Observed:
+    return observe(CASE, world)
+
+
+def altered(observed: Observed, change: Change, *, operation: int = 0, rank: int = 0) -> Observed:
+    rows = [list(row) for row in observed.ranks]
+    rows[rank][operation] = change(rows[rank][operation])
+    return replace(observed, ranks=tuple(map(tuple, rows)))
+
+
+def scaled(factor: float) -> Change:
+    def change(seen: RankOperation) -> RankOperation:
+        assert seen.gradients is not None
+        gradient = seen.gradients[SLOT]
+        assert gradient is not None
+        return replace(seen, gradients={**seen.gradients, SLOT: gradient * factor})
+
+    return change
+
+
+def wrong_gradient(case: Case, observed: Observed, factor: float, *, operation: int = 0) -> Observed:
+    """``observed`` with a gradient that is off from the backward on: norm and update are those of it."""
+    model, found = model_for(case), altered(observed, scaled(factor), operation=operation)
+    reference = Reference(model, owner=owners(model, case.split), recipe=Recipe())
+    for number in (k for k in range(operation + 1) if case.plan[k] == "train"):
+        gradients = found.gradients(number)
+        norm = reference.norm(gradients)
+        parameters = reference.step(gradients, clip_factor(norm, max_norm_of(case, number)))
+    return altered(found, lambda seen: replace(seen, norm=norm, parameters=parameters), operation=operation)
+
+
+def failing(verdict: Verdict) -> set[str]:
+    return {law.name for law in verdict.laws if law.outcome == "fail"}
+
+
+def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observed: Observed) -> None:
+    verdict = judge(CASE, observed, measure=True)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert [law.name for law in verdict.laws] == list(LAWS)
+    assert {law.name: law.outcome for law in verdict.laws} == {
+        name: "not applicable" if name in ("tied-copies", "buffers") else "pass" for name in LAWS
+    }
+    assert all(law.exact == law.checked > 0 for law in verdict.laws if law.outcome == "pass")
+    assert 1e-8 < verdict.floor < 1e-5
+
+
+def test_rounding_is_a_pass_of_the_second_tier(observed: Observed) -> None:
+    verdict = judge(CASE, wrong_gradient(CASE, observed, 1 + 2**-22))
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32")
+    assert 1e-7 < verdict.law("gradient").worst < 1e-6
+
+
+def test_more_than_rounding_and_less_than_surely_a_fault_is_unknown(observed: Observed) -> None:
+    verdict = judge(CASE, wrong_gradient(CASE, observed, 1.00005))
+    assert (verdict.verdict, verdict.tier, verdict.exit_status) == ("unknown", "none", 3)
+    assert verdict.mismatches[0].parameter == SLOT[1]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, 1 / 3])
+def test_a_wrong_gradient_names_the_law_and_the_parameter(observed: Observed, factor: float) -> None:
+    verdict = judge(CASE, wrong_gradient(CASE, observed, factor))
+    assert verdict.verdict == "fail"
+    assert failing(verdict) == {"gradient"}
+    assert [(m.law, m.parameter, m.rank, m.stage, m.operation) for m in verdict.mismatches] == [
+        ("gradient", SLOT[1], 0, 0, 1)
+    ]
+
+
+def test_later_scenarios_are_not_judged_after_a_disagreement(observed: Observed) -> None:
+    verdict = judge(CASE, wrong_gradient(CASE, observed, 2.0, operation=1))
+    assert failing(verdict) == {"gradient", "second-step"}
+    assert verdict.mismatches[0].operation == 2
+    assert verdict.law("eval").outcome == verdict.law("accumulation").outcome == "unknown"
+    assert verdict.law("eval").note == "not judged: operation 2 already disagrees"
+
+
+@pytest.mark.parametrize(
+    ("operation", "law"), [(1, "second-step"), (3, "accumulation"), (5, "eval")], ids=["second", "accumulated", "eval"]
+)
+def test_a_later_step_fails_the_law_of_its_scenario(observed: Observed, operation: int, law: str) -> None:
+    assert failing(judge(CASE, wrong_gradient(CASE, observed, 2.0, operation=operation))) == {"gradient", law}
+
+
+def test_the_scenarios_of_a_plan() -> None:
+    assert [sorted(laws) for laws in scenarios(FULL_PLAN)] == [
+        [],
+        ["second-step"],
+        ["accumulation"],
+        ["accumulation"],
+        ["eval"],
+        ["eval"],
+    ]
+    assert scenarios(("eval", "train")) == [{"eval"}, {"eval"}]
+    assert scenarios(("accumulate", "eval", "train")) == [
+        {"accumulation"},
+        {"accumulation", "eval"},
+        {"accumulation", "eval"},
+    ]
+    assert scenarios(("accumulate", "train", "train")) == [{"accumulation"}, {"accumulation"}, {"second-step"}]
+
+
+def test_a_gradient_that_is_none_fails_none_ness(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, gradients={**(s.gradients or {}), SLOT: None})))
+    assert "presence" in failing(verdict)
+    assert (verdict.mismatches[0].seen, verdict.mismatches[0].expected) == ("None", "a gradient")
+
+
+def test_a_loss_names_its_microbatch(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, losses=(*s.losses[:2], s.losses[2] * 1.1))))
+    assert failing(verdict) == {"loss"}
+    assert (verdict.mismatches[0].microbatch, verdict.mismatches[0].rank) == (2, 0)
+
+
+def test_missing_losses_fail(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, losses=())))
+    assert failing(verdict) == {"loss"}
+    assert verdict.mismatches[0].seen == "0 losses"
+
+
+def test_an_evaluation_with_another_loss_fails(observed: Observed) -> None:
+    changed = altered(observed, lambda s: replace(s, losses=tuple(loss + 1 for loss in s.losses)), operation=4)
+    assert failing(judge(CASE, changed)) == {"loss", "eval"}
+
+
+def test_the_steps_own_loss_is_compared(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, loss=7 * (s.loss or 0.0))))
+    assert failing(verdict) == {"loss"}
+
+
+def test_a_module_that_ran_twice_or_in_the_wrong_mode_fails(observed: Observed) -> None:
+    twice = altered(observed, lambda s: replace(s, called=(*s.called, s.called[0])))
+    assert failing(judge(CASE, twice)) == {"microbatches"}
+    for operation, laws in ((0, {"microbatches"}), (4, {"microbatches", "eval"})):
+        wrong = altered(
+            observed, lambda s: replace(s, called=tuple((a, not m) for a, m in s.called)), operation=operation
+        )
+        assert failing(judge(CASE, wrong)) == laws
+
+
+def test_a_buffer_that_differs_or_is_lost_fails(world: World) -> None:
+    case = Case("1f1b", 1, 1, 2, (2,), model="batchnorm", plan=("train",))
+    seen = observe(case, world)
+    assert judge(case, seen).law("buffers").exact > 0
+    site = (0, "blocks.1.norm.running_mean")
+
+    def nudged(s: RankOperation) -> RankOperation:
+        return replace(s, buffers={**(s.buffers or {}), site: (s.buffers or {})[site] * 1.1})
+
+    verdict = judge(case, altered(seen, nudged))
+    assert failing(verdict) == {"buffers"}
+    assert verdict.mismatches[0].parameter == site[1]
+    assert failing(judge(case, altered(seen, lambda s: replace(s, buffers={})))) == {"buffers"}
+
+
+def test_a_norm_that_one_rank_reports_otherwise_fails(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, norm=(s.norm or 0.0) * 1.01)))
+    assert failing(verdict) == {"grad-norm"}
+    assert judge(CASE, altered(observed, lambda s: replace(s, norm=None))).verdict == "fail"
+
+
+def test_a_backward_that_ran_twice_fails_even_where_numbers_agree(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, executed=(*s.executed, s.executed[-1]))))
+    assert failing(verdict) == {"microbatches"}
+    assert verdict.mismatches[0].seen == "backward of [0, 1, 2, 2]"
+
+
+def test_a_parameter_that_nobody_or_somebody_else_holds_fails(observed: Observed) -> None:
+    last = len(CASE.plan) - 1
+
+    def moved(seen: RankOperation) -> RankOperation:
+        gradients, parameters = dict(seen.gradients or {}), dict(seen.parameters or {})
+        for held in (gradients, parameters):
+            held[1, SLOT[1]] = held.pop(SLOT)  # type: ignore[assignment]
+        return replace(seen, gradients=gradients, parameters=parameters)
+
+    verdict = judge(CASE, altered(observed, moved, operation=last))
+    assert "parameters-once" in failing(verdict)
+    assert {(m.stage, m.seen) for m in verdict.mismatches if m.law == "parameters-once"} == {
+        (0, "held 0 times"),
+        (1, "held 1 times"),
+    }
+
+
+def test_an_updated_parameter_is_judged_by_how_far_it_moved(observed: Observed) -> None:
+    def nudged(seen: RankOperation) -> RankOperation:
+        kept = seen.parameters or {}
+        return replace(
+            seen, parameters={**kept, SLOT: kept[SLOT] * 1.05}
+        )  # little beside the parameter, much beside its step
+
+    verdict = judge(CASE, altered(observed, nudged))
+    assert failing(verdict) == {"updated-parameters"}
+
+
+def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]) -> None:
+    def changed(case: Case) -> Model:
+        model = model_for(case)
+        change(model)
+        return model
+
+    monkeypatch.setattr("pipeproof.cases.judgement.model_for", changed)
+
+
+def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poison(model: Model) -> None:
+        with torch.no_grad():
+            model.get_parameter(SLOT[1]).fill_(float("nan"))
+
+    changed_model(monkeypatch, poison)
+    case = replace(CASE, plan=("train",))
+    nan = altered(observed, lambda s: replace(s, losses=(float("nan"),) * 3))
+    verdict = judge(case, replace(nan, ranks=(nan.ranks[0][:1],)))
+    assert verdict.law("loss").outcome == "unknown"
+    assert "the reference itself gives losses nan" in verdict.law("loss").note
+
+
+def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero gradients on both sides: everything is equal, and nothing was seen."""
+
+    def kill(model: Model) -> None:
+        loss = model.mean_loss
+        model.mean_loss = lambda output, target: loss(output, target) * 0.0
+
+    changed_model(monkeypatch, kill)
+
+    def dead(seen: RankOperation) -> RankOperation:
+        grads: dict[tuple[int, str], Tensor | None] = {
+            site: None if g is None else torch.zeros_like(g) for site, g in (seen.gradients or {}).items()
+        }
+        start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
+        parameters = {site: start[site[1]].detach() for site in grads}
+        return replace(seen, losses=(0.0,) * 3, loss=0.0, gradients=grads, norm=0.0, parameters=parameters)
+
+    changed = altered(observed, dead)
+    verdict = judge(replace(CASE, plan=("train",)), replace(changed, ranks=(changed.ranks[0][:1],)))
+    assert verdict.verdict == "unknown"
+    assert "are zero, as is due: no fault shows there" in verdict.law("gradient").note
+    assert "never acted" in verdict.law("updated-parameters").note
+
+
+@pytest.mark.parametrize(("dtype", "doubtful"), [("bf16", 1.04), ("fp64", 1 + 3e-13)])
+def test_other_dtypes_are_judged_bit_for_bit_too(world: World, dtype: str, doubtful: float) -> None:
+    case = replace(CASE, dtype=dtype, plan=("train",))
+    seen = observe(case, world)
+    gradient = seen.gradients(0)[SLOT]
+    assert gradient is not None
+    assert gradient.dtype is DTYPES[dtype]
+    assert judge(case, seen).tier == "bitwise"
+    assert judge(case, wrong_gradient(case, seen, doubtful)).verdict == "unknown"
+    assert failing(judge(case, wrong_gradient(case, seen, 2.0))) == {"gradient"}
+
+
+def test_the_tier_below_bitwise_is_named_after_the_dtype(world: World) -> None:
+    case = replace(CASE, dtype="bf16", plan=("train",))
+    seen = observe(case, world)
+    verdict = judge(case, wrong_gradient(case, seen, 1 + 2.0**-7))
+    assert (verdict.verdict, verdict.tier) == ("pass", "bf16")
+    wide = altered(seen, lambda s: replace(s, gradients=_cast(s.gradients, torch.float32)))
+    assert judge(case, wide).law("gradient").exact == 0  # the same numbers in another dtype are not the same bits
+
+
+def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) -> dict[Site, Tensor | None]:
+    return {site: gradient if gradient is None else gradient.to(dtype) for site, gradient in (gradients or {}).items()}
+
+
+def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that move nothing: parameters agree, and that says nothing."""
+    idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    monkeypatch.setattr("pipeproof.cases.judgement.Recipe", lambda **given: replace(idle, **given))
+
+    def still(seen: RankOperation) -> RankOperation:
+        start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
+        return replace(seen, parameters={site: start[site[1]].detach() for site in seen.parameters or {}})
+
+    one = altered(observed, still)
+    verdict = judge(replace(CASE, plan=("train",)), replace(one, ranks=(one.ranks[0][:1],)))
+    assert verdict.verdict == "unknown"
+    assert verdict.law("updated-parameters").note.startswith("no parameter of stage 0 moves: steps vanish in rounding")
+
+
+def test_a_frozen_parameter_that_drifts_by_its_last_place_is_a_failure(world: World) -> None:
+    case = replace(CASE, model="frozen", plan=("train",))
+    model = build_model("frozen", layers=case.layers, seed=case.seed)
+    frozen = next(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+
+    def drifted(seen: RankOperation) -> RankOperation:
+        parameters = {
+            site: torch.nextafter(value, value + 1) if site[1] == frozen else value
+            for site, value in (seen.parameters or {}).items()
+        }
+        return replace(seen, parameters=parameters)
+
+    verdict = judge(case, altered(observe(case, world), drifted))
+    assert verdict.law("updated-parameters").outcome == "fail"
+    assert {m.parameter for m in verdict.mismatches} == {frozen}
+
+
+def test_steps_that_vanish_are_counted(world: World) -> None:
+    case = replace(CASE, dtype="bf16", plan=("train",))
+    law = judge(case, observe(case, world)).law("updated-parameters")
+    assert (law.outcome, law.note) == (
+        "pass",
+        "steps of 2 of 8 in operation 1 vanish in rounding, by a rate of 0, or in the optimizer",
+    )
+
+
+def test_the_reference_runs_on_one_thread_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def in_bf16() -> nn.Module:
+    model: nn.Module = blocks(2, seed=3).bfloat16()
+    return model
+
+
+def summed_wide(model: Any, microbatches: list[Any], *, narrow: str) -> Any:
+    """Adds gradients of bf16 up in fp32; what begins with ``narrow`` is rounded to bf16 at each addition."""
+    stage, losses = watch(model), []
+    totals = {one: torch.zeros(one.shape) for one in model.parameters()}
+    for x, target in microbatches:
+        losses.append(loss_fn(stage(x), target))
+        (losses[-1] / len(microbatches)).backward()
+        for name, one in model.named_parameters():
+            totals[one] += one.grad
+            one.grad = None
+            if name.startswith(narrow):
+                totals[one] = totals[one].bfloat16().float()
+    return HandedBack([stage], [loss.item() for loss in losses], gradients=totals)
+
+
+@pytest.mark.parametrize(("narrow", "outcome"), [("none", "pass"), ("0.", "fail"), ("", "pass")])
+def test_sums_in_bf16_beside_sums_in_fp32_fail(whitebox: WhiteBox, narrow: str, outcome: str) -> None:
+    """Where all are so, they may have been added up in bf16 as they should be, and handed back in fp32."""
+    data = [(x.bfloat16(), target) for x, target in pairs(8, rows=8)]
+    step = partial(summed_wide, narrow=narrow)
+    verdict = whitebox.validate(step, reference=in_bf16, microbatches=data, ranks=1, loss_fn=loss_fn)
+    assert verdict.law("gradient").outcome == outcome, str(verdict)
+    assert {one.parameter for one in verdict.mismatches} == ({"0.0.weight"} if outcome == "fail" else set())

@@ -1,0 +1,114 @@
+"""Tokens that went to other experts: by rounding, by what may be rounding, or by more."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.limits import FP32
+from pipeproof.core.routes import LAW, RouteJudge, explained
+from pipeproof.core.tolerance import Floor
+from pipeproof.core.verdict import LawResult
+from pipeproof.observers.observed import Routed
+from pipeproof.observers.routes import Route
+from pipeproof.reference.choices import Choice
+
+AT = Routed(0, "gate", 0)
+SCORES = torch.tensor([[1.0, 0.5], [1.0, 1.0 - 2e-6], [1.0, 1.0 - 6e-4], [1.0, 1.0]])
+OWN = torch.tensor([[0], [0], [0], [0]])
+TWO = "2 of 4 tokens changed their expert"
+FLOOR = Floor(0.0, 1e-4, 1.0)  # so large a rounding explains what is not excused
+
+
+def judged(*seen: list[list[int]], floor: Floor = FLOOR, due: Choice | None = None) -> tuple[Ledger, LawResult]:
+    """What is entered where each rank chose such experts for its four tokens."""
+    return entered([due or Choice(SCORES, OWN, OWN)], *([one] for one in seen), floor=floor)
+
+
+def entered(choices: list[Choice], *seen: list[list[list[int]]], floor: Floor = FLOOR) -> tuple[Ledger, LawResult]:
+    """What is entered where a router has such ``choices``, and ranks made them so."""
+    ledger = Ledger([LAW])
+    due = SimpleNamespace(expected=SimpleNamespace(contributions=[SimpleNamespace(choices={"gate": choices})]))
+    due.floors = SimpleNamespace(scores=lambda microbatch, router, number: floor)
+    ranks = [
+        (SimpleNamespace(routes={AT: [Route(torch.tensor(one), torch.float32) for one in every]}),) for every in seen
+    ]
+    answer: Any = due
+    observed: Any = SimpleNamespace(ranks=ranks)
+    RouteJudge(ledger, 0, frozenset(), answer).judge(observed)
+    return ledger, ledger.laws()[0]
+
+
+@pytest.mark.parametrize(
+    ("seen", "outcome", "told"),
+    [
+        ([[0], [0], [0], [0]], "pass", "none of 4 tokens changed its expert"),
+        ([[0], [0], [0], [1]], "pass", "1 of 4 tokens changed its expert, by rounding"),
+        ([[0], [1], [0], [1]], "pass", f"{TWO}, all by rounding"),
+        (
+            [[0], [1], [1], [0]],
+            "unknown",
+            "2 of 4 tokens changed their expert: 1 by rounding, 1 by what may be rounding",
+        ),
+        ([[1], [1], [0], [0]], "fail", "2 of 4 tokens changed their expert: 1 by rounding, 1 by more than rounding"),
+    ],
+)
+def test_tokens_are_told_apart_by_what_rounding_does(seen: list[list[int]], outcome: str, told: str) -> None:
+    _, law = judged(seen)
+    assert (law.outcome, law.note, law.exact) == (outcome, told, int(seen == OWN.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ([[0], [0], [0], [0]], True),
+        ([[0], [1], [0], [1]], True),
+        ([[0], [1], [1], [0]], True),  # what may be rounding
+        ([[1], [0], [0], [0]], False),
+        ([[1], [1], [1], [1]], False),  # one is enough
+    ],
+)
+def test_rounding_explains_a_choice_where_no_token_is_off_by_more(seen: list[list[int]], told: bool) -> None:
+    route = Route(torch.tensor(seen), torch.float32)
+    assert explained(route, Choice(SCORES, OWN, OWN), lambda: FLOOR) is told
+
+
+def test_the_token_that_is_furthest_off_is_named() -> None:
+    (found,) = judged([[1], [1], [0], [0]])[0].mismatches
+    assert (found.router, found.microbatch, found.seen, found.expected) == (
+        "gate",
+        0,
+        "expert 1 for token 0",
+        "expert 0",
+    )
+    assert (found.error, found.limit) == (0.25, FP32.most)
+    (found,) = judged([[1], [1], [1], [0]])[0].mismatches
+    assert found.seen == "expert 1 for token 0, and others for 1 more"
+
+
+def test_tokens_are_counted_by_what_gives_them_their_experts() -> None:
+    places = Choice(torch.tensor([[3, 0], [2, 0], [1, 0], [0, 4]]), OWN, OWN)  # in an expert's capacity
+    for_values = Choice(SCORES, OWN, OWN, of_values=True)
+    seen = [OWN.tolist(), [[0], [1], [0], [0]], [[0], [0], [0], [1]], OWN.tolist()]
+    own = Choice(SCORES, OWN, OWN)
+    assert entered([for_values, own, own, places], seen)[1].note == f"{TWO}, all by rounding", "once each, by either"
+
+
+def test_experts_that_choose_tokens_are_no_tokens() -> None:
+    ledger, law = judged([[1], [1], [0], [0]], due=Choice(SCORES, OWN, OWN, of_tokens=False))
+    assert law.note == "2 of 4 expert choices changed: 1 by rounding, 1 by more than rounding"
+    assert [(one.seen, one.expected) for one in ledger.mismatches] == [("token 1 for row 0 of the scores", "token 0")]
+
+
+def test_where_scores_are_rounding_alone_their_size_is_what_counts() -> None:
+    noise = Floor(0.0, 1.0, 0.0, size=0.01)
+    assert judged([[0], [0], [1], [0]], floor=noise)[1].outcome == "pass"
+    assert judged([[1], [0], [0], [0]], floor=noise)[1].outcome == "unknown"
+
+
+def test_a_rank_that_chooses_otherwise_than_another_is_named() -> None:
+    ledger, law = judged(OWN.tolist(), [[0], [0], [0], [1]])
+    (found,) = ledger.mismatches
+    assert (law.outcome, found.rank, found.beside, found.seen) == ("fail", 1, 0, "other experts")

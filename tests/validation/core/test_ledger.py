@@ -1,0 +1,271 @@
+"""The ledger: what a comparison does to its laws, and that a law without one is unknown."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.limits import BF16, FP32, FP64
+from pipeproof.core.measured import Compared
+from pipeproof.core.tolerance import Floor
+from pipeproof.core.verdict import Mismatch
+from pipeproof.observers.sketch import brief
+
+FLOOR = Floor(1e-7, 1e-7, 0.1)
+
+
+def place(law: str = "gradient", scenario: str = "") -> Heading:
+    return Heading(law, frozenset({scenario} - {""}), Mismatch(law, 1, "", "", rank=2, parameter="w"))
+
+
+def ledger() -> Ledger:
+    return Ledger(("gradient", "second-step"))
+
+
+def outcomes(book: Ledger) -> list[str]:
+    return [law.outcome for law in book.laws()]
+
+
+def test_a_law_that_saw_nothing_is_unknown_and_says_so() -> None:
+    book = ledger()
+    assert outcomes(book) == ["unknown", "unknown"]
+    assert book.laws()[0].note == "nothing was compared"
+
+
+def test_a_law_that_does_not_apply_is_neither_pass_nor_unknown() -> None:
+    book = ledger()
+    book.skip("second-step", "one step only")
+    assert outcomes(book) == ["unknown", "not applicable"]
+
+
+def test_equal_bits_are_exact_and_never_ask_for_a_floor() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(3), torch.ones(3), floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    book.numbers(place(), 2.0, 2.0, floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert book.tier(FP32) == "bitwise"
+    assert (book.laws()[0].outcome, book.laws()[0].checked, book.laws()[0].exact) == ("pass", 2, 2)
+
+
+def test_rounding_passes_but_not_bit_for_bit() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(3) * (1 + 2**-23), torch.ones(3), lambda: FLOOR)
+    (law, _) = book.laws()
+    assert (law.outcome, law.exact) == ("pass", 0)
+    assert 0 < law.worst < 2e-7
+    assert law.floor == 1e-7
+    assert book.tier(FP32) == "fp32"
+    assert book.mismatches == []
+
+
+def test_a_fault_fails_its_law_and_its_scenario_and_is_described() -> None:
+    book = ledger()
+    book.tensors(place(scenario="second-step"), torch.ones(4) * -3, torch.ones(4), lambda: FLOOR)
+    assert outcomes(book) == ["fail", "fail"]
+    assert book.failed
+    (mismatch,) = book.mismatches
+    assert mismatch.seen == "norm 6, -3 times expected, cosine -1.000000"
+    assert mismatch.expected == "norm 2"
+    assert (mismatch.rank, mismatch.parameter, mismatch.error) == (2, "w", 4.0)
+
+
+def test_neither_rounding_nor_fault_is_unknown() -> None:
+    book = ledger()
+    book.numbers(place(), 1.00005, 1.0, lambda: FLOOR)
+    book.hold(place("second-step"), True, "x", "x")
+    assert outcomes(book) == ["unknown", "pass"]
+    assert book.failed
+
+
+def test_updates_are_judged_against_how_far_they_moved() -> None:
+    book = ledger()
+    before = torch.full((2,), 100.0)
+    book.tensors(place(), before + 0.02, before + 0.01, lambda: FLOOR, base=before)
+    assert outcomes(book)[0] == "fail"
+    assert book.mismatches[0].seen.startswith("update of norm 0.028")
+
+
+def test_nan_and_doubt_are_never_a_pass() -> None:
+    book = ledger()
+    book.numbers(place(), float("nan"), 1.0, lambda: FLOOR)
+    book.doubt("second-step", "because")
+    assert outcomes(book) == ["fail", "unknown"]
+    assert book.laws()[1].note == "because"
+
+
+def test_another_shape_is_described() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(2), torch.ones(3), lambda: FLOOR)
+    assert (book.mismatches[0].seen, book.mismatches[0].expected) == ("shape [2]", "shape [3]")
+
+
+def test_nan_beside_something_that_did_not_move_is_a_mismatch_with_words() -> None:
+    book = ledger()
+    before = torch.ones(3)
+    book.tensors(place(), torch.full((3,), float("nan")), before, lambda: FLOOR, base=before)
+    (mismatch,) = book.mismatches
+    assert (mismatch.seen, mismatch.expected) == ("update of norm nan", "update of norm 0")
+
+
+def test_a_remark_is_said_and_changes_no_outcome() -> None:
+    book = ledger()
+    book.hold(place(), True, "", "")
+    book.remark("gradient", "by the way")
+    (law,) = [law for law in book.laws() if law.name == "gradient"]
+    assert (law.outcome, law.note) == ("pass", "by the way")
+
+
+def test_ledgers_of_several_ranks_are_one() -> None:
+    one, other = Ledger(["loss", "gradient", "norm"]), Ledger(["loss", "gradient", "norm"])
+    one.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
+    other.tensors(place(), torch.ones(2), -torch.ones(2), lambda: FLOOR)
+    other.doubt("loss", "nobody looked")
+    other.skip("norm", "there is none")
+    one.join(other)
+    loss, gradient, norm = one.laws()
+    assert (loss.outcome, loss.note) == ("unknown", "nobody looked")
+    assert (gradient.outcome, gradient.worst) == ("fail", 2.0)
+    assert (gradient.checked, gradient.exact, gradient.wrong) == (2, 1, 1)
+    assert norm.outcome == "not applicable"
+    assert len(one.mismatches) == 1
+    assert one.tier(FP32) == "fp32"
+    assert [each.outcome for each in one.compared.values()] == ["fail"]
+
+
+def test_what_was_compared_is_kept_with_its_numbers() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
+    assert [*book.compared.values()] == [Compared("gradient", 1, "pass", rank=2, parameter="w")]
+    book.tensors(place(), torch.ones(2) * (1 + 1e-6), torch.ones(2), lambda: FLOOR)
+    (one,) = book.compared.values()  # of several operations the last
+    assert (one.outcome, one.floor, one.limit) == ("pass", 1e-7, FLOOR.limit)
+    assert one.error == pytest.approx(1e-6, rel=0.1)
+    book.hold(place(), False, "", "")
+    assert len(book.compared) == 1
+
+
+def test_a_law_that_compared_rounding_alone_is_unknown() -> None:
+    book, one = ledger(), torch.tensor([1e-9, -2e-9])
+    book.tensors(place(), 2 * one, one, lambda: Floor(0.0, 1.0, 0.0, size=2e-9))
+    assert outcomes(book)[0] == "unknown"
+    book.tensors(place(), one, one, lambda: FLOOR)
+    assert outcomes(book)[0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("change", "stored", "outcome"),
+    [
+        (lambda moved: 2 * moved, 0.0, "fail"),
+        (lambda moved: moved.index_fill(0, torch.tensor(5), 1.0), 0.0, "unknown"),  # Adam may turn a single step around
+        (lambda moved: moved.index_fill(0, torch.tensor(5), 1e-6), 1e-6, "pass"),  # no more than storing it may do
+        (lambda moved: 1.01 * moved, 1e-6, "unknown"),  # as much, but of all elements
+    ],
+)
+def test_how_far_weights_moved_is_judged_as_most_of_them_did(
+    change: Callable[[Tensor], Tensor], stored: float, outcome: str
+) -> None:
+    book, start, moved = ledger(), torch.linspace(1, 2, 100).double(), torch.full((100,), 1e-6).double()
+    moved[5] = 1.2e-6
+    seen, due, base = brief(start + change(moved)), brief(start + moved), brief(start)
+    book.sketches(place(), seen, due, lambda: FLOOR, base=(base, base), stored=stored)
+    assert outcomes(book)[0] == outcome
+    assert [one.found.began for one in book.mismatches] == [base.norm] * (outcome != "pass")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("far", "outcome"), [(1e-15, "pass"), (1e-12, "fail")])
+def test_what_sums_of_weights_lose_is_no_difference_of_how_far_they_moved(far: float, outcome: str) -> None:
+    book, start = ledger(), torch.linspace(1, 2, 100).double()
+    seen, due, base = brief(start + (1e-6 + far)), brief(start + 1e-6), brief(start)
+    book.sketches(place(), seen, due, lambda: Floor(0.0, 0.0, 0.0, FP64), base=(base, base))
+    assert outcomes(book)[0] == outcome
+
+
+def test_sketches_where_nobody_measured_rounding_are_neither_right_nor_wrong() -> None:
+    book, one = ledger(), torch.arange(8.0)  # each element has a projection of its own
+    unmeasured = Floor(0.0, 0.0, 0.0, replace(FP32, least=0.0), nudged=math.inf)
+    book.sketches(place(), brief(one), brief(one.clone()), lambda: unmeasured)
+    assert outcomes(book)[0] == "pass"
+    book.sketches(place(), brief(3 * one), brief(one), lambda: unmeasured)
+    assert outcomes(book)[0] == "unknown"
+    assert book.mismatches[0].read("expected").endswith("3 times expected, cosine 1.000000")
+    assert book.mismatches[0].allowance == "; relative error 2.0e+00"
+
+
+def test_what_is_set_aside_is_counted_and_decides_nothing() -> None:
+    book = ledger()
+    at = place(scenario="second-step")
+    book.hold(at, True, "", "")
+    book.hold(at, False, "one", "another")
+    assert outcomes(book) == ["fail", "fail"]
+    book.set_aside(book.mismatches, [at.scenarios], "every result is right")
+    assert (outcomes(book), book.mismatches, book.tier(FLOOR.precision)) == (["pass", "pass"], [], "bitwise")
+    assert [(law.checked, law.exact, law.wrong) for law in book.laws()] == [(2, 1, 0), (2, 1, 0)]
+    assert "1 differs from the reference, and every result is right" in book.laws()[0].note
+
+
+def test_a_law_that_is_a_scenario_too_counts_once() -> None:
+    book = ledger()
+    book.hold(place("second-step", scenario="second-step"), True, "", "")
+    assert [law.checked for law in book.laws()] == [0, 1]
+
+
+def test_weights_that_stand_still_moved_alike_and_what_is_finite_on_no_side_tells_nothing() -> None:
+    book, one, other = ledger(), brief(torch.ones(9)), brief(torch.full((9,), 1.5))
+    book.sketches(place(), other, one, lambda: FLOOR, base=(other, one))
+    assert outcomes(book)[0] == "pass"
+    endless, lost = (brief(torch.full((9,), value)) for value in (math.inf, math.nan))
+    book.sketches(place(), endless, lost, lambda: FLOOR)
+    assert outcomes(book)[0] == "pass"
+    assert book.laws()[0].note == "1 of them is not finite on either side: no fault shows there"
+    book.sketches(place(), one, lost, lambda: FLOOR)
+    assert outcomes(book)[0] == "fail"
+
+
+def test_gradients_of_all_ranks_that_lead_one_way_are_unknown_although_each_passes() -> None:
+    floor = Floor(0.004, 0.004, 0.1, BF16, led=0.006)
+    books = []
+    for rank, factor in enumerate([1.01, 1.01, 1.01, 1.01, 1.0]):
+        at = Heading("gradient", frozenset(), Mismatch("gradient", 1, rank=rank, parameter=f"w{rank}"))
+        books.append(ledger())
+        books[-1].tensors(at, torch.ones(9) * factor, torch.ones(9), lambda: floor)
+        assert outcomes(books[-1])[0] == "pass"
+    for book in books[1:4]:
+        books[0].join(book)
+    assert outcomes(books[0])[0] == "unknown"
+    told = "none is a fault for itself, but all 4 that are not rounding alone are 1.01 to 1.01 times what is due"
+    assert books[0].laws()[0].note.startswith(told)
+    books[0].join(books[4])
+    assert outcomes(books[0])[0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("law", "floor", "apart", "outcome"),
+    [
+        ("gradient", Floor(0.0, 1e-3, 0.5, BF16), 1e-3, "unknown"),
+        ("gradient", Floor(0.0, 1e-3, 0.5, BF16), 1e-7, "pass"),  # as another sum in fp32
+        ("gradient", Floor(0.0, 1e-3, 0.5, BF16), 0.3, "fail"),
+        ("gradient", Floor(0.0, 1e-5, 0.5, FP32), 1e-5, "pass"),  # what fp32 measures hides little
+        ("gradient", Floor(0.0, 0.0, 0.0, BF16, size=1.0), 1e-3, "pass"),  # rounding alone
+        ("second-step", Floor(0.0, 1e-3, 0.5, BF16), 1e-3, "pass"),  # no law that is held
+    ],
+)
+def test_after_what_was_bit_for_bit_no_narrow_type_excuses(law: str, floor: Floor, apart: float, outcome: str) -> None:
+    book, due = ledger(), torch.ones(4)
+    book.tensors(place(law), due, due, lambda: floor)
+    book.held = book.exact
+    assert book.held == ({"gradient"} if law == "gradient" else set())
+    book.tensors(place(law), due * (1 + apart), due, lambda: floor)
+    assert dict(zip(("gradient", "second-step"), outcomes(book), strict=True))[law] == outcome
+    assert book.exact == frozenset()
+
+
+def test_a_step_s_loss_is_not_held_to_bits_for_its_sum_may_come_right_by_chance() -> None:
+    book, floor = Ledger(("loss",)), Floor(0.0, 1e-3, 0.5, BF16)
+    book.held = frozenset({"loss"})
+    book.numbers(Heading("loss", frozenset(), Mismatch("loss", 1)), 1.0001, 1.0, lambda: floor)
+    assert outcomes(book) == ["pass"]
+    book.numbers(Heading("loss", frozenset(), Mismatch("loss", 1, microbatch=0)), 1.0001, 1.0, lambda: floor)
+    assert outcomes(book) == ["unknown"]

@@ -1,0 +1,155 @@
+"""What weights that are one rounding off move as far is no proof of a fault."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.core.measured import Compared, Measured
+from pipeproof.core.nudged import Nudged, doubt_rounding
+from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+from pipeproof.reference.step import Expected
+
+loss_fn = nn.functional.mse_loss
+MOVED = Nudged({"w": 0.2, "b": 0.1}, {"w": 0.01, "b": 0.01}, norm=0.02, loss=0.1, least=0.01)
+
+
+def wrong(law: str = "gradient", name: str | None = "w", *, error: float = 0.25, times: float = 1.0) -> Mismatch:
+    return Mismatch(law, 1, Size((2,), 1.0, factor=times), parameter=name, error=error, limit=0.03)
+
+
+def verdict(*mismatches: Mismatch, **more: object) -> Verdict:
+    laws = [LawResult(law, "fail", 2) for law in dict.fromkeys(one.law for one in mismatches)]
+    return Verdict("a step", "fail", "none", (*laws, LawResult("loss", "pass", 2)), mismatches, **more)  # type: ignore[arg-type]
+
+
+def outcome(*mismatches: Mismatch, moved: Nudged | None = MOVED, **more: object) -> str:
+    return doubt_rounding(verdict(*mismatches, **more), lambda number: moved if number == 0 else None).verdict
+
+
+def test_what_all_moves_as_far_is_unknown_and_anything_that_does_not_is_wrong() -> None:
+    norm, loss = wrong("grad-norm", None, error=0.025), replace(wrong("loss", None, error=0.12), microbatch=1)
+    assert outcome(wrong(), wrong(name="b", error=0.1), norm, loss) == "unknown"
+    for more in (
+        wrong(name="b"),
+        wrong(name="other"),
+        wrong(times=1.2),
+        replace(norm, error=0.1),
+        wrong("loss"),
+        wrong("presence"),
+    ):
+        assert outcome(wrong(), more) == "fail", more
+    assert outcome(wrong(), Mismatch("gradient", 1, parameter="w", error=None)) == "fail"
+    assert outcome(wrong(), replace(wrong(name="b", error=0.1), limit=1e-6)) == "fail", "it is not of its size"
+    assert outcome(wrong(), moved=None) == "fail"
+
+
+def test_what_overflows_or_grows_out_of_zero_explains_nothing() -> None:
+    site, zero = (0, "w"), (0, "b")
+    due = Expected("train", (1.0, 0.0), 0.5, gradients={site: torch.ones(2), zero: torch.zeros(2)}, norm=1.0)
+    gradients = [{site: torch.tensor([1.0, far]), zero: torch.ones(2)} for far in (1.1, math.inf)]
+    others = [*zip(gradients, ([1.01, 0.1], [math.inf, 0.0]), strict=True)]
+    sizes = iter([1.05, math.nan])
+    found = Nudged.measured(due, others, unit=2.0**-8, least=0.0, norm=lambda _: next(sizes))
+    assert found.gradients == pytest.approx({"w": 0.1})
+    assert (found.leads, found.norm) == (pytest.approx({"w": 0.2, "b": 1.5 * 2.0**-8}), pytest.approx(0.05))
+    assert found.loss == pytest.approx(0.01)
+
+
+def test_what_follows_later_and_what_is_in_doubt_by_itself_need_not_move() -> None:
+    later, doubtful = replace(wrong(name="other"), operation=2), wrong(name="other")
+    assert outcome(wrong(), later) == "unknown"
+    compared = Compared("gradient", 1, "unknown", parameter="other"), Compared("gradient", 1, "fail", parameter="w")
+    found = doubt_rounding(verdict(wrong(), doubtful, measured=Measured(compared)), lambda _: MOVED)
+    assert (found.verdict, {one.outcome for one in found.measured.compared}) == ("unknown", {"unknown"})
+    assert "no fault is proven: weights that are one rounding off move it as far" in found.laws[0].note
+
+
+def test_boundaries_are_as_doubtful_as_the_results_that_follow_from_them() -> None:
+    boundary = replace(wrong("boundaries", None, error=0.4), stage=1, microbatch=0)
+    assert outcome(boundary, wrong()) == "unknown"
+    assert outcome(boundary) == "unknown"
+    assert outcome(boundary, wrong(name="b")) == "fail"
+    assert outcome(boundary, wrong(), moved=None) == "fail"
+
+
+def test_a_model_that_does_not_run_once_more_leaves_the_verdict_as_it_is() -> None:
+    assert doubt_rounding(verdict(wrong()), lambda _: Nudged(**{"other": {}})).verdict == "fail"  # type: ignore[arg-type]
+
+
+class Halves(nn.Linear):
+    """Its product is of two halves, each rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = zip(x.chunk(2, -1), self.weight.chunk(2, -1), strict=True)
+        one, other = (nn.functional.linear(*half) for half in halves)
+        return one + other + self.bias
+
+
+def narrow() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(372)
+        layers = [nn.Linear(32, 32) for _ in range(3)]
+        return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).bfloat16()
+
+
+def in_halves(model: nn.Module) -> None:
+    for module in model.modules():
+        module.__class__ = Halves if isinstance(module, nn.Linear) else module.__class__
+
+
+def mixed(model: nn.Module) -> None:
+    model.get_parameter("4.weight").register_hook(lambda one: one + one.roll(1, 0) / 4)
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1372)
+    one, two, three, four = (torch.randn(2, 32, generator=draw).bfloat16() for _ in range(4))
+    return [(one, two), (three, four)]
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "beside"),
+    [(in_halves, "unknown", True), (in_halves, "unknown", False), (mixed, "fail", True)],
+)
+def test_a_unit_near_zero_that_another_kernel_turns_is_no_fault(
+    change: Callable[[nn.Module], None], outcome: str, beside: bool
+) -> None:
+    given = pairs()
+    model, source = narrow(), SingleDevice(narrow, loss_fn) if beside else record_step(narrow(), given, loss_fn=loss_fn)
+    change(model)
+    with check_step(model, given, against=source) as check:
+        for x, y in given:
+            (loss_fn(model(x), y) / len(given)).backward()
+        check.gradients()
+    found = check.verdict
+    assert (found.verdict, found.cause) == (outcome, ()), str(found)
+    assert max(one.error for one in found.measured.of("gradient")) > 0.2
+
+
+def step(
+    model: nn.Sequential, microbatches: list[tuple[Tensor, Tensor]], change: Callable[[nn.Module], None]
+) -> HandedBack:
+    change(model)
+    stage, losses = watch(model), []
+    for x, y in microbatches:
+        losses.append(loss_fn(stage(x), y))
+        (losses[-1] / len(microbatches)).backward()
+    return HandedBack([stage], [loss.item() for loss in losses])
+
+
+step_in_halves, mixed_step = partial(step, change=in_halves), partial(step, change=mixed)
+
+
+def test_nor_is_it_in_a_step_that_is_watched(whitebox: WhiteBox) -> None:
+    found = whitebox.validate(step_in_halves, reference=narrow, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
+    assert (found.verdict, found.law("gradient").outcome) == ("unknown", "unknown"), str(found)
+    assert "no fault is proven" in found.law("gradient").note

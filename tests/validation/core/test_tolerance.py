@@ -1,0 +1,346 @@
+"""Errors and floors: what counts as rounding, what as a fault, and what as neither."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.core.limits import FP32, PRECISIONS
+from pipeproof.core.tolerance import (
+    Floor,
+    error,
+    floor_of,
+    may_be_rounded,
+    rounding_of,
+    same_bits,
+    scalar_error,
+    update_floor,
+)
+from pipeproof.core.verdict import Verdict
+from pipeproof.foreign import WhiteBox
+from tests.support.steps import blocks, loss_fn, pairs
+
+
+def test_error_is_the_larger_of_both_norms_ratios() -> None:
+    expected = torch.tensor([3.0, 4.0])
+    assert error(expected.clone(), expected) == 0.0
+    assert error(torch.tensor([3.0, 4.4]), expected) == pytest.approx(0.1)  # 0.4 / 4, above 0.4 / 5
+    spread = torch.ones(4)
+    assert error(spread * 1.5, spread) == pytest.approx(0.5)
+
+
+def test_error_against_zero_and_with_another_shape_or_nan_is_infinite() -> None:
+    zero = torch.zeros(2)
+    assert error(zero, zero) == 0.0
+    assert error(torch.ones(2), zero) == math.inf
+    assert error(torch.ones(3), torch.ones(2)) == math.inf
+    assert error(torch.tensor([math.nan, 1.0]), torch.ones(2)) == math.inf
+
+
+def test_scale_judges_differences_against_something_else() -> None:
+    assert error(torch.tensor([10.1]), torch.tensor([10.0]), base=torch.tensor([9.9])) == pytest.approx(1.0, rel=1e-4)
+    assert scalar_error(1.1, 1.0) == pytest.approx(0.1)
+
+
+def test_bits_tell_zeros_and_types_apart() -> None:
+    assert same_bits(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64))
+    assert not same_bits(torch.ones(2), torch.ones(3))
+    assert same_bits(torch.ones(2, 3).t(), torch.ones(3, 2))
+
+
+def test_a_floor_allows_a_multiple_of_itself_never_less_than_a_few_roundings_nor_more_than_the_cap() -> None:
+    assert Floor(0.0, 0.0, 1.0).limit == FP32.least
+    assert Floor(1e-6, 5e-7, 1.0).limit == pytest.approx(1.6e-5)
+    assert Floor(0.0, 1.0, 1.0).limit == FP32.most
+
+
+def test_between_rounding_and_what_no_rounding_reaches_is_unknown() -> None:
+    floor = Floor(1e-6, 0.0, 0.1)
+    assert [floor.outcome(e) for e in (0.0, 1.6e-5, 1.7e-5, 0.99e-4, 1e-4, math.inf)] == [
+        "pass",
+        "pass",
+        "unknown",
+        "unknown",
+        "fail",
+        "fail",
+    ]
+
+
+def test_what_rounding_explains_and_the_cap_does_not_excuse_is_unknown() -> None:
+    floor = Floor(0.0, 1e-3, 1e-2)
+    assert [floor.outcome(e) for e in (1e-4, 2e-4, 1.6e-2, 1.7e-2)] == ["pass", "unknown", "unknown", "fail"]
+
+
+def test_every_precision_excuses_a_few_of_its_own_roundings_and_no_lost_microbatch() -> None:
+    for dtype, precision in PRECISIONS.items():
+        assert precision.unit == torch.finfo(dtype).eps / 2
+        assert precision.unit < precision.least < precision.most <= 1 / 16
+        assert Floor(0.0, 0.0, 0.5, precision).outcome(2 * precision.least) == "unknown"
+        assert Floor(0.0, 0.0, 0.5, precision).outcome(0.25) == "fail"
+        assert Floor(precision.unit, 0.0, 0.5, precision).outcome(precision.unit) == "pass"
+
+
+@pytest.mark.parametrize(("dtype", "outcome"), [(torch.float32, "pass"), (torch.bfloat16, "unknown")])
+def test_bf16_passes_nothing_that_could_hide_a_lost_microbatch(dtype: torch.dtype, outcome: str) -> None:
+    assert floor_of(torch.ones(4, dtype=dtype), [], torch.ones(4), [torch.ones(4) / 64]).outcome(0.0) == outcome
+
+
+def test_what_is_rounding_alone_is_compared_with_its_own_rounding() -> None:
+    noise = torch.tensor([3e-9, -4e-9])
+    floor = floor_of(noise, [2 * noise], 1e-17 * torch.ones(2, dtype=torch.float64), [noise / 3])
+    assert floor.noise
+    assert [floor.outcome(e) for e in (0.0, 1.0, 15.0, 17.0, 1e3)] == ["pass", "pass", "pass", "unknown", "fail"]
+    small = floor_of(noise, [noise], noise.double() * 1e-2, [noise])  # little of it is left in fp64, and not nothing
+    assert not small.noise
+    assert small.outcome(1.0) == "unknown"
+    assert not floor_of(torch.zeros(2), [], torch.zeros(2), []).noise
+
+
+def test_a_zero_of_which_fp64_has_a_trace_is_rounding_too() -> None:
+    """How much rounding makes there is what it makes with other weights, and no more than the trace lets expect."""
+    zero, trace, other = torch.zeros(2), torch.tensor([3e-16, -4e-16], dtype=torch.float64), torch.tensor([3e-7, 4e-7])
+    floor = floor_of(zero, [zero], trace, [zero], again=lambda: other)
+    assert floor.size == pytest.approx(5e-16 * 2**29, rel=1e-3)
+    assert [floor.compared(n * other, zero)[1] for n in (0, 1, 8, 16, 1000)] == [
+        "pass",
+        "pass",
+        "pass",
+        "unknown",
+        "fail",
+    ]
+    assert not rounding_of(zero, trace).noise, "nothing shows how much rounding makes"
+    assert not rounding_of(zero, torch.zeros(2), again=lambda: other).noise, (
+        "a unit that no input reached, and now one does"
+    )
+    assert not rounding_of(zero, 1e-3 * torch.ones(2), again=lambda: other).noise, "a gradient that fp32 lost"
+    assert floor_of(zero, [], trace, [], again=lambda: torch.ones(2)).size == floor.size, "a unit that now is reached"
+
+
+def test_one_tokens_weight_of_4096_is_a_fault() -> None:
+    assert Floor(2e-7, 8e-7, 0.5).outcome(1 / 4096) == "fail"
+
+
+def test_a_measured_floor_sees_order_precision_and_the_least_microbatch() -> None:
+    parts = [torch.tensor([1.0, 1.0]), torch.tensor([0.1, 0.0])]
+    total = parts[0] + parts[1]
+    floor = floor_of(total, [total * (1 + 1e-6)], total.double() * (1 + 1e-5), [*parts, None])
+    assert floor.permutation == pytest.approx(1e-6, rel=0.2)
+    assert floor.rounding == pytest.approx(1e-5, rel=1e-3)
+    assert floor.fault == pytest.approx(0.1 / total.norm().item())
+
+
+def test_rounding_that_could_hide_a_lost_microbatch_passes_nothing() -> None:
+    assert Floor(1e-6, 6e-6, 5e-5).outcome(5e-5) == "unknown"
+    assert Floor(1e-6, 6e-6, 5e-5).outcome(0.0) == "unknown"
+    assert Floor(1e-6, 6e-6, 0.0).outcome(1e-6) == "pass"  # nothing can be lost of a loss
+
+
+def test_the_last_place_of_what_is_stored_can_be_left_aside() -> None:
+    before, after = torch.ones(4), torch.ones(4) + 1e-4
+    place = torch.nextafter(after, torch.tensor(2.0))
+    assert error(place, after, base=before) > 1e-4
+    assert error(place, after, base=before, rounded=True) == 0.0
+    assert error(before, after, base=before, rounded=True) > 0.99
+    assert error(after * float("nan"), after, base=before, rounded=True) == float("inf")
+
+
+def test_the_floor_of_an_update_is_its_gradients_unless_the_last_place_hides_a_fault() -> None:
+    gradient, before = Floor(1e-8, 1e-7, 0.25), torch.ones(3)
+    assert update_floor(gradient, before, before + 1e-3) == gradient
+    tiny = update_floor(gradient, before, before + 2**-22)
+    assert [tiny.outcome(error) for error in (0.0, 1e-7, 0.1)] == ["unknown", "unknown", "fail"]
+    assert update_floor(gradient, before, before).outcome(0.0) == "unknown"
+    # A step of one large element beside many weights that may all have been rounded: both norms are asked.
+    wide, one = torch.ones(10_000), torch.zeros(10_000)
+    one[0] = 2**-14
+    assert update_floor(replace(gradient, fault=0.125), wide, wide + one).outcome(0.0) == "unknown"
+
+
+def test_an_update_larger_than_its_gradient_is_no_rounding_even_where_that_is() -> None:
+    """Adam makes a step of any gradient, and weight decay needs none: that either was left out is no agreement."""
+    gradient, before = torch.tensor([3e-9, -4e-9]), torch.zeros(2)
+    noise = rounding_of(gradient, torch.zeros(2))
+    assert noise.noise
+    after = before - 0.1 * gradient
+    floor = update_floor(noise, before, after, gradient)
+    assert [floor.compared(before + k * after, after, base=before)[1] for k in (0, 2, 20, 999)] == [
+        "pass",
+        "pass",
+        "unknown",
+        "fail",
+    ]
+    for after in (before - 1e-3 * gradient.sign(), torch.full((2,), 0.99)):
+        floor = update_floor(noise, before, after, gradient)
+        left_out = error(before, after, base=before, rounded=True)
+        assert [floor.outcome(one) for one in (1e-6, left_out, 100.0)] == ["pass", "unknown", "fail"]
+        assert floor.compared(before, after, base=before)[1] == "unknown"
+
+
+def test_a_step_that_follows_rounding_passes_where_it_is_as_long_and_no_decay() -> None:
+    gradient, weights = torch.tensor([3e-9, -4e-9, 2e-9, 1e-9]), torch.tensor([0.5, 0.25, -0.5, 0.75])
+    noise, signs = rounding_of(gradient, torch.zeros(4)), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    floor = update_floor(noise, weights, weights - 1e-3 * gradient.sign(), gradient)
+    told = [floor.compared(weights - k * signs, weights - 1e-3 * gradient.sign(), base=weights)[1] for k in STEPS]
+    assert told == ["unknown", "unknown", "pass", "unknown", "fail"]
+    decay = update_floor(noise, weights, 0.9 * weights, gradient)
+    assert decay.compared(0.95 * weights, 0.9 * weights, base=weights)[1] == "unknown"
+    still = update_floor(noise, weights, weights, torch.zeros(4))
+    assert still.compared(weights - 1e-3 * signs, weights, base=weights)[1] == "unknown", "Adam makes that of rounding"
+
+
+STEPS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)
+
+
+def test_a_parameter_that_nothing_moves_is_not_excused_by_rounding() -> None:
+    before = torch.ones(3)
+    moved = torch.nextafter(before, torch.tensor(2.0))
+    assert may_be_rounded(torch.ones(3), before, before)
+    assert may_be_rounded(torch.zeros(3), before, moved)
+    for gradient in (None, torch.zeros(3)):
+        assert not may_be_rounded(gradient, before, before)
+
+
+WIDTH = 8
+
+
+def judged(whitebox: WhiteBox, step: Callable[..., Any], **more: Any) -> Verdict:
+    wanted = {"microbatches": pairs(seed=0), "ranks": 1, "loss_fn": loss_fn} | more
+    return whitebox.validate(step, **wanted)
+
+
+def before_a_norm() -> nn.Module:
+    """The bias of the linear layer has a gradient of rounding alone: what is added to all is taken away again."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def rows_turned(model: nn.Module, microbatches: list[Any], *, added: float = 0.0) -> Any:
+    """Right, with rows in another order, which no mean notices; something is ``added`` to that bias's gradient."""
+    losses = [loss_fn(model(x.flip(0)), target.flip(0)) for x, target in microbatches]
+    torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+    if added:
+        assert isinstance(model, nn.Sequential)
+        bias = model[0].bias
+        assert isinstance(bias, nn.Parameter)
+        assert bias.grad is not None
+        bias.grad += added
+    return model, losses
+
+
+def test_a_gradient_of_rounding_alone_is_compared_with_its_own_rounding(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, rows_turned, reference=before_a_norm)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
+    assert "rounding alone" in verdict.law("gradient").note
+    assert verdict.law("gradient").worst < 1e-6
+    assert verdict.floor < 1e-6
+
+
+def test_what_is_added_to_a_gradient_of_rounding_alone_is_a_fault(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        return rows_turned(model, microbatches, added=1e-4)
+
+    verdict = judged(whitebox, step, reference=before_a_norm)
+    assert verdict.verdict == "fail", verdict
+    assert [(one.law, one.parameter) for one in verdict.mismatches] == [("gradient", "0.bias")]
+    assert "made of what they should be" not in str(verdict)
+
+
+def summed_after_a_norm() -> nn.Module:
+    """What comes before the norm makes no difference to the sum of what it gives, and in fp32 is exactly zero."""
+    torch.manual_seed(1)
+    norm = nn.LayerNorm(WIDTH)
+    nn.init.constant_(norm.bias, 0.1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()
+
+
+def one_by_one(model: nn.Module, microbatches: list[Any], *, added: float = 0.0, kept: bool = False) -> Any:
+    """Right, with inputs a hair off; ``kept``: with the very inputs."""
+    losses = []
+    for x, target in microbatches:
+        loss = total(model(x if kept else x * (1 + 2**-22)), target)
+        (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert model[0].weight.grad is not None
+    model[0].weight.grad += added
+    return model, losses
+
+
+def one_zero() -> list[Any]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(2, WIDTH, generator=draw), torch.zeros(2, WIDTH)) for _ in range(4)]
+
+
+def test_a_gradient_that_is_zero_by_rounding_is_compared_with_what_rounding_makes(whitebox: WhiteBox) -> None:
+    model, batches = summed_after_a_norm(), one_zero()
+    one_by_one(model, batches, kept=True)
+    assert isinstance(model, nn.Sequential)
+    assert model[0].weight.grad is not None
+    assert not model[0].weight.grad.any(), "else it is another test"
+    wanted = {"reference": summed_after_a_norm, "microbatches": batches, "loss_fn": total}
+    verdict = judged(whitebox, one_by_one, **wanted)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
+    assert "rounding alone" in verdict.law("gradient").note
+    assert judged(whitebox, partial(one_by_one, added=1e-3), **wanted).verdict == "fail"
+    assert judged(whitebox, partial(one_by_one, kept=True), **wanted).verdict == "pass"
+
+
+def in_half() -> nn.Module:
+    return blocks().half()
+
+
+def backwards_first(model: nn.Module, microbatches: list[Any]) -> Any:
+    """Right, with the last microbatch first."""
+    losses = [loss_fn(model(x), target) for x, target in microbatches]
+    for loss in reversed(losses):
+        (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
+    return model, losses
+
+
+def test_half_precision_rounds_as_it_does_and_no_finer(whitebox: WhiteBox) -> None:
+    microbatches = [(x.half(), target.half()) for x, target in pairs(seed=0)]
+    verdict = judged(whitebox, backwards_first, reference=in_half, microbatches=microbatches)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp16"), verdict
+    assert verdict.law("gradient").worst > FP32.most
+
+
+WIDE = torch.arange(1, 65) / 7  # most need more digits than bf16 has
+
+
+def of_sums(nearest: float = 0.0) -> Floor:
+    """Of sums in fp32 of what is in bf16, where ``nearest`` is what another order makes."""
+    parts = [WIDE.bfloat16() / 64] * 2
+    return floor_of(WIDE, [WIDE * (1 + nearest)], WIDE.double() * (1 + 2.0**-9), parts)
+
+
+def test_what_agrees_as_sums_in_a_wider_type_do_passes_where_bf16_could_hide_a_lost_microbatch() -> None:
+    floor = of_sums()
+    assert floor.sums is not None
+    assert floor.outcome(1e-6) == "unknown"
+    assert floor.compared(WIDE * (1 + 1e-6), WIDE)[1] == "pass"
+    assert floor.reached(1e-6).precision is FP32
+    assert floor.sums.limit == FP32.least
+    assert of_sums(1.0).compared(WIDE * 1.01, WIDE)[1] != "pass"  # not even where another order makes much
+
+
+def test_a_wide_sum_that_has_numbers_of_bf16_alone_fails_and_one_that_is_as_far_off_may_be_rounding() -> None:
+    floor = of_sums()
+    seen = WIDE.bfloat16().float()
+    size, outcome = floor.compared(seen, WIDE)
+    assert (outcome, floor.reached(size, outcome)) == ("fail", floor.sums)
+    other = seen * (1 + 2.0**-16)
+    assert floor.compared(other, WIDE)[1] == "unknown"
+    few = slice(0, 8)  # by chance so few numbers may be such
+    assert floor.compared(seen[few], WIDE[few])[1] == "unknown"

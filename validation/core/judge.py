@@ -1,0 +1,401 @@
+"""Holding what a schedule produced against the reference, law by law."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from pipeproof.core.comparison import Comparison, due_of, hold_claim, leave_out, tell_of_unmoved
+from pipeproof.core.execution import Execution
+from pipeproof.core.floors import Floors
+from pipeproof.core.headings import Headings
+from pipeproof.core.ledger import NOWHERE, Ledger
+from pipeproof.core.limits import FP32, Precision, precision_of
+from pipeproof.core.measured import Measured
+from pipeproof.core.measured_floors import MeasuredFloors
+from pipeproof.core.measuring import ran_of
+from pipeproof.core.nudged import doubt_rounding
+from pipeproof.core.oracle import Answer
+from pipeproof.core.reason import Reason
+from pipeproof.core.requirements import Requirements
+from pipeproof.core.routes import RouteJudge
+from pipeproof.core.tolerance import error, rounded_to, same_bits
+from pipeproof.core.verdict import Crash, Mismatch, Tier, Verdict, overall
+from pipeproof.observers.elements import any_nonzero
+from pipeproof.observers.observed import Observed
+from pipeproof.reference.step import Expected, Site
+
+LAWS = (
+    "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
+    "parameters-once",  # every parameter of the model is in exactly one stage, a tied one once in each that shares it
+    "loss",  # each microbatch's, and the whole step's, as every rank reports it
+    "presence",  # a gradient is None exactly where the reference's is
+    "gradient",  # every parameter's
+    "tied-copies",  # gradients and parameters of all copies are equal
+    "grad-norm",  # over logical parameters, as every rank reports it
+    "updated-parameters",  # after clip and optimizer step
+    "buffers",  # what forwards leave behind, such as running statistics
+    "second-step",  # all of these in a later step: no stale state
+    "accumulation",  # all of these when gradients come from two calls
+    "eval",  # evaluation between steps: its losses, and all of these in the step after it
+)
+
+Scenarios = frozenset[str]
+
+
+def scenarios(plan: Sequence[str]) -> list[Scenarios]:
+    """For each operation, the laws about its place in the plan; none for a first, plain step."""
+    laws: list[Scenarios] = []
+    trained, since = False, set[str]()
+    for operation in plan:
+        since |= {"accumulate": {"accumulation"}, "eval": {"eval"}}.get(operation, set())
+        laws.append(frozenset(since or ({"second-step"} if trained else set())))
+        if operation == "train":
+            trained, since = True, set()
+    return laws
+
+
+class Where(TypedDict, total=False):
+    """Where a parameter lies, as far as that is known."""
+
+    rank: int
+    stage: int
+
+
+def _wider(seen: Tensor, due: Tensor) -> bool:
+    """Whether ``seen`` is of a type that has more digits than that of ``due``."""
+    if not (seen.is_floating_point() and due.is_floating_point()) or seen.shape != due.shape:
+        return False
+    return torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
+
+
+class Judge:
+    """Asks the oracle for each operation of the plan, and compares."""
+
+    def __init__(self, required: Requirements, observed: Observed) -> None:
+        self._required = required
+        self._observed = observed
+        self.ledger = Ledger(required.laws)
+        self._place = Headings(observed.schedule.placement)
+        self._scenarios = scenarios(required.plan)
+        self._evidence = self.ledger.empty_copy()  # since the last update: what locates a fault
+        self._found = self.ledger.empty_copy()  # results of the operation that is being judged
+        self.measured: Floors | None = None
+        self._trained: dict[int, Collection[tuple[int | None, bool]]] = {}  # by operation: did they move?
+
+    def judged(self) -> Crash | None:
+        """``judge``, and what it raised: what was entered in the ledger before stays."""
+        try:
+            self.judge()
+        except Exception as error:  # no one type: what ranks gave may be anything, and a reference the user's own
+            if self._required.results_decide and not self._found.failed:
+                self._set_aside("not every result was compared")
+            self.ledger.join(self._evidence)
+            self.ledger.join(self._found)
+            return Crash.of(error)
+        return None
+
+    def judge(self) -> None:
+        """Compare everything up to the first operation that disagrees: what follows it is consequence."""
+        self._skip_what_does_not_apply()
+        self._evidence = self.ledger.empty_copy()
+        Execution(self._required, self._observed, self.ledger).parameters_once()
+        for number, laws in enumerate(self._scenarios):
+            if number and self.ledger.failed:
+                how = "already disagrees" if self.ledger.mismatches else "is not known to be right"
+                for law in self._later_laws(number):
+                    self.ledger.doubt(law, f"not judged: operation {number} {how}", Reason.EARLIER)
+                break
+            self.ledger.held = self.ledger.exact if number else frozenset()
+            self._operation(number, laws)
+        self.ledger.join(self._evidence)
+        tell_of_unmoved(self.ledger, self._trained)
+
+    def _later_laws(self, number: int) -> set[str]:
+        return set[str]().union(*self._scenarios[number:]) - set[str]().union(*self._scenarios[:number])
+
+    def _skip_what_does_not_apply(self) -> None:
+        if not self._required.tied:
+            self.ledger.skip("tied-copies", "no parameter has copies in several stages")
+        planned = set[str]().union(*self._scenarios)
+        for law in {"second-step", "accumulation", "eval"} & set(self._required.laws) - planned:
+            self.ledger.skip(law, "the plan does not have it")
+        for law, reason in self._required.skipped.items():
+            self.ledger.skip(law, reason)
+        unseen = {law: reason for law, reason in self._observed.unseen.items() if law in self._required.laws}
+        for law, reason in {**self._required.missed, **unseen}.items():
+            self.ledger.miss(law, reason)
+        for law, note in self._required.remarks.items():
+            self.ledger.remark(law, note)
+
+    def _operation(self, number: int, laws: Scenarios) -> None:
+        """Judge one operation: its results decide; calls, boundaries and starting weights locate what is wrong."""
+        evidence = self._evidence
+        results = self._found = self.ledger.empty_copy()
+        execution = Execution(self._required, self._observed, evidence)
+        backward = self._required.plan[number] != "eval"
+        answer = self._required.oracle.answer(number, execution.orders(number, laws, backward=backward))
+        at = self._comparison(number, laws, answer, results)
+        for claim in (claim for rank in self._observed.ranks for claim in rank[number].claims):
+            hold_claim(evidence if claim.law == "initial-weights" else results, claim, number, laws)
+        same_start = self._same_start(at.onto(evidence), answer.expected)
+        self._results(at, answer)
+        decisive = "gradient" if answer.expected.gradients else "loss"
+        right = bool(results.entered(decisive, number)) and not (results.failed or self.ledger.failed)
+        routes = results.empty_copy()
+        RouteJudge(routes, number, laws, answer).judge(self._observed)
+        if right and self._required.results_decide:
+            routes.set_aside(
+                routes.mismatches, self._scenarios, "every result is right: it was not computed with these"
+            )
+        results.join(routes)
+        if same_start or right:
+            execution.crossings(number, laws)
+        self._conclude(number, execution, results, right=right and self._required.results_decide)
+        self._found = self.ledger.empty_copy()
+
+    def _conclude(self, number: int, execution: Execution, results: Ledger, *, right: bool) -> None:
+        """Enter what was found. ``right``: every result of the operation was compared, and is right."""
+        evidence, decide = self._evidence, self._required.results_decide
+        if decide and self._required.plan[number] == "accumulate" and not results.failed:
+            self.ledger.join(results)  # the update that uses its gradients shows whether they are right
+            return
+        if right:
+            self._set_aside("every result is right")
+        elif decide and self._required.plan[number] == "train":
+            calls = self._calls_of_right_stages(number, results)
+            evidence.set_aside(calls, self._scenarios, "gradients of the stage are right")
+        if decide:
+            doubtful = any(m.law in ("gradient", "presence") for m in results.mismatches)
+            execution.idle_calls(number)
+            execution.uncompared(number, doubtful=doubtful)
+        self.ledger.join(evidence)
+        others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
+        if any(m.law == "initial-weights" for m in evidence.mismatches):
+            for law in others:
+                self.ledger.doubt(law, "not judged: the weights differ before the step", Reason.EARLIER)
+        elif first := min((m.operation for m in evidence.mismatches if m.operation <= number), default=0):
+            for law in others:
+                self.ledger.doubt(law, f"not judged: operation {first} already disagrees", Reason.EARLIER)
+        else:
+            self.ledger.join(results)
+        self._evidence = self.ledger.empty_copy()
+
+    def _set_aside(self, why: str) -> None:
+        """Let what locates a fault decide nothing, but for what the step itself says."""
+        seen = [one for one in self._evidence.mismatches if not self._is_told(one)]
+        self._evidence.set_aside(seen, self._scenarios, why)
+
+    def _calls_of_right_stages(self, number: int, results: Ledger) -> list[Mismatch]:
+        """What calls show of stages whose gradients are right: no cause of what is wrong elsewhere."""
+        mismatches = [*self._evidence.mismatches, *results.mismatches]
+        wrong = {m.stage for m in mismatches if m.law not in ("microbatches", "initial-weights")}
+        gradients = self._observed.gradients(number)
+        seen = {site[0] for site, one in gradients.items() if one is not None and any_nonzero(one)}
+        return [m for m in mismatches if m.law == "microbatches" and m.stage in seen - wrong and not self._is_told(m)]
+
+    def _is_told(self, one: Mismatch) -> bool:
+        """Whether it is what the step itself says of its order: a report, and no mere evidence."""
+        return one.law == "microbatches" and one.stage in self._required.traced
+
+    def _comparison(self, number: int, laws: Scenarios, answer: Answer, results: Ledger) -> Comparison:
+        """What operation ``number`` must give, to be held against what it gave."""
+        expected = answer.expected
+        sites = {site[1]: site for site in expected.gradients}
+        wide = self._wide(number, answer)
+        allowed = MeasuredFloors(answer.floors, self._required.oracle.precision, sites, wide)
+        due = due_of(expected)
+        loss = due.loss if self._required.every_rank else expected.loss
+        due = replace(due, gradients={**due.gradients, **wide}, loss=loss)
+        return Comparison(due, allowed, results, number=number, scenarios=laws)
+
+    def _results(self, at: Comparison, answer: Answer) -> None:
+        """What the operation gave: losses, outputs, buffers, gradients, norm and weights."""
+        number, expected, results = at.number, answer.expected, at.ledger
+        name = self._required.plan[number]
+        self._losses(at, expected)
+        self._outputs(at, answer)
+        self._buffers(at, expected)
+        if name == "train":
+            self._gradients(at, expected)
+            assert answer.follow is not None, "asked of a training step"
+            at.follow(expected, self._observed.gradients(number), answer.follow)
+            self._norms(at)
+            self._updates(at, expected, answer.max_norm)
+            self.measured = self.measured or answer.floors
+            if answer.floors is not None and answer.floors.obstacle:
+                results.remark("gradient", answer.floors.obstacle)
+        elif name == "eval" and self._required.results_decide and not results.entered("loss", number):
+            why = "reports no losses, so it is not known what it computed: hand them back"
+            results.doubt("eval", f"operation {number + 1} {why}", Reason.UNREPORTED)
+        at.tell()
+        self._trained[number] = at.trained.values()
+        leave_out(results, at.due, number=number, names=())
+
+    def _wide(self, number: int, answer: Answer) -> dict[str, Tensor]:
+        """Gradients that were added up in a wider type than their own, where they are just that.
+
+        Where some are, those beside them that have no more digits than the narrow type are to be so too.
+        """
+        found, narrow = dict[str, Tensor](), dict[str, Tensor]()
+        for site, seen in self._observed.gradients(number).items():
+            due = answer.expected.gradients.get(site)
+            if seen is None or due is None or answer.floors is None or not _wider(seen, due):
+                continue
+            wide = answer.floors.added_in(seen.dtype, site)
+            if wide is not None and error(seen, wide) <= precision_of(seen.dtype).least:
+                found[site[1]] = wide
+            elif wide is not None and rounded_to(precision_of(due.dtype), seen, wide):
+                narrow[site[1]] = wide
+        return found | narrow if found else {}
+
+    def _same_start(self, at: Comparison, expected: Expected) -> bool:
+        """Whether the weights that were seen before the operation are the reference's, on every rank."""
+        before = self._observed.before(at.number)
+        order = {name: place for place, name in enumerate(expected.before)}
+        for site in sorted(before, key=lambda site: order[site[1]]):
+            at.start(site[1], before[site], **self._where(site))
+        if before:
+            unseen = sorted(name for stage, name in self._required.due - before.keys() if stage != NOWHERE)
+            at.ledger.leave_out("initial-weights", unseen, "not seen before the step", hides=False)
+        return not any(one.law == "initial-weights" for one in at.ledger.mismatches)
+
+    def _losses(self, at: Comparison, expected: Expected) -> None:
+        placement, n_ranks = self._observed.schedule.placement, self._observed.schedule.n_ranks
+        first, adds = self._observed.first_nonfinite(at.number), expected.operation == "accumulate"
+        broken = None if first is None else (first, placement[first.stage])
+        every = [operations[at.number] for operations in self._observed.ranks]
+        for rank, own in enumerate(every):
+            # accumulate() reports losses where they are known, and no whole one.
+            knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
+            if (own.losses or self._required.every_rank) and knows:
+                at.losses(own.losses, share=own.share, rank=rank, broken=broken)
+        for rank, own in enumerate(every):
+            if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
+                continue  # a sum of what is no number is none either: where that comes from is told
+            if own.loss is not None or (self._required.every_rank and not adds):
+                at.loss(math.nan if own.loss is None else own.loss, rank=rank)
+
+    def _outputs(self, at: Comparison, answer: Answer) -> None:
+        made, floors = [one.outputs for one in answer.expected.contributions], answer.floors
+        for rank, operations in enumerate(self._observed.ranks):
+            own = operations[at.number]
+            for name, seen in own.outputs.items():
+                assert floors is not None, "who hands outputs back is judged by floors"
+                floor = partial(floors.output, name=name)
+                share = range(len(made)) if own.share is None else own.share
+                at.outputs(name, seen, [one[name] for one in made], floor, share=share, rank=rank)
+        told = {name for rank in self._observed.ranks for name in rank[at.number].outputs}
+        ever = {name for rank in self._observed.ranks for one in rank for name in one.outputs}
+        why = f"not handed back in operation {at.number + 1}"
+        at.ledger.leave_out(
+            "outputs", [name for name in (made[0] if made else ()) if name in ever - told], why, hides=False
+        )
+
+    def _buffers(self, at: Comparison, expected: Expected) -> None:
+        if "buffers" not in self._required.laws:
+            return
+        if not expected.buffers:
+            at.ledger.skip("buffers", "the model has none")
+        observed = self._observed.buffers(at.number)
+        missing = expected.buffers.keys() - {name for _, name in observed}
+        for name in missing if self._required.every_rank else ():
+            at.buffer(name, None)
+        if not self._required.every_rank and observed:
+            at.ledger.leave_out("buffers", sorted(missing), "not compared", hides=False)
+        for site, seen in sorted(observed.items(), key=lambda item: item[0]):
+            at.buffer(site[1], seen, **self._where(site))
+
+    def _gradients(self, at: Comparison, expected: Expected) -> None:
+        observed = self._observed.gradients(at.number)
+        # From the last stage down, as gradients flow: the first to differ is the nearest to the fault.
+        for site in sorted(expected.gradients, key=lambda site: (-site[0], site[1])):
+            if site[0] != NOWHERE and site in self._required.due:  # else said already, or another name of one judged
+                at.gradient(site[1], observed.get(site), **self._where(site))
+        self._copies(at, "gradient", observed)
+
+    def _copies(self, at: Comparison, what: str, observed: Mapping[Site, Tensor | None]) -> None:
+        for copies in self._required.tied:
+            (first, *others) = sorted(copies.items())
+            for other in others:
+                one, two = observed.get(first), observed.get(other)
+                same = one is two is None or (one is not None and two is not None and same_bits(one, two))
+                place = self._place.site("tied-copies", at.number, at.scenarios, other)
+                at.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
+
+    def _norms(self, at: Comparison) -> None:
+        for rank, operations in enumerate(self._observed.ranks):
+            seen = operations[at.number].norm
+            if seen is not None or self._required.every_rank:
+                at.norm(math.nan if seen is None else seen, rank=rank)
+
+    def _updates(self, at: Comparison, expected: Expected, max_norm: float) -> None:
+        if "updated-parameters" not in self._required.laws:
+            return
+        observed = self._observed.parameters(at.number)
+        held = {site for site in self._required.due if site[0] != NOWHERE}
+        due = {site for site in expected.gradients if site[1] in at.due.parameters}
+        unseen = sorted(name for stage, name in (due & held) - observed.keys())
+        at.ledger.leave_out("updated-parameters", unseen, "not seen after the step")
+        for site in sorted(due & observed.keys()):
+            at.parameter(site[1], observed[site], **self._where(site))
+        self._copies(at, "parameter", observed)
+        norm = expected.norm or 0.0
+        if norm <= max_norm < math.inf and at.number == self._required.plan.index("train"):
+            never = f"clipping to {max_norm} never acted on a norm of {norm:.3g}"
+            at.ledger.doubt("updated-parameters", never, Reason.NOTHING)
+
+    def _where(self, site: Site) -> Where:
+        """The rank and stage of a site, as far as they are known."""
+        return {} if site[0] == NOWHERE else {"rank": self._observed.schedule.placement[site[0]], "stage": site[0]}
+
+
+def judged(required: Requirements, observed: Observed, *, measure: bool = False) -> Verdict:
+    """The verdict on ``observed``. ``measure``: measure floors even where every bit agrees, to report."""
+    began = perf_counter()
+    with one_thread():
+        at = Judge(required, observed)
+        crash = at.judged()
+        floor = at.measured.worst() if measure and at.measured is not None else 0.0
+        verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision)
+        verdict = doubt_rounding(verdict.before_its_end(crash), required.oracle.moved, required.oracle.products)
+    trained = [k for k, name in enumerate(required.plan) if name == "train"]
+    verdict = replace(verdict, mismatches=tuple(_named(one, required.plan) for one in verdict.mismatches))
+    number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
+    measured = replace(verdict.measured, ran=ran_of(observed, number))
+    seconds = perf_counter() - began
+    return replace(verdict, bindings=required.bindings, floor=floor, measured=measured, seconds=seconds)
+
+
+def _named(one: Mismatch, plan: Sequence[str]) -> Mismatch:
+    """``one``, with what its operation does, where there are several."""
+    return replace(one, doing=plan[one.operation - 1]) if len(plan) > 1 else one
+
+
+def concluded(
+    ledger: Ledger, config: str, *, otherwise: Precision = FP32, rerun: str = "", seconds: float = 0.0
+) -> Verdict:
+    """The verdict that follows from all that was entered; ``otherwise`` as for the ledger's tier."""
+    laws = ledger.laws()
+    outcome = overall(laws)
+    tier: Tier = ledger.tier(otherwise) if outcome == "pass" else "none"
+    measured = Measured(tuple(ledger.compared.values()))
+    found = tuple(ledger.mismatches)
+    return Verdict(config, outcome, tier, laws, found, rerun=rerun, seconds=seconds, measured=measured)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread, as on the ranks: two threads change the last bits of some kernels."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

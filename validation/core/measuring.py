@@ -1,0 +1,93 @@
+"""Of what the ranks were seen to do: the numbers that a verdict rests on."""
+
+from collections.abc import Mapping, Sequence
+
+from pipeproof.core.measured import Done, Ran, Sight
+from pipeproof.observers.likeness import Likeness
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
+from pipeproof.observers.recording import (
+    FLOWED,
+    FORWARD_POINTS,
+    GIVEN,
+    HANDED_ON,
+    KEPT,
+    LATE,
+    LOSS,
+    MADE,
+    OUTPUT,
+    RECEIVED,
+    USED,
+    Point,
+)
+from pipeproof.pipeline.action import COMPUTE, Action
+
+MADE_THERE = (MADE, OUTPUT, LOSS, HANDED_ON)  # points at which an action made the tensor; it took the others
+
+
+def ran_of(observed: Observed, number: int, sights: Mapping[Action, Sequence[Sight]] | None = None) -> Ran | None:
+    """Operation ``number`` as it was observed; None where nobody saw what ran.
+
+    ``sights``: the tensors of actions, where they were recorded. Else they are those that crossed the boundaries.
+    """
+    if not any(rank[number].executed for rank in observed.ranks):
+        return None
+    crossings = observed.crossings(number)
+    if sights is None:
+        sights = _by_action(crossings)
+    ranks: list[list[Done]] = [[] for _ in observed.ranks]
+    where = {crossing.action: crossing.rank for crossing in crossings if crossing.rank is not None}
+    for rank, row in enumerate(observed.ranks):
+        for action in (action for action in row[number].executed if action.kind in COMPUTE):
+            ranks[where.get(action, rank)].append(_of_action(action, sights))
+    schedule = observed.schedule
+    count = observed.counts[number] if observed.counts else schedule.microbatches
+    return Ran(number + 1, count, schedule.placement, tuple(map(tuple, ranks)))
+
+
+def _of_action(action: Action, sights: Mapping[Action, Sequence[Sight]]) -> Done:
+    stage, kind, microbatch = action
+    known = None if microbatch == UNKNOWN_MICROBATCH else microbatch
+    return Done(stage, kind, known, tuple(sights.get(action, ())))
+
+
+def _by_action(crossings: Sequence[Crossing]) -> dict[Action, list[Sight]]:
+    found: dict[Action, list[Sight]] = {}
+    for crossing in crossings:
+        found.setdefault(crossing.action, []).append(_of_crossing(crossing))
+    return found
+
+
+def _of_crossing(crossing: Crossing) -> Sight:
+    point = Point(crossing.action.stage, crossing.action.microbatch, crossing.where)
+    agrees = crossing.same if crossing.judged or crossing.same else None
+    error = 0.0 if crossing.exact else crossing.error
+    return sight(point, crossing.what, agrees, crossing.really, error=error, limit=crossing.limit)
+
+
+def sight(
+    point: Point,
+    what: str,
+    agrees: bool | None,
+    really: Likeness | None,
+    *,
+    error: float | None = None,
+    limit: float | None = None,
+) -> Sight:
+    """The tensor at ``point``; ``really`` is what it is instead of what is due there."""
+    label = really.label if really is not None and really.kind == "other" else None  # in place of it, not mixed with it
+    came = due = ""
+    if label is not None and label.point != point and not (label.ago or label.name):
+        # A backward that ran back through another's activations lacks its own: its output gradient may be right.
+        through = point.where == FLOWED and label.point.where in FORWARD_POINTS
+        came = _maker(label.point)
+        due = _maker(label.point._replace(microbatch=point.microbatch) if through else point) if came else ""
+    seen = "" if really is None else really.text
+    return Sight(what, point.where in MADE_THERE, agrees, seen, error, limit, came, due)
+
+
+def _maker(point: Point) -> str:
+    """The action that makes what passes at ``point``: what is taken there, the stage beside it made; empty: none."""
+    forward = point.where in (*FORWARD_POINTS, KEPT)
+    beside = {GIVEN: -1, USED: -1, KEPT: -1, RECEIVED: 1, FLOWED: 1, LATE: 1}.get(point.where, 0)
+    stage = point.stage + beside
+    return f"{stage}{'F' if forward else 'B'}{point.microbatch}" if stage >= 0 <= point.microbatch else ""

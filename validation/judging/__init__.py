@@ -1,1 +1,0 @@
-"""Holding what was seen against what was expected, law by law."""
