@@ -294,9 +294,8 @@ class Judge:
         told = {name for rank in self._observed.ranks for name in rank[at.number].outputs}
         ever = {name for rank in self._observed.ranks for one in rank for name in one.outputs}
         why = f"not handed back in operation {at.number + 1}"
-        at.ledger.leave_out(
-            "outputs", [name for name in (made[0] if made else ()) if name in ever - told], why, hides=False
-        )
+        missing = [name for name in (made[0] if made else ()) if name in ever - told]
+        at.ledger.leave_out("outputs", missing, why, hides=False)
 
     def _buffers(self, at: Comparison, expected: Expected) -> None:
         if "buffers" not in self._required.laws:

@@ -395,7 +395,5 @@ class Ledger:
 _NOISE = Reason.ROUNDING.doubt("rounding alone, and zero without it: no fault shows there")
 _DRIVEN = Reason.ROUNDING.doubt("driven by rounding as far as faults would: none shows there")
 _STRIDE = Reason.ROUNDING.doubt("made from rounding alone, so that only the length was compared")
-_MADE_MUCH_OF = Reason.ROUNDING.doubt(
-    "off by no more than the optimizer makes of rounding in gradients, and so not proven wrong"
-)
+_MADE_MUCH_OF = Reason.ROUNDING.doubt("off by no more than the optimizer makes of rounding in gradients")
 NOWHERE = -1  # the stage of a parameter that no stage holds
