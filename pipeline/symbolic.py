@@ -216,7 +216,7 @@ class _Run:
         """The number of the mixture that ``key`` is equal for; ``text`` says what is in it, if it is not too much."""
         number = self._mixtures.setdefault(key, len(self._texts))
         if number == len(self._texts):
-            self._texts.append(text if len(text) <= LONGEST else "what is mixed of many")
+            self._texts.append(text if len(text) <= 2 * LONGEST else "what is mixed of many")
         return number
 
     def _of(self, whose: int) -> str:

@@ -121,11 +121,11 @@ class Execution:
             if names:
                 self._ledger.remark("parameters-once", f"{what}: {names_of(names)}")
 
-    def idle_calls(self, number: int) -> None:
-        """Say which calls beside those of microbatches add nothing."""
-        for stage, count in (one for rank in self._observed.ranks for one in rank[number].idle.items()):
+    def extra_calls(self, number: int, *, doubtful: bool) -> None:
+        """Say which calls were beside those of microbatches; ``doubtful``: some may have added to wrong gradients."""
+        for stage, (count, adding) in (one for rank in self._observed.ranks for one in rank[number].extra.items()):
             told = f"{count} call{'s' * (count > 1)} of stage {stage} beside those of microbatches"
-            self._ledger.remark("microbatches", told)
+            (self._ledger.doubt if doubtful and adding else self._ledger.remark)("microbatches", told)
 
     def uncompared(self, number: int, *, doubtful: bool) -> None:
         """Say how much at the boundaries was not compared; ``doubtful``: it may hide the fault."""

@@ -173,7 +173,7 @@ class Judge:
             evidence.set_aside(calls, self._scenarios, "gradients of the stage are right")
         if decide:
             doubtful = any(m.law in ("gradient", "presence") for m in results.mismatches)
-            execution.idle_calls(number)
+            execution.extra_calls(number, doubtful=doubtful)
             execution.uncompared(number, doubtful=doubtful)
         self.ledger.join(evidence)
         others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}

@@ -135,7 +135,7 @@ def _began(evidence: Evidence) -> RuledOut | None:
 
 def _ran(evidence: Evidence) -> RuledOut | None:
     """Every stage was watched, and it is known of every call which microbatch it was about."""
-    untold = any(flow.untold or flow.mixed or flow.idle for flow in evidence.passed.values())
+    untold = any(flow.untold or flow.mixed or any(flow.extra) for flow in evidence.passed.values())
     orderly = evidence.playable is not None or _orderly(evidence)
     if evidence.unseen or untold or not orderly or evidence.verdict.law("microbatches").note:
         return None  # a note tells of calls that were not counted

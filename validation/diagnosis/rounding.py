@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.tolerance import error
-from pipeproof.diagnosis.limits import ALIKE, CHANCE, FEW, LEFT, MANY, MOST, ROUNDED, TELLING
+from pipeproof.diagnosis.limits import ALIKE, FEW, LEFT, MANY, MOST, ROUNDED, TELLING
 from pipeproof.observers.likeness import NARROWER, ROUNDED_TO
 
 _BITS = {"fp16": 11, "bf16": 8}
 _STEPS = 2**13  # of one size up to the largest element
 _BINADES = 4  # below the largest element: further down fp16 may have fewer bits
+
+_CHANCE = 1e-4  # how likely numbers may be to lie on a grid, or beside it, by chance
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def _is_no_chance(count: int, of: int) -> bool:
     """Whether numbers among which ``count`` of so many lie beside a grid would hardly all lie on it: sums of coarse
     numbers mostly do."""
     of = max(of, count)  # where zeros lie beside it, too
-    return 0 < count and of * math.log((of - count + LEFT) / of) <= math.log(CHANCE)
+    return 0 < count and of * math.log((of - count + LEFT) / of) <= math.log(_CHANCE)
 
 
 def _at_some_scale(seen: Tensor, whole: Tensor) -> Rounded | None:
@@ -115,7 +117,7 @@ def _fitting(size: Tensor, steps: Tensor, width: Callable[[Tensor, Tensor], Tens
 
     ``width``: how far apart values lie around a size, by a step. A few sizes leave few steps for all to be tried with.
     """
-    if len(size) < MANY:
+    if len(size) < MANY // 2:
         return steps[:0]
     for some in (size[:FEW], size):
         counts = some[None] / width(some[None], steps[:, None])  # (K, N)

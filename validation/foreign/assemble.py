@@ -325,7 +325,7 @@ class Assembled:
             before={site: value for stage in own for site, value in self._before(stage)},
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in seen),
-            idle={stage: flow.idle for stage, flow in flows.items() if flow.idle},
+            extra={stage: flow.extra for stage, flow in flows.items() if any(flow.extra)},
             share=made.share,
             buffers=self._buffers([s for s in own if s.index in in_turn(self._known(actions))]),
             claims=tuple(claim for stage in own for claim in self._claims(stage)),

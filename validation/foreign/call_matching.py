@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 
@@ -91,10 +91,53 @@ def columns(calls: Sequence[Call], places: Both) -> Iterator[Column]:
             yield Column(kind, where, name, number, seen, known, other, own, own[0] if own else "", bool(own))
 
 
-def without_idle(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
-    """``calls``; where they are more than microbatches, but for those that add nothing, as padding."""
-    own = [call for call in calls if not call.is_idle]
-    return own if microbatches <= len(own) else calls
+def at_once(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
+    """``calls``, but as one what are several for each microbatch at places of their own: a block that is applied twice.
+
+    Such a one begins as the first of them does, and ends as the last.
+    """
+    times, rest = divmod(len(calls), microbatches)
+    if times < 2 or rest:
+        return calls
+    turns = [calls[k::times] for k in range(times)]
+    told = [[column for column in columns(turn, places) if column.where == MADE and column.own] for turn in turns]
+    ends = {tuple(column.own for column in seen) for seen in told}
+    if len(ends) < times or () in ends or len({tuple(by_content(seen, microbatches)) for seen in told}) > 1:
+        return calls
+    return [_joined(one) for one in zip(*turns, strict=True)]
+
+
+def _joined(calls: Sequence[Call]) -> Call:
+    first, last = calls[0], calls[-1]
+    return replace(
+        first,
+        training=any(call.training for call in calls),
+        outputs=last.outputs,
+        output_gradients=last.output_gradients,
+        backwards=first.backwards or last.backwards,
+        flowed=last.flowed,
+    )
+
+
+def without_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
+    """``calls`` but for those beside a microbatch's own: that add nothing, as a metric's or padding, and a trial's.
+
+    A trial is a first call too many, by which a runtime learns shapes; or it is about no microbatch, where others are
+    about each. Were any of these more than that, the gradients would show it.
+    """
+    if len(calls) <= microbatches:
+        return calls
+    adding = [bool(call.ran) and not call.is_idle for call in calls]
+    numbers = by_content(list(columns(calls, places)), len(calls))
+    added = {number for number, adds in zip(numbers, adding, strict=True) if adds}
+    last = {number: k for k, number in enumerate(numbers)}
+    own = [k for k, number in enumerate(numbers) if adding[k] or (number not in added and last[number] == k)]
+    known = [k for k in own if numbers[k] is not None]
+    if len(known) == len({numbers[k] for k in known}) == microbatches:
+        return [calls[k] for k in known]
+    if len(own) == microbatches + 1 and numbers[own[0]] in {None, *(numbers[k] for k in own[1:])}:
+        own = own[1:]
+    return [calls[k] for k in own] if len(own) >= microbatches or None not in numbers else calls
 
 
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:

@@ -10,7 +10,7 @@ from typing import Self
 from pipeproof.core.limits import precision_of
 from pipeproof.diagnosis.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
-from pipeproof.foreign.call_matching import Column, Order, columns, orders, without_idle
+from pipeproof.foreign.call_matching import Column, Order, at_once, columns, orders, without_extra
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.observers.calls import Call
 from pipeproof.observers.likeness import ROUNDED_TO, Label, Likeness
@@ -55,7 +55,7 @@ class _Watched:
 
     stages: Stages
     orders: Mapping[int, Order]
-    idle: Mapping[int, int]
+    extra: Mapping[int, tuple[int, int]]
     scaled: float = 1.0
 
     @classmethod
@@ -68,13 +68,13 @@ class _Watched:
         note: Callable[[Cuts], None],
         scaled: float,
     ) -> Self:
-        every = dict(sorted(watched.items()))
-        own = {stage: without_idle(calls, microbatches) for stage, calls in every.items()}
-        idle = {stage: len(calls) - len(own[stage]) for stage, calls in every.items()}
+        every = {stage: at_once(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+        own = {stage: without_extra(calls, microbatches, places) for stage, calls in every.items()}
+        extra = {stage: _extra(calls, own[stage]) for stage, calls in every.items()}
         seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
         columns_of = structured(seen, places, note)
         stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
-        return cls(stages, orders(stages, microbatches), idle, scaled)
+        return cls(stages, orders(stages, microbatches), extra, scaled)
 
     @cached_property
     def late(self) -> float | None:
@@ -87,10 +87,17 @@ class _Watched:
             stage: replace(
                 passed_of(stage, *there, Context(stage, self.orders[stage], sent, late)),
                 detached=detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
-                idle=self.idle[stage],
+                extra=self.extra[stage],
             )
             for stage, there in self.stages.items()
         }
+
+
+def _extra(calls: Sequence[Call], own: Sequence[Call]) -> tuple[int, int]:
+    """How many of a stage's ``calls`` are not its ``own``, and how many of these may add to gradients."""
+    kept = set(map(id, own))
+    others = [call for call in calls if id(call) not in kept]
+    return len(others), sum(bool(call.ran) and not call.is_idle for call in others)
 
 
 def _late(stages: Stages, orders: Mapping[int, Order], scaled: float) -> float | None:
@@ -250,7 +257,7 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         call.rank,
         number=column.number,
     )
-    if seen is not None and microbatch == UNKNOWN_MICROBATCH and column.place and context.order.left:
+    if seen is not None and microbatch == UNKNOWN_MICROBATCH and column.place:
         yield replace(crossing, really=_nobodys(column, seen, context))
     # An input that is still the one that the call had was not written to, whatever it is.
     expected = call.inputs[column.number] if column.where == KEPT else column.known.get(microbatch)

@@ -77,7 +77,7 @@ class Passed:
     ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
     do. ``times`` of actions, by their rank's count; empty where nobody knows. ``late``: how many times the reference's
     gradients those are that flow there, where a runtime may divide them later; None where that does not show.
-    ``idle``: how many calls beside those of microbatches add nothing.
+    ``extra``: how many calls were beside those of microbatches, and how many of these may add to gradients.
     """
 
     actions: tuple[Action, ...]
@@ -99,7 +99,7 @@ class Passed:
     cut: frozenset[int] = frozenset()
     times: tuple[int, ...] = ()
     late: float | None = None
-    idle: int = 0
+    extra: tuple[int, int] = (0, 0)
 
     @property
     def untold(self) -> bool:
@@ -147,8 +147,8 @@ class RankOperation:
     tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
     as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
     NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched, ``uncompared``
-    how many tensors there have no place in the reference, ``idle``, by stage, how many calls beside those of
-    microbatches add nothing; ``recording`` is there where the run was recorded;
+    how many tensors there have no place in the reference, ``extra``, by stage, how many calls were beside those of
+    microbatches, and how many of these may add to gradients; ``recording`` is there where the run was recorded;
     ``started`` are the parameters before anything ran, in the first operation.
     ``outputs`` are those that the step handed back by name, for each microbatch. ``routes`` are what routers chose.
     ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
@@ -170,7 +170,7 @@ class RankOperation:
     profile: Profile | None = None
     crossings: tuple[Crossing, ...] = ()
     uncompared: int = 0
-    idle: Mapping[int, int] = field(default_factory=dict)
+    extra: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     recording: Recording | None = None
     started: Mapping[Site, Tensor] | None = None
     share: tuple[int, ...] | None = None

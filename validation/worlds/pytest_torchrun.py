@@ -16,7 +16,6 @@ import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
-from pipeproof.pipeline.sizes import first_few
 from pipeproof.worlds.rank_report import Ending, RankReport, culprit_of, describe, of_absent
 from pipeproof.worlds.side_store import RanksAbsent, SideStore, side_store
 from pipeproof.worlds.timeout import ANSWER_S, END_S, GRACE_S, LAUNCHER_S
@@ -184,6 +183,8 @@ def difference(collected: Sequence[Collected]) -> str:
     lines = []
     for rank, its in enumerate(collected):
         if lacks := [nodeid for nodeid in everything if nodeid not in its.nodeids]:
+            from pipeproof.pipeline.sizes import first_few  # numpy comes with it: not before it is needed
+
             lines.append(f"rank {rank} lacks {first_few(lacks)}")
         for path, text in its.errors.items():
             if any(path not in other.errors for other in collected):

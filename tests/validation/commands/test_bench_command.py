@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeproof.cases.timed_step import STEPS
-from pipeproof.cases.timings import Turn
+from pipeproof.cases.timings import FEWEST, Turn
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.cli import main
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
@@ -63,7 +62,7 @@ def test_configs_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
         assert min(one["rounds"]) > 0
         assert len(one["bytes"]) == ranks
         assert min(one["bytes"]) > 0
-        assert one["losses"] == losses * (1 + 3 * STEPS)
+        assert one["losses"] == losses * (1 + 3 * FEWEST)
         assert one["strange"] == []
     one, other, *_ = data["timings"]
     assert one["bytes"] == pytest.approx(other["bytes"], rel=1e-3), "memory is counted, not sampled"

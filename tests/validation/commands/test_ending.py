@@ -19,6 +19,7 @@ from pipeproof.commands import ending
 from pipeproof.commands.ending import UNREAD, Asked, AskedToEnd, ReaderGone, ended, standard_output
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.output_file import OutputError
+from pipeproof.worlds.timeout import END_S
 from tests.support.golden import golden
 
 SCRIPT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["scripts"]["pipeproof"]
@@ -124,7 +125,7 @@ def test_other_ranks_leave_the_last_word_to_rank_0(
     monkeypatch.setattr(ending.time, "sleep", waits.append)
     assert ended(raising(ValueError("no"))) == 2
     assert ended(lambda: 0) == 0
-    assert waits == [10.0]
+    assert waits == [END_S]
     assert capsys.readouterr() == ("", "")
 
 

@@ -255,7 +255,7 @@ def warmed(model: nn.Module, microbatches: list[Any]) -> HandedBack:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "note"), [(1, ""), (0, "forward of [0, 0, 1, 2, 3]"), (2, "and every result is right: first rank 0")]
+    ("warmup", "note"), [(1, ""), (0, "1 call of stage 0 beside those"), (2, "and every result is right: first rank 0")]
 )
 def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, warmup: int, note: str) -> None:
     given = {"reference": blocks, "microbatches": pairs(4), "ranks": 1, "loss_fn": loss_fn}

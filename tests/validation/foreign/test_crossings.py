@@ -101,6 +101,11 @@ def test_an_input_that_changed_before_its_backward_is_told() -> None:
     golden(found[0].what)
 
 
+def test_a_first_call_too_many_is_a_trial_and_a_later_one_is_not() -> None:
+    assert list(map(str, flow(calls([0, 0, 1, 2])).actions)) == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
+    assert len(flow(calls([0, 1, 2, 0, 1])).actions) == 10
+
+
 def test_a_sketch_tells_rounding_from_another_tensor() -> None:
     one = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     near, far = one * (1 + 1e-6), one.roll(1)
