@@ -1,1 +1,1 @@
-"""What passes: the contract of a step, the judge, and every threshold of it."""
+"""What passes: the contract of a step, the judge, and its thresholds."""

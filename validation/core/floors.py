@@ -91,8 +91,8 @@ class Floors:
         return found or [one.expected.contributions for one in self._pending]
 
     @property
-    def _told(self) -> bool:
-        """Whether other rounding told anything."""
+    def _tells(self) -> bool:
+        """Whether other rounding tells anything."""
         return bool(self._apart) and not self.obstacle
 
     @cached_property
@@ -101,12 +101,12 @@ class Floors:
         if self._otherwise is one_place_off:
             return None
         narrow = self._narrowest
-        if not self._told and narrow.unit > self._precision.unit:
+        if not self._tells and narrow.unit > self._precision.unit:
             found, _ = self._computed(partial(one_place_off, unit=narrow.unit), most=narrow.most)
             if found is not None:
                 self._computed_in = narrow
                 return found
-        return self._computed(one_place_off, most=math.inf if self._told else self._precision.most)[0]
+        return self._computed(one_place_off, most=math.inf if self._tells else self._precision.most)[0]
 
     @cached_property
     def _coarse(self) -> Precision:
@@ -116,7 +116,7 @@ class Floors:
         much was measured.
         """
         own, narrow = self._precision, self._narrowest
-        told = self._otherwise is in_double and self._told
+        told = self._otherwise is in_double and self._tells
         coarse = told and narrow.unit > own.unit and own.factor * self._coarseness > own.most
         return replace(narrow, least=own.most, most=narrow.least) if coarse else own
 

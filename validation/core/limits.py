@@ -1,4 +1,4 @@
-"""Every threshold of the judge, and where it comes from: ``ci/tolerance`` measures them again."""
+"""The thresholds of the judge, and the measurements that they come from."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
