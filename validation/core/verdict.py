@@ -159,8 +159,10 @@ class Verdict:
 
     @property
     def next(self) -> list[str]:
-        """What to look at, or to do, for its causes."""
-        return hints(self.cause, self.measured)
+        """What to look at, or to do, for its causes; where it is unknown, what makes it known."""
+        unknown = [law for law in self.laws if law.outcome == self.verdict == "unknown"]
+        cures = dict.fromkeys(reason.cure for law in unknown for reason in law.reasons)
+        return [*hints(self.cause, self.measured), *cures]
 
     @property
     def replay(self) -> str:
