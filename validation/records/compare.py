@@ -11,8 +11,7 @@ from pipeproof.cases.data import max_norm_of
 from pipeproof.core.comparison import leave_out
 from pipeproof.core.judge import Where, concluded
 from pipeproof.core.ledger import Ledger
-from pipeproof.core.nudged import doubt_rounding
-from pipeproof.core.other_products import OtherProducts
+from pipeproof.core.nudged import OtherProducts, doubt_rounding
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import JUDGED, Crash, Verdict
 from pipeproof.diagnosis.diagnose import explained, sought

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.comparison import Comparison
 from pipeproof.core.contract import DEFAULTS, Contract
-from pipeproof.core.other_products import OtherProducts
+from pipeproof.core.nudged import OtherProducts
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.handed_back import Gradient
