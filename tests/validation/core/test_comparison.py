@@ -216,7 +216,7 @@ def test_what_nobody_compared_makes_a_law_unknown_and_is_counted() -> None:
     (law,) = book.laws()
     assert (law.outcome, len(law.left_out)) == ("unknown", 14)
     assert "14 not compared" in str(law)
-    assert law.note.endswith("p11 and 2 more")
+    assert law.note.endswith("p4, and 9 more")
 
 
 def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:

@@ -80,10 +80,11 @@ def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
 
 def test_causes_that_hold_together_and_explanations_that_exclude_each_other_are_told_apart() -> None:
     one, two = Cause("dropped", stage=1, microbatches=(3,)), Cause("doubled", stage=2, microbatches=(0, 4), rank=1)
-    open_ = replace(one, instead=(replace(one, kind="zero"), replace(one, kind="missing"), replace(one, kind="sign")))
+    kinds = ["zero", "missing", "sign", "scale"]
+    open_ = replace(one, instead=tuple(replace(one, kind=kind) for kind in kinds))
     first, *others = alternatives([open_, two])
     assert first == (one, two)
-    assert [cause.kind for cause, _ in others] == ["zero", "missing", "sign"]
+    assert [cause.kind for cause, _ in others] == kinds
     text = str(replace(FAILED, cause=first, alternatives=tuple(others))).splitlines()
     assert [line.split(":")[0].strip() for line in text[1:9:2]] == [
         "cause     dropped",
@@ -138,10 +139,10 @@ def test_the_coefficients_are_a_table_of_stages_and_microbatches() -> None:
 
 def test_the_table_names_parameters_that_have_another_number_than_their_stage() -> None:
     rows = ((Cell(1.0), Cell(0.0)), (Cell(1.0), Cell(1.0)), (Cell(None), Cell(None)))
-    names = ("2.a", "2.b", "2.c", "2.d", "2.e")
+    names = ("2.a", "2.b", "2.c", "2.d", "2.e", "2.f")
     assert Cells(rows, ((), names, ("4.a",))).lines()[-2:] == [
         "stage 2     ?  ?",
-        "stage 1 but for 2.a, 2.b, 2.c, 2.d and 1 more",
+        "stage 1 but for 2.a, 2.b, 2.c, 2.d, 2.e, and 1 more",
     ]
 
 
