@@ -85,6 +85,7 @@ def masked(text: str, folders: Iterable[Path] = (), *, exact: bool = False, numb
     text = re.sub(r"\b(127\.0\.0\.1|localhost):\d+", r"\1:PORT", text)
     text = re.sub(r"\b0x[0-9a-f]{6,}\b", "0xADDRESS", text)
     text = re.sub(r'(", line )\d+(, in )', r"\1#\2", text)  # of a traceback
+    text = re.sub(r"(\w\.py:)\d+\b", r"\1#", text)
     if not exact:
         text = re.sub(r"\b\d[\d.,]*( ?)(ms|s|seconds?|cases/s)\b(?!=)", r"#\1\2", text)
     if not numbers:
