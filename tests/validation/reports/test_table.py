@@ -100,7 +100,7 @@ def test_causes_that_hold_together_and_explanations_that_exclude_each_other_are_
 def test_lines_of_the_users_own_code_are_told_once() -> None:
     ran, before = Line("loop.py", 7, "step", "y.backward()"), Line("loop.py", 3, "run", "step()")
     one = Cause("dropped", stage=1, lines=(OwnLine("1B0", ran), OwnLine("from", before)))
-    golden(str(replace(FAILED, cause=(one, replace(one, stage=0, lines=one.lines[:1])))))
+    golden(str(replace(FAILED, cause=(one, replace(one, stage=0, lines=one.lines[:1])))), exact=True)
 
 
 def test_causes_that_the_screen_has_no_room_for_are_counted() -> None:
