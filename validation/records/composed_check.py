@@ -22,8 +22,8 @@ from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.foreign.composed_verdict import verdict_of
+from pipeproof.foreign.extra_calls import ExtraCalls
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.idle_calls import IdleCalls
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.own_backwards import together
@@ -212,9 +212,9 @@ class ComposedCheck(CheckedStep):
         every, calls = self._heard()
         lines = self._lines
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
-        idle = IdleCalls.among(own_chain, self._data)
-        own_chain = idle.without(own_chain)
-        calls = {stage: idle.left(stage, own) for stage, own in calls.items()}
+        extra = ExtraCalls.among(own_chain, self._data)
+        own_chain = extra.without
+        calls = {stage: extra.left(stage, own) for stage, own in calls.items()}
         own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
         for why in refusals(chain):
@@ -241,7 +241,7 @@ class ComposedCheck(CheckedStep):
             part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
         for why in self._begun.without_gradients(self._own, calls):
             self._ledger.doubt("presence", why)
-        idle.enter(self._ledger, calls)
+        extra.enter(self._ledger, calls)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
