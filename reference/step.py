@@ -135,17 +135,19 @@ class Reference:
         orders: Mapping[Stage, Sequence[int]],
         max_norm: float | None = None,
         update: bool = True,
+        made: Sequence[Contribution] = (),
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends before ``step``.
+        ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends before ``step``. ``made``:
+        what every microbatch gives, where that is known.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":
             losses = self._evaluate(batches)
             return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        contributions = self.contribute(batches)
+        contributions = tuple(made) or self.contribute(batches)
         losses = tuple(one.loss for one in contributions)
         self._sums = self.accumulate(contributions, orders=orders, onto=self._sums)
         loss = _total(losses) / divisor

@@ -1,9 +1,12 @@
 """A case before the judge, and what a diagnosis of it may ask for: the reference, its data, its stages."""
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 from pipeproof.cases.case import Case
 from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.stages import layers_of, owners
-from pipeproof.core.judge import LAWS, judged
+from pipeproof.core.judge import LAWS, judged, one_thread
 from pipeproof.core.oracle import LiveOracle
 from pipeproof.core.requirements import Requirements
 from pipeproof.core.verdict import Verdict
@@ -18,7 +21,6 @@ from pipeproof.worlds.accelerator import deterministic, first_of
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
     """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
-    deterministic(case.device)
     return judged(requirements_of(case), observed, measure=measure)
 
 
@@ -29,6 +31,7 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
 
 def requirements_of(case: Case) -> Requirements:
     """``case`` as a subject: its reference, and what its plan leaves out."""
+    deterministic(case.device)
     device = first_of(case.device)
     model = model_for(case).to(device)
     owner = owners(model, case.split)
@@ -43,8 +46,25 @@ def requirements_of(case: Case) -> Requirements:
     microbatches = case.microbatches * case.replicas
     tied = copies_apart(model, owner)
     return Requirements(
-        str(case), laws, case.plan, (microbatches,) * len(case.plan), due, oracle, tied, bindings=case.bindings
+        str(case),
+        laws,
+        case.plan,
+        (microbatches,) * len(case.plan),
+        due,
+        oracle,
+        tied,
+        bindings=case.bindings,
+        ahead=_one_by_one(oracle.ahead),
     )
+
+
+def _one_by_one(steps: Iterator[None]) -> Iterator[None]:
+    """``steps``, each on one thread. What one raises, it raises where the answer is asked for."""
+    with suppress(Exception):  # no one type: the judge tells what the reference raises
+        while True:
+            with one_thread():
+                next(steps)
+            yield
 
 
 def setup_of(case: Case) -> Setup:
