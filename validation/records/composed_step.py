@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.tolerance import same_bits
-from pipeproof.core.verdict import Verdict
+from pipeproof.core.verdict import Verdict, with_notes
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import renamed
 from pipeproof.foreign.rank import Order, Origin, parameters_of
-from pipeproof.foreign.step_verdict import with_notes
 from pipeproof.observers.initial_weights import FirstUse
 from pipeproof.observers.shards import InShards, held_here
 from pipeproof.observers.watching import Watcher, watching

@@ -6,7 +6,26 @@ from dataclasses import dataclass
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.simulated.adversaries import name_of
+from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Timing
 from pipeproof.worlds.simulated.guide import Guide
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How runs go: by a seed or a guide for all that is left open, over a transport.
+
+    ``timing``: what takes time besides sleep. ``noted``: keep the course. ``own_modules``: packages that each rank is
+    to import anew. ``fine``: another may also be next wherever a rank calls a function of torch. ``room``: how many
+    bytes the transport keeps of what one rank sends to another, where messages keep their order.
+    """
+
+    interleaving: int | Guide = 0
+    transport: Transport = Transport.UNLIMITED
+    timing: Timing = SLEEP_ALONE
+    noted: bool = False
+    own_modules: tuple[str, ...] = ()
+    fine: bool = False
+    room: int = 0
 
 
 @dataclass(frozen=True)
