@@ -276,6 +276,12 @@ def test_a_rank_of_the_white_box_loads_no_judge() -> None:
 
 
 @pytest.mark.pipeproof_ranks  # it starts processes
+def test_the_version_is_told_without_what_commands_need() -> None:
+    told = "import sys, pipeproof.__main__ as m\nsys.argv[1:] = ['--version']\ntry: m.start()\nexcept SystemExit: pass"
+    assert not {"numpy", "pipeproof.commands.cli"} & {*loaded(told)}
+
+
+@pytest.mark.pipeproof_ranks  # it starts processes
 def test_drawing_and_checking_do_not_load_torch() -> None:
     use = (
         "s = p.build('1f1b', ranks=2, microbatches=2); p.check(s); p.lower(s); p.grid(p.schedule_from_csv(s.to_csv()))"
