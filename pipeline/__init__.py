@@ -20,36 +20,25 @@ if TYPE_CHECKING:
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
     from pipeproof.pipeline.step import StepResult as StepResult
 
-_HOMES = {
-    "PipelineSchedule": "step",
-    "Profile": "profile",
-    "StepResult": "step",
-    "build": "schedules",
-    "check": "laws",
-    "read_file": "files",
-}
+_NEEDS_TORCH = {"PipelineSchedule": "step", "StepResult": "step", "Profile": "profile"}
+_HOMES = {**_NEEDS_TORCH, "build": "schedules", "check": "laws", "read_file": "files"}
 
 __all__ = [
     "Action",
     "ActionError",
     "Kind",
-    "PipelineSchedule",
-    "Profile",
     "Program",
     "Schedule",
     "ScheduleError",
-    "StepResult",
     "Timeline",
     "Times",
-    "build",
-    "check",
     "grid",
     "lower",
     "program_from_csv",
     "read_csv",
-    "read_file",
     "schedule_from_csv",
     "simulate",
+    *_HOMES,
 ]
 
 

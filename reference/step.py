@@ -139,8 +139,7 @@ class Reference:
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends before ``step``. ``made``:
-        what every microbatch gives, where that is known.
+        ``max_norm`` clips in place of the recipe's; without ``update`` it ends before ``step``. ``made``: what they give.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":
@@ -150,8 +149,7 @@ class Reference:
         contributions = tuple(made) or self.contribute(batches)
         losses = tuple(one.loss for one in contributions)
         self._sums = self.accumulate(contributions, orders=orders, onto=self._sums)
-        loss = _total(losses) / divisor
-        expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
+        expected = Expected(operation, losses, _total(losses) / divisor, contributions, before, buffers=self._buffers())
         if operation != "train":
             return expected
         gradients, self._sums = self.total(self._sums), {}

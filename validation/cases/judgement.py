@@ -1,12 +1,9 @@
 """A case before the judge, and what a diagnosis of it may ask for: the reference, its data, its stages."""
 
-from collections.abc import Iterator
-from contextlib import suppress
-
 from pipeproof.cases.case import Case
 from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.stages import layers_of, owners
-from pipeproof.core.judge import LAWS, judged, one_thread
+from pipeproof.core.judge import LAWS, judged
 from pipeproof.core.oracle import LiveOracle
 from pipeproof.core.requirements import Requirements
 from pipeproof.core.verdict import Verdict
@@ -43,28 +40,10 @@ def requirements_of(case: Case) -> Requirements:
     )
     due = frozenset((stage, name) for name, stage in owner.items())
     laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
-    microbatches = case.microbatches * case.replicas
-    tied = copies_apart(model, owner)
+    counts, tied = (case.microbatches * case.replicas,) * len(case.plan), copies_apart(model, owner)
     return Requirements(
-        str(case),
-        laws,
-        case.plan,
-        (microbatches,) * len(case.plan),
-        due,
-        oracle,
-        tied,
-        bindings=case.bindings,
-        ahead=_one_by_one(oracle.ahead),
+        str(case), laws, case.plan, counts, due, oracle, tied, bindings=case.bindings, ahead=oracle.ahead
     )
-
-
-def _one_by_one(steps: Iterator[None]) -> Iterator[None]:
-    """``steps``, each on one thread. What one raises, it raises where the answer is asked for."""
-    with suppress(Exception):  # no one type: the judge tells what the reference raises
-        while True:
-            with one_thread():
-                next(steps)
-            yield
 
 
 def setup_of(case: Case) -> Setup:

@@ -11,7 +11,7 @@ from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import specimen
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.core.cause import Cause
-from pipeproof.core.judge import judged
+from pipeproof.core.judge import judged, one_thread
 from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.diagnose import sought
 from pipeproof.observers.observed import Observed
@@ -45,7 +45,8 @@ def observe_and_judge(
 ) -> tuple[Observed, Verdict]:
     """What the ranks produced, and the verdict on that. The reference runs while they do. Raises what they raise."""
     required = requirements_of(case)
-    observed = observe(case, world, record=record, meanwhile=required.ahead)
+    with one_thread():
+        observed = observe(case, world, record=record, meanwhile=required.ahead)
     return observed, judged(required, observed, measure=measure)
 
 

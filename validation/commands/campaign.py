@@ -31,9 +31,8 @@ from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
-from pipeproof.worlds.simulated.clock import Timing
 from pipeproof.worlds.simulated.exploration import told
-from pipeproof.worlds.simulation import Simulation
+from pipeproof.worlds.simulation import Simulation, Timing
 from pipeproof.worlds.world import World
 
 _MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds

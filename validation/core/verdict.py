@@ -345,12 +345,3 @@ def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:
 def names_of(names: Sequence[str]) -> str:
     """The first of ``names``, and how many more there are."""
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
-
-
-def with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
-    """``verdict``, with ``notes`` said at their laws."""
-    laws = [
-        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]]))) if law.name in notes else law
-        for law in verdict.laws
-    ]
-    return replace(verdict, laws=tuple(laws))

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from pipeproof.core.execution import flow
 from pipeproof.core.old_weights import hold_to_old_weights
-from pipeproof.core.verdict import Verdict, with_notes
+from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Line
 from pipeproof.diagnosis.rules.misrouted import misrouted
 from pipeproof.foreign.evidence import Beside, evidence_of
+from pipeproof.foreign.holders import with_notes
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.observers.observed import Crossing
 from pipeproof.observers.sketch import UNSOUGHT

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.core.judge import judged
-from pipeproof.core.verdict import Verdict, overall, with_notes
-from pipeproof.foreign.holders import at_holders
+from pipeproof.core.verdict import Verdict, overall
+from pipeproof.foreign.holders import at_holders, with_notes
 from pipeproof.foreign.operation_run import OperationRun, observed_of
 from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.step_oracle import ROUTED, required_of

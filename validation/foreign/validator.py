@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
-from pipeproof.core.verdict import Crash, Verdict, with_notes
+from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.foreign.handed_back import HandBackError
+from pipeproof.foreign.holders import with_notes
 from pipeproof.foreign.late_weights import with_late_weights
 from pipeproof.foreign.matching import NamesError
 from pipeproof.foreign.operation_run import OperationRun

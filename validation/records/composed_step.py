@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.tolerance import same_bits
-from pipeproof.core.verdict import Verdict, with_notes
+from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
+from pipeproof.foreign.holders import with_notes
 from pipeproof.foreign.matching import renamed
 from pipeproof.foreign.rank import Order, Origin, parameters_of
 from pipeproof.observers.initial_weights import FirstUse

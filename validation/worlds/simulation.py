@@ -6,8 +6,19 @@ from dataclasses import dataclass
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.simulated.adversaries import name_of
-from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Timing
 from pipeproof.worlds.simulated.guide import Guide
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What takes time besides sleep. ``latency_s``: what a message takes on its way, in seconds. ``measured``: what a
+    rank's thread computes takes as long as the processor needs for it; else no time."""
+
+    latency_s: float = 0.0
+    measured: bool = False
+
+
+SLEEP_ALONE = Timing()
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
-from pipeproof.worlds.accelerator import CPU, refusal, split
+from pipeproof.worlds.accelerator import CPU, refusal, split, too_old
 from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import FIRST, pack, unpack, unshippable
-from pipeproof.worlds.simulated.clock import SLEEP_ALONE
 from pipeproof.worlds.simulated.exploration import Course, Exploration
 from pipeproof.worlds.simulated.guide import Guide
-from pipeproof.worlds.simulation import Manner, Simulation
+from pipeproof.worlds.simulation import SLEEP_ALONE, Manner, Simulation
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
@@ -73,12 +72,7 @@ class World:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
         if kind == SIMULATED and device != CPU:
             raise ValueError(f"device is {device!r}: simulated ranks are on {CPU}, there is no other device in there")
-        if kind == SIMULATED:
-            from pipeproof.worlds.simulated.torch_inside import too_old  # all of the simulated world is loaded for it
-
-            if why := too_old():
-                raise ValueError(why)
-        if why := refusal(split(device)[0]):
+        if why := refusal(split(device)[0]) or (too_old() if kind == SIMULATED else ""):
             raise ValueError(why)
         self.device = device
         self.timeout_s = seconds(timeout_s)

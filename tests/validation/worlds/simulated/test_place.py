@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds import world
+from pipeproof.worlds.accelerator import too_old
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
-from pipeproof.worlds.simulated import torch_inside
 from pipeproof.worlds.simulated.place import Simulated
-from pipeproof.worlds.simulated.torch_inside import too_old
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -245,7 +245,7 @@ def test_ranks_change_within_a_computation_only_where_that_is_asked_for(simulate
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "1.13.1"])
 def test_a_torch_that_is_too_old_is_a_sentence(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_inside, "too_old", lambda: too_old(version))
+    monkeypatch.setattr(world, "too_old", lambda: too_old(version))
     with pytest.raises(ValueError, match=rf"torch is {re.escape(version)}: simulated ranks want 2.13 or newer"):
         World(kind="simulated")
     World()  # real ranks are as they were
