@@ -1,7 +1,7 @@
 """What is wrong with a stage's gradients, as the rank finds out that has the stage: what they are made of."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -21,30 +21,37 @@ from pipeproof.foreign.crossings import near
 from pipeproof.foreign.first_run import DRAWS_AGAIN
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.reference.copied import copied
-from pipeproof.reference.step import Expected, Site, dense
+from pipeproof.reference.pairing import Contributed, Flow
+from pipeproof.reference.step import Expected, Gradient, Site, dense
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.drawing import drawing_apart
 
 _ALONG = 0.9999  # the cosine from which on a gradient leads nowhere else
 
 
-def own_causes(
-    own: OwnStage,
-    ledger: Ledger,
-    numbers: Sequence[int],
-    seen: Mapping[str, Any],
-    names: Mapping[str, str],
-    begun: Mapping[str, Tensor | None],
-    *,
-    placement: Sequence[int],
-) -> Verdict:
-    """A verdict on the gradients of ``own`` alone, with the causes of what is wrong with them.
+@dataclass(frozen=True)
+class HeldGradients:
+    """The gradients of one stage that a rank holds, by the model's names.
 
-    ``ledger`` has what was found wrong; ``numbers``: the microbatch of each of its calls; ``seen``: gradients by the
-    model's names, of which ``names`` has those of the stage. ``begun``: what these were before the step. ``placement``:
-    the rank of every stage.
+    ``names``: what the stage calls each. ``begun``: what they were before the step. ``part``: of a whole gradient, what
+    the rank holds of it, in its place, with zeros around it. All are so: of what others hold, it has seen nothing.
     """
-    rank = placement[own.stage]
+
+    seen: Mapping[str, Any]
+    names: Mapping[str, str]
+    begun: Mapping[str, Tensor | None]
+    part: Callable[[str, Gradient], Gradient] = lambda _, whole: whole
+
+
+def own_causes(
+    own: OwnStage, ledger: Ledger, numbers: Sequence[int], held: HeldGradients, *, placement: Sequence[int]
+) -> Verdict:
+    """A verdict on the gradients of ``own`` that a rank has ``held``, with the causes of what is wrong with them.
+
+    ``ledger`` has what was found wrong; ``numbers``: the microbatch of each of its calls; ``placement``: the rank of
+    every stage.
+    """
+    rank, names = placement[own.stage], held.names
     local = concluded(ledger, f"stage {own.stage}")
     full_name = {name: full for full, name in names.items()}
     wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in names]
@@ -54,7 +61,7 @@ def own_causes(
         alone = wrong[0].parameter if len(wrong) == 1 else None
         detail = f"about {times:.3g} times"
         return replace(local, cause=(Cause("scale", rank, own.stage, parameter=alone, factor=times, detail=detail),))
-    due = _OwnDue(own, seen, names, begun, placement)
+    due = _OwnDue(own, held, placement)
     batches = [numbers[k] for k in own.numbers]
     evidence = Evidence(local, (rank,) * (own.stage + 1), len(batches), 1, gradients=due.gradients, norms=(), due=due)
     found = sought(local, lambda: explained(evidence))
@@ -91,28 +98,26 @@ class _OwnDue:
     """What one stage must give, as a model of its own."""
 
     own: OwnStage
-    seen: Mapping[str, Any]
-    names: Mapping[str, str]
-    begun: Mapping[str, Tensor | None]
+    held: HeldGradients
     placement: Sequence[int]
 
     @cached_property
-    def gradients(self) -> dict[Site, Tensor | None]:
+    def gradients(self) -> dict[Site, Gradient]:
         """Those that were seen."""
-        seen, own = self.seen, self.own.stage
-        return _dense({(own, name): seen[full] for full, name in self.names.items() if full in seen})
+        own, names = self.own.stage, self.held.names
+        return {(own, names[full]): _dense(self.held.seen[full]) for full in names if full in self.held.seen}
 
     @cached_property
     def expected(self) -> Expected:
         due = self.own.expected
         kept = {site: one for site, one in due.gradients.items() if site in self.gradients}
-        given = tuple(replace(one, gradients=_dense(one.gradients)) for one in due.contributions)
-        return replace(due, gradients=_dense(kept), contributions=given)
+        given = tuple(replace(one, gradients=self._in_parts(one.gradients)) for one in due.contributions)
+        return replace(due, gradients=self._in_parts(kept), contributions=given)
 
     @cached_property
     def update(self) -> Update:
         with drawing_apart():
-            now = Traced(
+            now = _TracedParts(
                 copied(self.own.model),
                 held=list(self.expected.gradients),
                 batches=self.own.batches,
@@ -120,8 +125,10 @@ class _OwnDue:
                 losses=self.expected.losses,
                 ends={},
             )
+        now.part = self._part
         alone = (self.placement[self.own.stage],) * (self.own.stage + 1)
-        old = {(self.own.stage, self.names[full]): one for full, one in self.begun.items() if one is not None}
+        begun, names = self.held.begun, self.held.names
+        old = {(self.own.stage, names[full]): one for full, one in begun.items() if one is not None}
         ranks, stages = len({*self.placement}), len(self.placement)
         both = self.gradients, self.expected.gradients
         given = self.expected.contributions
@@ -131,7 +138,37 @@ class _OwnDue:
     def weights(self) -> Mapping[str, Tensor]:
         return self.expected.before
 
+    @cached_property
+    def _full_names(self) -> dict[str, str]:
+        return {name: full for full, name in self.held.names.items()}
 
-def _dense(gradients: Mapping[Site, Tensor | None]) -> dict[Site, Tensor | None]:
-    """``gradients`` with all their elements, of which causes are made."""
-    return {site: None if one is None else dense(one) for site, one in gradients.items()}
+    def _part(self, name: str, whole: Gradient) -> Gradient:
+        full = self._full_names.get(name)
+        return whole if full is None else self.held.part(full, whole)
+
+    def _in_parts(self, gradients: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
+        return {(stage, name): self._part(name, _dense(one)) for (stage, name), one in gradients.items()}
+
+
+class _TracedParts(Traced):
+    """What every pairing gives of the ``part`` of each gradient that a rank holds."""
+
+    part: Callable[[str, Gradient], Gradient]
+
+    def contribution(self, stage: int, j: int) -> Contributed:
+        return self._of_part(super().contribution(stage, j))
+
+    def paired(self, stage: int, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+        return [None if one is None else self._of_part(one) for one in super().paired(stage, i, flows)]
+
+    def within(self, stage: int, name: str) -> Mapping[tuple[int, int], Tensor]:
+        found = {pair: self.part(name, one) for pair, one in super().within(stage, name).items()}
+        return {pair: one for pair, one in found.items() if one is not None}
+
+    def _of_part(self, given: Contributed) -> Contributed:
+        return replace(given, gradients={name: self.part(name, one) for name, one in given.gradients.items()})
+
+
+def _dense(gradient: Gradient) -> Gradient:
+    """``gradient`` with all its elements, of which causes are made."""
+    return None if gradient is None else dense(gradient)

@@ -12,7 +12,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.reason import Reason
 from pipeproof.foreign.composed_parts import HOOKED, OwnPart, not_known
-from pipeproof.foreign.own_causes import own_causes
+from pipeproof.foreign.own_causes import HeldGradients, own_causes
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.part_sums import sketched
 from pipeproof.records.begun import Begun
@@ -167,8 +167,13 @@ class OwnGradients:
         if stage.speaks:
             why = f"the cause was not sought: stage {stage.stage} speaks to other ranks when it is run"
             return replace(part, undecided=(*part.undecided, why))
-        begun = {full: self.shards.in_place(full, self.begun.get(full)) for full in names}
-        found = own_causes(stage, self.ledger, numbers, seen, names, begun, placement=self.placement)
+        held = HeldGradients(
+            {full: self.shards.alone(full, seen[full]) for full in names if full in seen},
+            names,
+            {full: self.shards.in_place(full, self.begun.get(full)) for full in names},
+            self.shards.alone,
+        )
+        found = own_causes(stage, self.ledger, numbers, held, placement=self.placement)
         if not found.cause and self.lines.count == 1:
             part = replace(part, wrong={**part.wrong, **sketched(stage.stage, whole, seen, due)})
         unsought = [f"the cause was not sought: {found.unsought}"] if found.unsought else []

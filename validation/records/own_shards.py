@@ -139,6 +139,10 @@ class OwnShards:
         """``part`` where it lies in the whole gradient, with zeros around it: others have the rest."""
         return None if part is None else self.in_whole(name, part, part.new_zeros(self.own.shapes[name]))
 
+    def alone(self, name: str, whole: Tensor | None) -> Tensor | None:
+        """A ``whole`` gradient with zeros in place of what others have of it."""
+        return self.in_place(name, self.part(name, whole)) if self.lies(name) else whole
+
     def sizes(self, stage: int, seen: Mapping[str, Tensor | None]) -> dict[Part, float]:
         """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""
         names = [self.own.rename(stage, name) for name, _ in self.own.modules[stage].named_parameters()]
