@@ -139,7 +139,7 @@ class Reference:
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips in place of the recipe's; without ``update`` it ends before ``step``. ``made``: what they give.
+        ``max_norm``: in place of the recipe's. Without ``update`` it ends before ``step``. ``made``: what all give.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":

@@ -1,6 +1,7 @@
 """Where in the reference what passes: a sketch of every tensor that a module puts out, and of its gradient."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.diagnosis.sketches import of_sketches
-from pipeproof.observers.elements import is_rounded
+from pipeproof.observers.elements import in_fp64, is_rounded
 from pipeproof.observers.observed import INPUT
-from pipeproof.observers.sketch import Sketch, digest_of_values, norm_of, sketch
+from pipeproof.observers.sketch import Sketch, digest_of_values, sketch
 from pipeproof.reference.data import Batch
 from pipeproof.reference.handed_on import Cut, Graph
 from pipeproof.reference.outputs import outputs_noted
@@ -112,13 +113,13 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
 
         Of what is kept, only what may be any of these is looked at.
         """
-        norms: dict[tuple[tuple[int, ...], torch.dtype], set[float]] = {}
+        norms = defaultdict[object, set[float]](set)
         for one in seen:
-            norms.setdefault((one.shape, one.dtype), set()).add(one.norm)
+            norms[one.shape, one.dtype].add(one.norm)
 
         def is_sought(tensor: Tensor) -> bool:
-            alike = norms.get((tuple(tensor.shape), tensor.dtype), ())
-            own = norm_of(tensor) if alike else 0.0
+            alike = norms[tensor.shape, tensor.dtype]
+            own = float(in_fp64(tensor).norm()) if alike else 0.0
             return any(not abs(own - norm) > own * torch.finfo(torch.float32).eps for norm in alike)
 
         self._note_kept(is_sought)

@@ -188,12 +188,6 @@ def digest_of_values(tensor: Tensor) -> bytes:
     return digest(found + 0.0 if found.dtype in _ADDED else found)
 
 
-def norm_of(tensor: Tensor) -> float:
-    """The norm of ``tensor``, about as its sketch has it."""
-    flat = _countable(tensor).double()
-    return float(flat.dot(flat).sqrt())
-
-
 def _bits(tensor: Tensor) -> int:
     """A sum over the elements as integers, which wraps around, and which tells their signs apart.
 
