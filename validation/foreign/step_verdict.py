@@ -51,7 +51,7 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
     others = tuple(one for one in verdict.mismatches if one.law not in ROUTED)
     if not verdict.mismatches:
         return verdict
-    from pipeproof.foreign.explanation import Beside, explain, misrouted  # what a right step needs nothing of
+    from pipeproof.foreign.step_causes import Beside, explain, misrouted  # what a right step needs nothing of
 
     if routed and _is_right(title, task, runs, second, halted):
         return replace(verdict, mismatches=(*routed, *others), cause=(misrouted(routed),))
