@@ -67,7 +67,7 @@ def world(pipeproof_world: "World") -> "World":
 @pytest.fixture(scope="session")
 def kept_simulated() -> Iterator["World"]:
     """One process for all tests of simulated ranks."""
-    from pipeproof.worlds.simulated.torch_inside import too_old
+    from pipeproof.worlds.accelerator import too_old
     from pipeproof.worlds.world import World
 
     if why := too_old():
@@ -81,7 +81,7 @@ def kept_simulated() -> Iterator["World"]:
 def simulated(kept_simulated: "World") -> "World":
     """A simulated world with seed 0 and gloo's rules, until a test sets others."""
     from pipeproof.pipeline.transports import Transport
-    from pipeproof.worlds.simulated.clock import SLEEP_ALONE
+    from pipeproof.worlds.simulation import SLEEP_ALONE
 
     kept_simulated.seed, kept_simulated.transport = 0, Transport.UNLIMITED
     kept_simulated.fine, kept_simulated.room = False, 0

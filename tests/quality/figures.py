@@ -12,7 +12,13 @@ from tests.support.sources import OURS, Source, imported, sources, without_type_
 KEPT = Path(__file__).with_name("figures.json")
 SMALL = 40  # lines
 SENTENCE = 4  # words
-DOORS = ("validation", "validation.foreign", "validation.records.step_check", "validation.commands.cli")
+DOORS = (
+    "validation",
+    "validation.foreign",
+    "validation.foreign.validator",
+    "validation.records.step_check",
+    "validation.commands.cli",
+)
 
 Figures = dict[str, int]
 

@@ -280,7 +280,7 @@ def crash(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "where", ["foreign.step_verdict.explained", "diagnosis.evidence.attribute", "foreign.evidence.Traced"]
+    "where", ["foreign.step_causes.explained", "diagnosis.evidence.attribute", "foreign.evidence.Traced"]
 )
 def test_a_verdict_never_depends_on_its_explanation(
     whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
@@ -298,7 +298,7 @@ def test_an_interrupt_is_no_crash(whitebox: WhiteBox, monkeypatch: pytest.Monkey
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeproof.foreign.step_verdict.explained", interrupt)
+    monkeypatch.setattr("pipeproof.foreign.step_causes.explained", interrupt)
     with pytest.raises(KeyboardInterrupt):
         judged(whitebox, wrong)
 

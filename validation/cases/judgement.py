@@ -18,7 +18,6 @@ from pipeproof.worlds.accelerator import deterministic, first_of
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
     """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
-    deterministic(case.device)
     return judged(requirements_of(case), observed, measure=measure)
 
 
@@ -29,6 +28,7 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
 
 def requirements_of(case: Case) -> Requirements:
     """``case`` as a subject: its reference, and what its plan leaves out."""
+    deterministic(case.device)
     device = first_of(case.device)
     model = model_for(case).to(device)
     owner = owners(model, case.split)
@@ -40,10 +40,9 @@ def requirements_of(case: Case) -> Requirements:
     )
     due = frozenset((stage, name) for name, stage in owner.items())
     laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
-    microbatches = case.microbatches * case.replicas
-    tied = copies_apart(model, owner)
+    counts, tied = (case.microbatches * case.replicas,) * len(case.plan), copies_apart(model, owner)
     return Requirements(
-        str(case), laws, case.plan, (microbatches,) * len(case.plan), due, oracle, tied, bindings=case.bindings
+        str(case), laws, case.plan, counts, due, oracle, tied, bindings=case.bindings, ahead=oracle.ahead
     )
 
 

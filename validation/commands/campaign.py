@@ -12,10 +12,8 @@ import torch._dynamo  # noqa: F401  # the reference's optimizer wants it: better
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.interleavings import narrow
-from pipeproof.cases.judgement import judge
-from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import specimen
-from pipeproof.cases.validator import crashed, explained, refusal
+from pipeproof.cases.validator import crashed, explained, observe_and_judge, refusal
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Opened, Outputs
 from pipeproof.core.verdict import Verdict
@@ -33,9 +31,8 @@ from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
-from pipeproof.worlds.simulated.clock import Timing
 from pipeproof.worlds.simulated.exploration import told
-from pipeproof.worlds.simulation import Simulation
+from pipeproof.worlds.simulation import Simulation, Timing
 from pipeproof.worlds.world import World
 
 _MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds
@@ -238,10 +235,9 @@ def replacing(verdict: Verdict, simulation: Simulation | None, *, seconds: float
 def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Observed | None]:
     try:
         with enough_ranks():
-            observed = observe(case, world)
+            observed, verdict = observe_and_judge(case, world, measure=measure)
     except RankFailed as failure:
         return crashed(case, failure), None
-    verdict = judge(case, observed, measure=measure)
     if verdict.verdict == "fail":
         verdict = explained(case, world, observed, verdict)
     return verdict, observed

@@ -25,7 +25,7 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processors import shared
 from pipeproof.worlds.rank_report import RankFailed
-from pipeproof.worlds.simulated.clock import Timing
+from pipeproof.worlds.simulation import Timing
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 

@@ -1,6 +1,6 @@
 """What is known of a run before anything of it is compared."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeproof.core.oracle import Oracle
@@ -19,7 +19,8 @@ class Requirements:
     ``unseen`` stages are those whose actions nobody noted, ``uncalled`` those whose modules nobody watched, ``frozen``
     those that owe no backward, ``traced`` those whose actions the step itself tells. Where ``every_rank`` is False,
     ranks may leave it to others to report losses and norm. ``results_decide``: calls, boundaries and starting weights
-    decide nothing where every result is right; ``mode_matters``: whether a mode changes any.
+    decide nothing where every result is right; ``mode_matters``: whether a mode changes any. ``ahead``: steps that make
+    what of the right answers can be made before anything is seen.
     """
 
     config: str
@@ -41,3 +42,4 @@ class Requirements:
     results_decide: bool = False
     mode_matters: Callable[[], bool] = lambda: True
     bindings: str = ""
+    ahead: Iterable[object] = ()

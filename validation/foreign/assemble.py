@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -262,10 +263,10 @@ class Assembled:
         """Whether all that passed the boundaries of watched stages is in ``places``, to the bit."""
         forward, backward = places
         calls = [call for line in self._lines for every in self._calls(line).values() for call in every]
-        ways = [(forward, one) for call in calls for one in (*call.inputs, *call.outputs)]
+        there = [one for call in calls for one in (*call.inputs, *call.outputs)]
         flowed = [[*call.output_gradients.values(), *call.input_gradients.values()] for call in calls]
-        ways += [(backward, one) for every in flowed for one in every]
-        return all([where.recognise(one) or not one.norm for where, one in ways])  # each, whatever becomes of others
+        known = forward.recognise(there), backward.recognise(list(chain.from_iterable(flowed)))
+        return all(known)
 
     def observed(self, known: Sequence[Mapping[int, Passed]]) -> Observed:
         """What was produced; ``known``: what passed the boundaries of stages, by line."""

@@ -1,6 +1,6 @@
 """Where a mismatch is: on a rank that holds the parameter that is wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,3 +38,12 @@ def _due(site: Site, made: Sequence[Contribution]) -> Tensor | None:
     parts = [one.gradients.get(site) for one in made]
     given = [one.cpu() for one in parts if one is not None]
     return torch.stack(given).sum(dim=0) if given else None
+
+
+def with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
+    """``verdict``, with ``notes`` said at their laws."""
+    laws = [
+        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]]))) if law.name in notes else law
+        for law in verdict.laws
+    ]
+    return replace(verdict, laws=tuple(laws))

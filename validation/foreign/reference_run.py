@@ -112,8 +112,6 @@ class ReferenceRun:
         self._late = late
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._survey = Survey(model, replicas=replicas.count, again=self._survey_again) if surveyed else None
-        if owner is not None and self._survey is not None:
-            self._survey.settle()
         self._own = self.reference({name: k for k, name in enumerate(self._parameters)} if owner is None else owner)
         self._coming = self._own.contributing(self.batches)
         self._made: list[Contribution] = []
@@ -143,8 +141,6 @@ class ReferenceRun:
         uses = {(id(parameter), owner[name]) for name, parameter in self._parameters.items()}
         if begun and len(uses) == len(self._parameters):
             self._survey = self._survey if watched else None
-            if self._survey is not None:
-                self._survey.settle()
             return self
         model = self._built() if begun else self.model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)

@@ -1,23 +1,16 @@
 """What becomes of a step once its ranks have handed it back: it is judged, and what is wrong with it explained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.core.judge import judged
-from pipeproof.core.old_weights import hold_to_old_weights
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import LawResult, Verdict, overall
-from pipeproof.diagnosis.diagnose import explained, sought
-from pipeproof.diagnosis.evidence import Line
-from pipeproof.diagnosis.rules.misrouted import misrouted
-from pipeproof.foreign.evidence import Beside, evidence_of
-from pipeproof.foreign.holders import at_holders
-from pipeproof.foreign.lines import from_the_first_wrong
+from pipeproof.foreign.holders import at_holders, with_notes
 from pipeproof.foreign.operation_run import OperationRun, observed_of
 from pipeproof.foreign.reference_run import SecondModel
 from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
-from pipeproof.observers.sketch import UNSOUGHT
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
 
@@ -57,12 +50,16 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
         verdict = with_notes(verdict, dict.fromkeys(_OF_CALLS, runs[0].found.missed))
     routed = tuple(one for one in verdict.mismatches if one.law in ROUTED)
     others = tuple(one for one in verdict.mismatches if one.law not in ROUTED)
+    if not verdict.mismatches:
+        return verdict
+    from pipeproof.foreign.step_causes import Beside, explain, misrouted  # what a right step needs nothing of
+
     if routed and _is_right(title, task, runs, second, halted):
         return replace(verdict, mismatches=(*routed, *others), cause=(misrouted(routed),))
     if not others:
         return verdict
     beside = Beside.of(one, second.like(one.task), following[:number][::-1])
-    found = _explained(replace(verdict, mismatches=others), one, beside)
+    found = explain(replace(verdict, mismatches=others), one, beside)
     laws = tuple(verdict.law(law.name) if law.name in ROUTED else law for law in found.laws)
     mismatches = (*found.mismatches, *routed) if found.cause else (*routed, *found.mismatches)
     return replace(found, laws=laws, mismatches=mismatches, verdict=overall(laws)) if routed else found
@@ -81,28 +78,6 @@ def _compared(title: str, task: Task, runs: Sequence[OperationRun], second: Seco
     """The verdict on ``runs`` as they are."""
     observed = observed_of(runs, [one.passages() for one in runs])
     return judged(required_of(title, task, runs, second, observed, halted=halted), observed)
-
-
-def _explained(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:
-    """``verdict`` with its cause, sought in the operation that disagrees first."""
-    known = one.passages(undivided=True)
-    if one.run.crash is not None:
-        return verdict.without_cause(one.run.crash)
-    observed = one.found.observed(known)
-    lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
-    evidence = evidence_of(verdict, from_the_first_wrong(lines), one.found, beside)
-    verdict = hold_to_old_weights(verdict, lambda: evidence)
-    evidence = replace(evidence, verdict=verdict)
-    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
-
-    def told() -> Verdict:
-        explanation = explained(evidence)
-        if UNSOUGHT in explanation.undecided or evidence.members is None:
-            return explanation
-        notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
-        return with_notes(explanation, notes)
-
-    return sought(verdict, told)
 
 
 def _unknown_output(task: Task, runs: Sequence[OperationRun]) -> str:
@@ -130,15 +105,6 @@ def _of_first_ranks(verdict: Verdict) -> Verdict:
         replace(law, outcome="unknown", note="compared on the first rank of each stage alone, and replicas differ")
         if (law.name, law.outcome) == ("gradient", "pass")
         else law
-        for law in verdict.laws
-    ]
-    return replace(verdict, laws=tuple(laws))
-
-
-def with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
-    """``verdict``, with ``notes`` said at their laws."""
-    laws = [
-        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]]))) if law.name in notes else law
         for law in verdict.laws
     ]
     return replace(verdict, laws=tuple(laws))

@@ -1,6 +1,7 @@
 """Where in the reference what passes: a sketch of every tensor that a module puts out, and of its gradient."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.diagnosis.sketches import of_sketches
-from pipeproof.observers.elements import is_rounded
+from pipeproof.observers.elements import in_fp64, is_rounded
 from pipeproof.observers.observed import INPUT
 from pipeproof.observers.sketch import FEW, Sketch, digest_of_values, sketch
 from pipeproof.reference.data import Batch
@@ -23,17 +24,20 @@ from pipeproof.reference.outputs import outputs_noted
 REPLICA = " of a replica"
 TOGETHER = " and "  # between the places of gradients that flow together
 _THROUGH = " through stage "
+_KEPT = b""  # the content of what is kept, until it is noted
 Result = TypeVar("Result")
 
 
 class Places(Mapping[str, Mapping[int, Sketch]]):
     """Sketches by place, one for each microbatch; a place is a module's n-th output, or the model's n-th input.
 
-    Where contents alone were noted, ``gather`` notes what passed as sketches, once that is asked for.
+    What is kept is noted once somebody asks for it. Where contents alone were noted, ``gather`` notes what passed as
+    sketches, once that is asked for.
     """
 
     def __init__(self, gather: Callable[[], None] | None = None) -> None:
         self.gather = gather
+        self._kept: list[tuple[str, int, Tensor]] = []
         self._contents: dict[str, dict[int, bytes]] = {}
         self._by_content: dict[bytes, list[tuple[str, int]]] = {}
         self._sketches: dict[str, dict[int, Sketch]] = {}
@@ -42,6 +46,8 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
 
     def __getitem__(self, place: str) -> Mapping[int, Sketch]:
         contents, made = self._contents[place], self._sketches.setdefault(place, {})
+        if _KEPT in contents.values():
+            self._note_kept()
         if len(made) < len(contents):
             if self.gather is not None and not self._recognised.keys() >= {*contents.values()}:
                 self.gather()
@@ -50,11 +56,19 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
             self._sketches[place] = made = {microbatch: made[microbatch] for microbatch in contents}
         return made
 
+    def __contains__(self, place: object) -> bool:
+        return place in self._contents
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._contents)
 
     def __len__(self) -> int:
         return len(self._contents)
+
+    def keep(self, place: str, microbatch: int, tensor: Tensor) -> None:
+        """``tensor``, which nobody else has, passed there."""
+        self._contents.setdefault(place, {})[microbatch] = _KEPT
+        self._kept.append((place, microbatch, tensor))
 
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """``tensor`` passed there."""
@@ -78,32 +92,59 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
             contents[microbatch] = content
             self._by_content.setdefault(content, []).append((place, microbatch))
 
+    def _note_kept(self, is_sought: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+        """Note what is kept, as far as it is sought."""
+        kept, self._kept = self._kept, []
+        for place, microbatch, tensor in kept:
+            if is_sought(tensor):
+                self._note(place, microbatch, digest_of_values(tensor))
+            else:
+                self._kept.append((place, microbatch, tensor))
+
     def computed_in(self, dtype: torch.dtype) -> None:
         """What passes, and what will be noted, is known to be computed in ``dtype``, narrower than its own."""
         self._computed = dtype
         for made in self._sketches.values():
             made |= {microbatch: replace(one, computed=dtype) for microbatch, one in made.items()}
 
-    def recognise(self, seen: Sketch) -> bool:
-        """Whether ``seen`` passes anywhere, bit for bit: then it is the sketch of what does, and none is gathered."""
-        known = seen.digest in self._by_content
-        if known:
-            self._recognised.setdefault(seen.digest, seen)
-        return known
+    def recognise(self, seen: Sequence[Sketch]) -> bool:
+        """Whether all of ``seen`` but zeros pass anywhere, bit for bit: these are sketches of what does, then.
+
+        Of what is kept, only what may be any of these is looked at.
+        """
+        norms = defaultdict[object, set[float]](set)
+        for one in seen:
+            norms[one.shape, one.dtype].add(one.norm)
+
+        def is_sought(tensor: Tensor) -> bool:
+            alike = norms[tensor.shape, tensor.dtype]
+            own = float(in_fp64(tensor).norm()) if alike else 0.0
+            return any(not abs(own - norm) > own * torch.finfo(torch.float32).eps for norm in alike)
+
+        self._note_kept(is_sought)
+        for one in seen:
+            if one.digest in self._by_content:
+                self._recognised.setdefault(one.digest, one)
+        return all(one.digest in self._by_content or not one.norm for one in seen)
 
     def holding(self, seen: Sketch) -> Sequence[tuple[str, int]]:
         """Every (place, microbatch) whose tensor ``seen`` is bit for bit, where it is more than zeros."""
-        return self._by_content.get(seen.digest, ()) if seen.norm else ()
+        return self._equal(seen) if seen.norm else ()
 
     def find(self, seen: Sketch) -> Iterator[tuple[str, int]]:
         """Every (place, microbatch) whose tensor ``seen`` is: bit for bit, or if none is, up to rounding."""
-        if seen.digest in self._by_content:
-            yield from self._by_content[seen.digest]
+        if equal := self._equal(seen):
+            yield from equal
             return
         for place, sketches in self.items():
             for microbatch, known in sketches.items():
                 if seen.is_like(known):
                     yield place, microbatch
+
+    def _equal(self, seen: Sketch) -> Sequence[tuple[str, int]]:
+        if seen.digest not in self._recognised:
+            self._note_kept()
+        return self._by_content.get(seen.digest, ())
 
     def usual(self, seen: Sequence[Sketch | None]) -> tuple[str, ...]:
         """The places where most of ``seen`` pass, each for another microbatch; none if none of them passes anywhere.
@@ -124,9 +165,9 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
                 apart.setdefault(place, []).append(one.distance(self[place][microbatch]))
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
-        short = any(math.prod(one.shape) < FEW and one.digest not in self._by_content for one in there)
+        short = any(math.prod(one.shape) < FEW and not self._equal(one) for one in there)
         coarse = all(_is_coarse(self._computed or one.dtype) for one in telling)
-        coarse = coarse and not any(one.digest in self._by_content for one in telling)
+        coarse = coarse and not any(map(self._equal, telling))
         if (short and 2 * most < len(there)) or (coarse and most < len(telling)):
             return ()
         return tuple(
@@ -166,7 +207,6 @@ class Survey:
         self._model = model
         self._replicas = replicas
         self._again = again
-        self._kept: list[tuple[Places, str, int, Tensor]] | None = None if again is None else []
         self._room = 0  # bytes: no more than the gradients of the microbatches, which are kept too
 
     def watch(
@@ -209,18 +249,12 @@ class Survey:
             note(backward, f"{place}{REPLICA}", microbatch, gradient * self._replicas)
 
     def _see(self, places: Places, place: str, microbatch: int, tensor: Tensor) -> None:
-        """``tensor`` passed there; it is kept as it is while there is room, until it is known whether anybody asks."""
-        if self._kept is None or tensor.layout != torch.strided or self._room < tensor.nbytes:
+        """``tensor`` passed there; it is kept as it is while there is room."""
+        if places.gather is None or tensor.layout != torch.strided or self._room < tensor.nbytes:
             places.note(place, microbatch, tensor)
         else:
             self._room -= tensor.nbytes
-            self._kept.append((places, place, microbatch, tensor.detach().clone()))
-
-    def settle(self) -> None:
-        """Note what is kept, and from now on whatever passes at once."""
-        kept, self._kept = self._kept or (), None
-        for places, place, microbatch, tensor in kept:
-            places.note(place, microbatch, tensor)
+            places.keep(place, microbatch, tensor.detach().clone())
 
     def _gathered(self) -> None:
         assert self._again is not None, "asked for where contents alone are noted"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -21,16 +21,16 @@ from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.foreign.handed_back import HandBackError
+from pipeproof.foreign.holders import with_notes
 from pipeproof.foreign.late_weights import with_late_weights
 from pipeproof.foreign.matching import NamesError
-from pipeproof.foreign.mutation import Mutated, mutated
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, run_step
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
-from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided, with_notes
+from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided
 from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
 from pipeproof.foreign.windows import Build, Layered
 from pipeproof.observers.digest import contents
@@ -39,6 +39,9 @@ from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+
+if TYPE_CHECKING:
+    from pipeproof.foreign.mutation import Mutated
 
 _READ = (
     "loss_divisor",
@@ -175,7 +178,7 @@ class WhiteBox:
         ranks: int,
         only: Collection[str] = (),
         timeout_s: float | None = None,
-    ) -> Mutated:
+    ) -> "Mutated":
         """What your own test makes of faults that are planted in the step that it is about: which it lets pass.
 
         test: called on every rank with its ``RankContext``; raises where it dislikes what it sees. Each fault is
@@ -186,6 +189,8 @@ class WhiteBox:
         Raises ``WhiteBoxError`` for a test that fails without a fault. Where replicas have the same data, faults in
         sums over them are not judged, for then a sum that is left out does not show.
         """
+        from pipeproof.foreign.mutation import mutated
+
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+_OLDEST = "2.13"  # of simulated ranks: before it, DTensor ends a process whose ranks are threads
 CPU = "cpu"
 AUTO = "auto"  # what a command line says for the machine's accelerator, or its processor
 COMMON = (CPU, "cuda", "xpu", "mps", "mtia", "hpu")  # those that need no torch to be known
@@ -225,3 +226,12 @@ def deterministic(device: str) -> None:
     if split(device)[0] != CPU and _arithmetic.get().deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def too_old(version: str = "") -> str:
+    """Why there are no simulated ranks with this torch; empty where there are."""
+    from torch.torch_version import TorchVersion, __version__
+
+    if (own := TorchVersion(version or __version__)) >= _OLDEST:
+        return ""
+    return f"torch is {own}: simulated ranks want {_OLDEST} or newer; use real ranks, in World()"

@@ -10,6 +10,36 @@ from pipeproof.worlds.simulated.guide import Guide
 
 
 @dataclass(frozen=True)
+class Timing:
+    """What takes time besides sleep. ``latency_s``: what a message takes on its way, in seconds. ``measured``: what a
+    rank's thread computes takes as long as the processor needs for it; else no time."""
+
+    latency_s: float = 0.0
+    measured: bool = False
+
+
+SLEEP_ALONE = Timing()
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How runs go: by a seed or a guide for all that is left open, over a transport.
+
+    ``timing``: what takes time besides sleep. ``noted``: keep the course. ``own_modules``: packages that each rank is
+    to import anew. ``fine``: another may also be next wherever a rank calls a function of torch. ``room``: how many
+    bytes the transport keeps of what one rank sends to another, where messages keep their order.
+    """
+
+    interleaving: int | Guide = 0
+    transport: Transport = Transport.UNLIMITED
+    timing: Timing = SLEEP_ALONE
+    noted: bool = False
+    own_modules: tuple[str, ...] = ()
+    fine: bool = False
+    room: int = 0
+
+
+@dataclass(frozen=True)
 class Simulation:
     """Of a case: so many interleavings, by their seeds, from the first on, over a transport.
 

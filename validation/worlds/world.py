@@ -6,25 +6,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
-from pipeproof.worlds.accelerator import CPU, refusal, split
+from pipeproof.worlds.accelerator import CPU, refusal, split, too_old
 from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import FIRST, pack, unpack, unshippable
-from pipeproof.worlds.simulated.clock import SLEEP_ALONE
 from pipeproof.worlds.simulated.exploration import Course, Exploration
 from pipeproof.worlds.simulated.guide import Guide
-from pipeproof.worlds.simulated.place import Simulated
-from pipeproof.worlds.simulated.play import Manner
-from pipeproof.worlds.simulated.torch_inside import too_old
-from pipeproof.worlds.simulation import Simulation
+from pipeproof.worlds.simulation import SLEEP_ALONE, Manner, Simulation
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
+
+if TYPE_CHECKING:
+    from pipeproof.worlds.simulated.place import Simulated
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 
@@ -171,13 +170,13 @@ class World:
         order = _order(job, args)
         if self._source is None:
             self._source = self._started()
-        if isinstance(self._source, Simulated):
-            self._source.manner = self._manner(self.transport, noted=self.noted)
+        if (simulated := self._simulated) is not None:
+            simulated.manner = self._manner(self.transport, noted=self.noted)
         run = partial(self._source.run, order, label=_label(job), ranks=ranks, timeout_s=bound_s)
         answers = run(meanwhile=meanwhile)
-        if isinstance(self._source, Simulated):
-            self._again = partial(run, meanwhile=()) if self._source.in_time else None
-            self.course, self.noted = self._source.course if self.noted else self.course, False
+        if simulated is not None:
+            self._again = partial(run, meanwhile=()) if simulated.in_time else None
+            self.course, self.noted = simulated.course if self.noted else self.course, False
         return _results(answers)
 
     def hangs_on(self) -> Mapping[Transport, bool]:
@@ -210,7 +209,7 @@ class World:
         With what numbers, or whether none of them would have waited for one, is not known.
         """
         self._run_again(self.transport, self.room)
-        return isinstance(self._source, Simulated) and self._source.may_end
+        return self._simulated is not None and self._simulated.may_end
 
     def _ends_with(self, room: int) -> bool:
         reports = self._run_again(self.transport, room)
@@ -218,18 +217,25 @@ class World:
 
     def _run_again(self, transport: Transport, room: int) -> Sequence[RankReport] | None:
         """How ranks end in the last run if it is on ``transport``; None where that cannot be known."""
-        if not isinstance(self._source, Simulated) or self._again is None:
+        if (simulated := self._simulated) is None or self._again is None:
             return None
-        self._source.manner = replace(self._manner(transport), room=room)
+        simulated.manner = replace(self._manner(transport), room=room)
         reports = self._again()
-        return reports if self._source.in_time else None
+        return reports if simulated.in_time else None
+
+    @property
+    def _simulated(self) -> "Simulated | None":
+        """Where simulated ranks are, once some are started."""
+        return cast("Simulated | None", self._source) if self.kind == SIMULATED else None
 
     def _manner(self, transport: Transport, *, noted: bool = False) -> Manner:
         own = tuple(sorted(self.own_modules))
         return Manner(self.seed, transport, self.timing, noted, own, self.fine, self.room)
 
-    def _started(self) -> Processes | Torchrun | Simulated:
+    def _started(self) -> "Processes | Torchrun | Simulated":
         if self.kind == SIMULATED:
+            from pipeproof.worlds.simulated.place import Simulated
+
             return Simulated(silent=self._silent)
         if under_torchrun():
             return Torchrun(self.device, silent=self._silent)

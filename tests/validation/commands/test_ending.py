@@ -283,7 +283,7 @@ def test_an_interruption_while_it_is_imported_is_quiet(start: str) -> None:
     code = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "class Asking:\n    def find_spec(name, *_):\n        if name == 'pipeproof.commands.ending':\n"
     code += "            os.kill(os.getpid(), signal.SIGINT)\n"
-    code += f"sys.meta_path.insert(0, Asking)\nsys.argv = ['pipeproof', '--version']\n{start}"
+    code += f"sys.meta_path.insert(0, Asking)\nsys.argv = ['pipeproof', '--help']\n{start}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 

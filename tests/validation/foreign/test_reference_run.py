@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
+from pipeproof.foreign.survey import Places
 from pipeproof.foreign.task import ReferenceRaised, Task
-from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.sketch import Sketch, digest_of_values, sketch
 from pipeproof.reference.step import Recipe, Reference, Site
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn
@@ -111,15 +112,35 @@ def test_sketches_are_gathered_only_of_what_nobody_has(monkeypatch: pytest.Monke
     forward, backward = run.places
     model = task.built("cpu")
     seen = [sketch(model(batch.inputs[0])) for batch in task.batches(model)]
-    assert all(forward.recognise(one) for one in seen)
+    assert forward.recognise(seen)
     assert [*forward[place].values()] == seen
     assert made == [], "what was seen is what passes: that is known by its content"
-    assert not forward.recognise(sketch(torch.ones(2, 4)))
+    assert not forward.recognise([sketch(torch.ones(2, 4))])
     gathered = backward[place]
     assert len(made) == len({*made}) == MICROBATCHES * 5, "an input, two outputs and their gradients"
     assert [one.digest for one in gathered.values()] == [
         one.digest for one in made if any(at == place for at, _ in backward.holding(one))
     ]
+
+
+def test_of_what_is_kept_only_what_may_have_been_seen_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bytes] = []
+
+    def counted(tensor: Tensor) -> bytes:
+        looked.append(digest_of_values(tensor))
+        return looked[-1]
+
+    monkeypatch.setattr("pipeproof.foreign.survey.digest_of_values", counted)
+    places, kept = Places(gather=lambda: None), [torch.full((3,), float(k)) for k in range(4)]
+    for number, one in enumerate(kept):
+        places.keep("layer", number, one)
+    seen = [sketch(one) for one in kept]
+    assert places.recognise(seen[1:2])
+    assert looked == [seen[1].digest]
+    assert list(places.find(seen[1])) == [("layer", 1)]
+    assert looked == [seen[1].digest], "nothing else can be that"
+    assert list(places.find(seen[3])) == [("layer", 3)]
+    assert sorted(looked) == sorted(one.digest for one in seen), "any may be what is new"
 
 
 def test_a_run_that_nobody_watched_keeps_nothing_of_what_passed() -> None:

@@ -8,23 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from pipeproof.worlds.simulation import Timing
 
 _EPOCH_S = 1.7e9  # the date on which every run begins, for one run is to be as another
 _OFTEN, _TICK_S = 1000, 1e-4  # who reads the clock more often than this, and nothing else, waits for it to go on
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What takes time besides sleep. ``latency_s``: what a message takes on its way, in seconds. ``measured``: what a
-    rank's thread computes takes as long as the processor needs for it; else no time."""
-
-    latency_s: float = 0.0
-    measured: bool = False
-
-
-SLEEP_ALONE = Timing()
 
 
 class Clock:

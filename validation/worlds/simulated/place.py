@@ -10,7 +10,8 @@ from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.patience import WHOLE
-from pipeproof.worlds.simulated.play import Manner, Order, Played, play
+from pipeproof.worlds.simulated.play import Order, Played, play
+from pipeproof.worlds.simulation import Manner
 from pipeproof.worlds.timeout import END_S
 
 _WHICH = ", nor did another: simulated ranks share a process, and which of them holds it is not known"

@@ -10,14 +10,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
 
-from pipeproof.pipeline.transports import RULES, Transport
+from pipeproof.pipeline.transports import RULES
 from pipeproof.pipeline.waiting import current
 from pipeproof.worlds.posted_messages import progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack_job
 from pipeproof.worlds.simulated.adversaries import Adversary, Fair
 from pipeproof.worlds.simulated.ahead import Ahead
-from pipeproof.worlds.simulated.clock import SLEEP_ALONE, Clock, Timing, virtual_time
+from pipeproof.worlds.simulated.clock import Clock, virtual_time
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.group import GROUPS, Bare, Net, messages
 from pipeproof.worlds.simulated.guide import Guide
@@ -32,29 +32,12 @@ from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import Scheduler, Seat
 from pipeproof.worlds.simulated.shared_store import SharedStore
 from pipeproof.worlds.simulated.torch_inside import asked_for_numbers, before_backwards, one_profiler, standing_in
+from pipeproof.worlds.simulation import Manner
 from pipeproof.worlds.stack import stack_of
 from pipeproof.worlds.timeout import END_S
 from pipeproof.worlds.worker import RankContext, obey, stack_text
 
 _MOST_AHEAD = 16  # runs in which programs go ahead of devices: what each foresees is the last one's
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How runs go: by a seed or a guide for all that is left open, over a transport.
-
-    ``timing``: what takes time besides sleep. ``noted``: keep the course. ``own_modules``: packages that each rank is
-    to import anew. ``fine``: another may also be next wherever a rank calls a function of torch. ``room``: how many
-    bytes the transport keeps of what one rank sends to another, where messages keep their order.
-    """
-
-    interleaving: int | Guide = 0
-    transport: Transport = Transport.UNLIMITED
-    timing: Timing = SLEEP_ALONE
-    noted: bool = False
-    own_modules: tuple[str, ...] = ()
-    fine: bool = False
-    room: int = 0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.profiler import profiler
-from torch.torch_version import TorchVersion
 from torch.utils import checkpoint
 
 from pipeproof.pipeline import waiting
@@ -59,16 +58,8 @@ SWITCHES = [  # of attention: what asks for it, and what sets it
     for name in ("flash", "mem_efficient", "math", "cudnn")
 ]
 MESSAGES = ("send", "recv", "recv_anysource")
-OLDEST = "2.13"  # before it, DTensor ends a process whose ranks are threads
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def too_old(version: str = torch.__version__) -> str:
-    """Why there are no simulated ranks with this torch; empty where there are."""
-    if TorchVersion(version) >= OLDEST:
-        return ""
-    return f"torch is {version}: simulated ranks want {OLDEST} or newer; use real ranks, in World()"
 
 
 def _world(before: Any) -> SimpleNamespace:

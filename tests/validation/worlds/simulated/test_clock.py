@@ -19,7 +19,7 @@ from pipeproof.commands.measure import measure
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.simulate import Times, simulate
 from pipeproof.pipeline.transports import Transport
-from pipeproof.worlds.simulated.clock import Timing
+from pipeproof.worlds.simulation import Timing
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds import world
+from pipeproof.worlds.accelerator import too_old
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.simulated.place import Simulated
-from pipeproof.worlds.simulated.torch_inside import too_old
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden

@@ -1,0 +1,59 @@
+"""What is wrong with a foreign step, explained: the one door to the diagnosis, which loads where there is something."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeproof.core.execution import flow
+from pipeproof.core.old_weights import hold_to_old_weights
+from pipeproof.core.verdict import Verdict
+from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.evidence import Line
+from pipeproof.diagnosis.rules.misrouted import misrouted
+from pipeproof.foreign.evidence import Beside, evidence_of
+from pipeproof.foreign.holders import with_notes
+from pipeproof.foreign.operation_run import OperationRun
+from pipeproof.observers.observed import Crossing
+from pipeproof.observers.sketch import UNSOUGHT
+
+__all__ = ["Beside", "explain", "misrouted"]
+_BY_DESIGN = ("zero", "missing", "shape")  # one rank of a line may have the loss, or hand on a part, for all
+
+
+def explain(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:
+    """``verdict`` with its cause, sought in the operation that disagrees first."""
+    known = one.passages(undivided=True)
+    if one.run.crash is not None:
+        return verdict.without_cause(one.run.crash)
+    observed = one.found.observed(known)
+    lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
+    evidence = evidence_of(verdict, _from_the_first_wrong(lines), one.found, beside)
+    verdict = hold_to_old_weights(verdict, lambda: evidence)
+    evidence = replace(evidence, verdict=verdict)
+    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+
+    def told() -> Verdict:
+        explanation = explained(evidence)
+        if UNSOUGHT in explanation.undecided or evidence.members is None:
+            return explanation
+        notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
+        return with_notes(explanation, notes)
+
+    return sought(verdict, told)
+
+
+def _from_the_first_wrong(lines: Sequence[Line]) -> list[Line]:
+    """The lines of ranks with the same stages, from that on of which a tensor is wrong nearest to where data comes in.
+
+    Where none is, from the first one on.
+    """
+    return sorted(lines, key=lambda line: _first_wrong(line, told=line is lines[0]))
+
+
+def _first_wrong(line: Line, *, told: bool) -> tuple[float, ...]:
+    """Where in the flow a tensor is first wrong. Not ``told``: what no law judges may be meant so on this line."""
+    wrong = [one for one in line.seen.crossings(0) if not one.same and (told or one.judged or not _meant(one))]
+    return min((flow(one, line.seen.schedule.n_stages) for one in wrong), default=(float("inf"),))
+
+
+def _meant(one: Crossing) -> bool:
+    return one.really is None or one.really.kind in _BY_DESIGN
