@@ -42,7 +42,15 @@ def requirements_of(case: Case) -> Requirements:
     laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
     counts, tied = (case.microbatches * case.replicas,) * len(case.plan), copies_apart(model, owner)
     return Requirements(
-        str(case), laws, case.plan, counts, due, oracle, tied, bindings=case.bindings, ahead=oracle.ahead
+        config=str(case),
+        laws=laws,
+        plan=case.plan,
+        counts=counts,
+        due=due,
+        oracle=oracle,
+        tied=tied,
+        bindings=case.bindings,
+        ahead=oracle.ahead,
     )
 
 

@@ -1,10 +1,9 @@
 """What was observed of an operation's actions and parameters, held against the laws about them."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
 
-from pipeproof.core.headings import Headings
 from pipeproof.core.ledger import NOWHERE, Heading, Ledger
+from pipeproof.core.requirements import Conditions
 from pipeproof.core.verdict import What
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
@@ -15,35 +14,21 @@ from pipeproof.reference.step import Site
 _IN_ACTION = (GIVEN, MADE, KEPT, RECEIVED, HANDED_ON)  # in which order tensors cross
 
 
-class Conditions(Protocol):
-    """What must hold of actions and parameters, as ``Requirements`` has it."""
+class Headings:
+    """Makes headings for a ledger; ``placement`` has the rank of every stage."""
 
-    @property
-    def plan(self) -> tuple[str, ...]: ...
+    def __init__(self, placement: Sequence[int]) -> None:
+        self._placement = tuple(placement)
 
-    @property
-    def counts(self) -> Sequence[int]: ...
+    def stage(self, law: str, number: int, scenarios: frozenset[str], stage: int, **where: object) -> Heading:
+        """At ``stage``, which may be nowhere, on its rank."""
+        if stage == NOWHERE:
+            return Heading.at(law, number, scenarios, **where)
+        return Heading.at(law, number, scenarios, **{"rank": self._placement[stage], **where}, stage=stage)
 
-    @property
-    def due(self) -> frozenset[Site]: ...
-
-    @property
-    def unmatched(self) -> Mapping[Site, str]: ...
-
-    @property
-    def unseen(self) -> Collection[int]: ...
-
-    @property
-    def uncalled(self) -> Collection[int]: ...
-
-    @property
-    def frozen(self) -> Collection[int]: ...
-
-    @property
-    def traced(self) -> Collection[int]: ...
-
-    @property
-    def mode_matters(self) -> Callable[[], bool]: ...
+    def site(self, law: str, number: int, scenarios: frozenset[str], site: Site) -> Heading:
+        """At a parameter."""
+        return self.stage(law, number, scenarios, site[0], parameter=site[1])
 
 
 class Execution:

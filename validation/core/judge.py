@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.comparison import Comparison, due_of, hold_claim, leave_out, tell_of_unmoved
-from pipeproof.core.execution import Execution
+from pipeproof.core.execution import Execution, Headings
 from pipeproof.core.floors import Floors
-from pipeproof.core.headings import Headings
 from pipeproof.core.ledger import NOWHERE, Ledger
 from pipeproof.core.limits import FP32, Precision, precision_of
 from pipeproof.core.measured import Measured

@@ -81,11 +81,8 @@ def _action(point: Point, executed: set[Action]) -> Action:
 def _sight(point: Point, recording: Recording, ground: Ground, first: Divergence | None) -> Sight:
     right = first is None and is_right(recording, ground, point, ground.limit)
     size = _error(recording.tensors[point], ground.expected[point])
-    return sight(point, point.where, right, _likeness(first), error=size, limit=ground.limit)
-
-
-def _likeness(first: Divergence | None) -> Likeness | None:
-    return None if first is None else first.what
+    likeness = None if first is None else first.what
+    return sight(point, point.where, right, likeness, error=size, limit=ground.limit)
 
 
 def _error(seen: Sequence[Tensor | None], due: Sequence[Tensor | None]) -> float | None:

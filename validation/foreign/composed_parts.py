@@ -14,6 +14,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
 from pipeproof.core.measuring import ran_of
 from pipeproof.core.reason import Reason
+from pipeproof.core.requirements import Conditions
 from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
@@ -21,7 +22,6 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.foreign.chain import Chain
-from pipeproof.foreign.chain_conditions import ChainConditions
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_causes import drawn_again, of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.foreign.first_run import DRAWS_AGAIN
@@ -301,12 +301,11 @@ class Whole:
         )
 
     @property
-    def _conditions(self) -> ChainConditions:
+    def _conditions(self) -> Conditions:
         frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
         matters = any(link.mode_matters for links in self._links.values() for link in links)
-        return ChainConditions(
-            (self.chain.microbatches,), frozenset(frozen) - {self.chain.last}, mode_matters=lambda: matters
-        )
+        idle = frozenset(frozen) - {self.chain.last}
+        return Conditions(counts=(self.chain.microbatches,), frozen=idle, mode_matters=lambda: matters)
 
     def _explained(self, verdict: Verdict) -> Verdict:
         """``verdict`` with the causes of what the chain shows, then those that ranks found in their own gradients."""

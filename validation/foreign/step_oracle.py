@@ -129,13 +129,13 @@ def required_of(
     later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
     laws = laws_of(task)
     return Requirements(
-        title,
-        laws,
-        plan,
-        tuple(len(one.made) for one in runs),
-        found.due,
-        StepOracle(judged, runs),
-        found.tied,
+        config=title,
+        laws=laws,
+        plan=plan,
+        counts=tuple(len(one.made) for one in runs),
+        due=found.due,
+        oracle=StepOracle(judged, runs),
+        tied=found.tied,
         skipped=dict(skipped(observed)),
         missed=dict(missed(found, observed, unlike, first.routing.untold)) | dict.fromkeys(later, halted),
         remarks=found.remarks

@@ -43,13 +43,9 @@ def cut(stage: Any, mesh: DeviceMesh) -> nn.Module:
     """Every layer of ``stage`` by its plan, in place."""
     for layer in stage:
         plan = of_embedding() if isinstance(layer, Embedding) else of_head() if isinstance(layer, Head) else of_block()
-        present = {name: style for name, style in plan.items() if _has(layer, name)}
+        present = {name: style for name, style in plan.items() if name in dict(layer.named_modules())}
         parallelize_module(layer, mesh, present)
     return stage  # type: ignore[no-any-return]
-
-
-def _has(layer: nn.Module, name: str) -> bool:
-    return name in dict(layer.named_modules())
 
 
 TENSOR_PARALLEL = Part(cut, around=loss_parallel)
