@@ -1,4 +1,4 @@
-"""Calls of stages beside those of microbatches: padding, and what tells shapes. The sums of gradients decide."""
+"""Calls of stages beside those of microbatches: padding, and a first one that tells shapes. Gradients decide."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,11 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.sources import Data
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH
+from pipeproof.observers.calls import Call
 
 Value = TypeVar("Value")
 _IDLE = "calls that add nothing: {} of stage {}"
-_EXTRA = "stage {} was called {} times for {} microbatch{}: call {} was given none of these"
+_EXTRA = "stage {} was called {} times for {} microbatch{}: the first call is none of theirs"
 _ADDED = "; it had a backward, and gradients are wrong: pass all microbatches that the step runs, or let it add nothing"
 
 
@@ -21,7 +21,7 @@ _ADDED = "; it had a backward, and gradients are wrong: pass all microbatches th
 class ExtraCalls:
     """By stage, the places of its calls that are no microbatch's; ``idle``: those of them to which zeros alone flowed.
 
-    Each microbatch has another call there.
+    Each microbatch has another call there. A first call too many is such, whatever flowed back.
     """
 
     stages: Mapping[int, StageSeen]
@@ -32,10 +32,11 @@ class ExtraCalls:
     @classmethod
     def among(cls, stages: Mapping[int, StageSeen], data: Data) -> "ExtraCalls":
         """Those of ``stages``; ``data`` is what each microbatch brings."""
-        numbers = {stage: order.numbers for stage, order in Chain(stages, data).orders.items()}
-        idle = {stage: _idle(seen, numbers[stage]) for stage, seen in stages.items()}
-        unknown = {k: {n for n, m in enumerate(own) if m == UNKNOWN_MICROBATCH} for k, own in numbers.items()}
-        return cls(stages, len(data), {stage: idle[stage] | unknown[stage] for stage in stages}, idle)
+        orders = Chain(stages, data).orders
+        idle = {stage: _idle(seen, orders[stage].numbers) for stage, seen in stages.items()}
+        every = [*range(len(data))]
+        first = {k: _first(seen, orders[k].numbers, idle[k], every) for k, seen in stages.items()}
+        return cls(stages, len(data), {stage: idle[stage] | first[stage] for stage in stages}, idle)
 
     @property
     def without(self) -> dict[int, StageSeen]:
@@ -55,10 +56,24 @@ class ExtraCalls:
             if idle:
                 ledger.remark("microbatches", _IDLE.format(len(idle), stage))
             for k in sorted(self.places[stage] - idle):
-                told = _EXTRA.format(stage, len(calls), count, "es" * (count != 1), k + 1)
+                told = _EXTRA.format(stage, len(calls), count, "es" * (count != 1))
                 ledger.remark("microbatches", told + _ADDED * (stage in wrong and calls[k].trained))
 
 
 def _idle(seen: StageSeen, numbers: Sequence[int]) -> frozenset[int]:
     adding = {number for number, call in zip(numbers, seen.calls, strict=True) if not call.is_idle}
     return frozenset(k for k, call in enumerate(seen.calls) if call.is_idle and numbers[k] in adding)
+
+
+def _first(seen: StageSeen, numbers: Sequence[int], idle: frozenset[int], every: list[int]) -> frozenset[int]:
+    """The place of a first call, where the others are of ``every`` microbatch and it is no repetition of one."""
+    left = [k for k in range(len(numbers)) if k not in idle]
+    if not left or sorted(numbers[k] for k in left[1:]) != every:
+        return frozenset()
+    again = {numbers[k]: seen.calls[k] for k in left[1:]}.get(numbers[left[0]])
+    same = again is not None and _flows(again) == _flows(seen.calls[left[0]])
+    return frozenset() if same else frozenset(left[:1])
+
+
+def _flows(call: Call) -> dict[int, bytes]:
+    return {number: one.digest for number, one in call.output_gradients.items()}
