@@ -135,21 +135,21 @@ class Reference:
         orders: Mapping[Stage, Sequence[int]],
         max_norm: float | None = None,
         update: bool = True,
-        made: Sequence[Contribution] = (),
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm``: in place of the recipe's. Without ``update`` it ends before ``step``. ``made``: what all give.
+        ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends before ``step``.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":
             losses = self._evaluate(batches)
             return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        contributions = tuple(made) or self.contribute(batches)
+        contributions = self.contribute(batches)
         losses = tuple(one.loss for one in contributions)
         self._sums = self.accumulate(contributions, orders=orders, onto=self._sums)
-        expected = Expected(operation, losses, _total(losses) / divisor, contributions, before, buffers=self._buffers())
+        loss = _total(losses) / divisor
+        expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
         if operation != "train":
             return expected
         gradients, self._sums = self.total(self._sums), {}

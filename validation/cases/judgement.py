@@ -18,6 +18,7 @@ from pipeproof.worlds.accelerator import deterministic, first_of
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
     """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
+    deterministic(case.device)
     return judged(requirements_of(case), observed, measure=measure)
 
 
@@ -28,7 +29,6 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
 
 def requirements_of(case: Case) -> Requirements:
     """``case`` as a subject: its reference, and what its plan leaves out."""
-    deterministic(case.device)
     device = first_of(case.device)
     model = model_for(case).to(device)
     owner = owners(model, case.split)
@@ -38,19 +38,16 @@ def requirements_of(case: Case) -> Requirements:
         batches=lambda number: [batch.to(device) for batch in data_for(case, number)],
         max_norm=lambda number: max_norm_of(case, number),
     )
-    due = frozenset((stage, name) for name, stage in owner.items())
     laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
-    counts, tied = (case.microbatches * case.replicas,) * len(case.plan), copies_apart(model, owner)
     return Requirements(
         config=str(case),
         laws=laws,
         plan=case.plan,
-        counts=counts,
-        due=due,
+        counts=(case.microbatches * case.replicas,) * len(case.plan),
+        due=frozenset((stage, name) for name, stage in owner.items()),
         oracle=oracle,
-        tied=tied,
+        tied=copies_apart(model, owner),
         bindings=case.bindings,
-        ahead=oracle.ahead,
     )
 
 

@@ -1,6 +1,6 @@
 """Running a case on real ranks and bringing back what they produced. Observers are wrapped around parts of the step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -84,12 +84,12 @@ class WatchedGradients(AroundGradients):
         self.kept = gradients_of(_modules(self.stages))
 
 
-def observe(case: Case, world: World, *, record: bool = False, meanwhile: Iterable[object] = ()) -> Observed:
+def observe(case: Case, world: World, *, record: bool = False) -> Observed:
     """Run ``case`` on ``world``'s ranks; ``record``: and copy every boundary tensor on the way.
 
-    ``meanwhile`` is as for ``World.run``. Raises what that raises: a rank that failed, hung or is missing.
+    Raises what the world raises: a rank that failed, hung or is missing.
     """
-    rows = world.run(_observe_planted, case, record, PLUGINS.files, ranks=case.processes, meanwhile=meanwhile)
+    rows = world.run(_observe_planted, case, record, PLUGINS.files, ranks=case.processes)
     return as_one(case, [tuple(row) for row in rows])
 
 

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 from pipeproof.cases.case import Case
-from pipeproof.cases.judgement import diagnose
+from pipeproof.cases.judgement import diagnose, judge
+from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import fault
 from pipeproof.cases.specimens.specimen import Specimen, unchanged
-from pipeproof.cases.validator import crashed, explained, observe_and_judge, refused
+from pipeproof.cases.validator import crashed, explained, refused
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
 from pipeproof.observers.observed import Observed
@@ -138,11 +139,12 @@ def _outcome(specimen: Specimen, case: Case, world: World, *, record: bool) -> _
         found = named(specimen, case, refused(case, broken), alike=False, seconds=0.0) if broken else None
         return laws, found, None
     try:
-        observed, verdict = observe_and_judge(case, world)
+        observed = observe(case, world)
     except RankFailed as failure:
         verdict = crashed(case, failure)
         found = named(specimen, case, verdict, alike=False, seconds=0.0)
         return tuple(cause.kind for cause in verdict.cause), found, None
+    verdict = judge(case, observed)
     laws = tuple(law.name for law in verdict.laws if law.outcome == "fail")
     if verdict.verdict != "fail":
         return laws, None, None

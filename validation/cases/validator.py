@@ -5,13 +5,12 @@ from dataclasses import replace
 from time import perf_counter
 
 from pipeproof.cases.case import Case
-from pipeproof.cases.judgement import diagnose, requirements_of
+from pipeproof.cases.judgement import diagnose, judge
 from pipeproof.cases.observe import observe
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import specimen
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.core.cause import Cause
-from pipeproof.core.judge import judged, one_thread
 from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.diagnose import sought
 from pipeproof.observers.observed import Observed
@@ -34,20 +33,11 @@ def validate(case: Case, world: World, *, measure: bool = False, explain: bool =
     if (verdict := refusal(case)) is not None:
         return verdict
     began = perf_counter()
-    observed, verdict = observe_and_judge(case, world, measure=measure)
+    observed = observe(case, world)
+    verdict = judge(case, observed, measure=measure)
     if explain and verdict.verdict == "fail":
         verdict = explained(case, world, observed, verdict)
     return replace(verdict, seconds=perf_counter() - began)
-
-
-def observe_and_judge(
-    case: Case, world: World, *, record: bool = False, measure: bool = False
-) -> tuple[Observed, Verdict]:
-    """What the ranks produced, and the verdict on that. The reference runs while they do. Raises what they raise."""
-    required = requirements_of(case)
-    with one_thread():
-        observed = observe(case, world, record=record, meanwhile=required.ahead)
-    return observed, judged(required, observed, measure=measure)
 
 
 def explained(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
@@ -59,7 +49,8 @@ def explained(case: Case, world: World, observed: Observed, verdict: Verdict) ->
 
 def _explained(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
     try:
-        recorded, again = observe_and_judge(case, world, record=True)
+        recorded = observe(case, world, record=True)
+        again = judge(case, recorded)
     except RankFailed:
         return replace(diagnose(case, observed, verdict), undecided=("not reproduced: run again, the ranks failed",))
     if again.mismatches != verdict.mismatches:

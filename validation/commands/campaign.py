@@ -12,8 +12,10 @@ import torch._dynamo  # noqa: F401  # the reference's optimizer wants it: better
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.interleavings import narrow
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import specimen
-from pipeproof.cases.validator import crashed, explained, observe_and_judge, refusal
+from pipeproof.cases.validator import crashed, explained, refusal
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Opened, Outputs
 from pipeproof.core.verdict import Verdict
@@ -235,9 +237,10 @@ def replacing(verdict: Verdict, simulation: Simulation | None, *, seconds: float
 def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Observed | None]:
     try:
         with enough_ranks():
-            observed, verdict = observe_and_judge(case, world, measure=measure)
+            observed = observe(case, world)
     except RankFailed as failure:
         return crashed(case, failure), None
+    verdict = judge(case, observed, measure=measure)
     if verdict.verdict == "fail":
         verdict = explained(case, world, observed, verdict)
     return verdict, observed

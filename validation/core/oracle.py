@@ -1,8 +1,6 @@
 """What is judged, and what the right answers are."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,7 +13,7 @@ from pipeproof.core.limits import Precision, precision_among
 from pipeproof.core.nudged import Nudged, OtherProducts
 from pipeproof.core.updates import Orders, Pending
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Contribution, Expected, Gradient, Reference, Site, clip_factor
+from pipeproof.reference.step import Expected, Gradient, Reference, Site, clip_factor
 
 
 @dataclass(frozen=True)
@@ -69,28 +67,16 @@ class LiveOracle:
         self._batches = batches
         self._max_norm = max_norm
         self._pending: list[Pending] = []  # operations whose gradients the next update uses
-        self._first: list[Contribution] = []
-        self.ahead = self._contribute()
 
     @property
     def precision(self) -> Precision:
         """That of the reference's parameters."""
         return precision_of_reference(self._reference)
 
-    def _contribute(self) -> Iterator[None]:
-        """What one more microbatch of the first operation gives, which no order changes."""
-        with suppress(Exception):  # no one type: what the reference raises is told where its answer is asked for
-            for one in self._reference.contributing(self._batches(0)) if self._plan[0] != "eval" else ():
-                self._first.append(one)
-                yield
-
     def answer(self, number: int, orders: Mapping[int, Sequence[int]]) -> Answer:
         """Perform operation ``number``."""
         name, batches, max_norm = self._plan[number], self._batches(number), self._max_norm(number)
-        deque(self.ahead, maxlen=0)
-        first, self._first = self._first, []
-        made = first if len(first) == len(batches) else ()
-        expected = self._reference.perform(name, batches, orders=orders, update=False, made=made)
+        expected = self._reference.perform(name, batches, orders=orders, update=False)
         if name == "eval":
             return Answer(expected, None, max_norm)
         self._pending.append(Pending(expected, batches, orders))

@@ -1,6 +1,6 @@
 """What is known of a run before anything of it is compared."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeproof.core.oracle import Oracle
@@ -36,8 +36,7 @@ class Requirements(Conditions):
     each the name of its copy by stage. ``skipped`` are laws that do not apply, with the reason, ``missed`` those of
     whose matter nothing was seen, and ``remarks`` what readers of others should know. Where ``every_rank`` is False,
     ranks may leave it to others to report losses and norm. ``results_decide``: calls, boundaries and starting weights
-    decide nothing where every result is right. ``ahead``: steps that make what of the right answers can be made before
-    anything is seen.
+    decide nothing where every result is right.
     """
 
     config: str
@@ -50,4 +49,3 @@ class Requirements(Conditions):
     every_rank: bool = True
     results_decide: bool = False
     bindings: str = ""
-    ahead: Iterable[object] = ()

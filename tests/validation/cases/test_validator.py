@@ -1,15 +1,12 @@
 """The main job on real ranks: every schedule, every model, every scenario, bit for bit."""
 
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 
 from pipeproof.cases.case import MODELS, Case
-from pipeproof.cases.judgement import requirements_of
 from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.validator import crashed, observe_and_judge, refusal, refused, validate
-from pipeproof.core.judge import judged
+from pipeproof.cases.validator import crashed, refusal, refused, validate
 from pipeproof.core.verdict import ValidationFailed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
@@ -122,24 +119,3 @@ def test_a_planted_program_that_breaks_a_law_is_no_pass_though_nothing_runs() ->
             golden(str(verdict).splitlines()[0])
             assert f"{planted.law}: " in verdict.failure
     assert refusal(Case.parse(planted.smallest)) is None
-
-
-@pytest.mark.parametrize("more", ["model=batchnorm", "model=mlp plan=eval+train"])
-@pytest.mark.parametrize("steps", [0, 2, 9])
-def test_however_much_of_the_reference_ran_ahead_the_verdict_is_the_same(world: World, more: str, steps: int) -> None:
-    case = Case.parse(f"interleaved r1 s2 m3 {more}")
-    observed, verdict = observe_and_judge(case, world)
-    required = requirements_of(case)
-    done = list(islice(required.ahead, steps))
-    assert len(done) == (0 if case.plan[0] == "eval" else min(steps, 3))
-    again = judged(required, observed)
-    assert (again.tier, again.laws) == ("bitwise", verdict.laws)
-
-
-def test_what_the_reference_raises_ahead_is_told_by_its_verdict(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*_: object, **__: object) -> None:
-        raise KeyError("gone")
-
-    monkeypatch.setattr("pipeproof.reference.step.Reference.contribution", wrong)
-    _, verdict = observe_and_judge(Case.parse("interleaved r1 s2 m3 model=mlp"), world)
-    assert "KeyError: 'gone'" in verdict.stopped, verdict
