@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import Action, Kind
@@ -337,7 +337,6 @@ def damaged(draw: st.DrawFn) -> Schedule:
 
 @pytest.mark.long
 @given(damaged())
-@settings(deadline=None, max_examples=300)
 def test_the_laws_hold_exactly_where_the_schedule_runs(schedule: Schedule) -> None:
     assert (violations(schedule) == ()) == runs(schedule)
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.golden import golden
+from tests.support.sweeps import each_once
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,7 @@ def test_who_forgot_that_a_gradient_is_wanted_is_named(ranks: set[int], plain: i
     golden(verdict.cause[0].detail)
 
 
-@pytest.mark.parametrize("wants", [(True, True), (False, True), (True, False), (False, False)])
-@pytest.mark.parametrize("plain", [-1, 1])
+@pytest.mark.parametrize(*each_once(plain=[-1, 1], wants=[(True, True), (False, True), (True, False), (False, False)]))
 def test_nothing_is_lost_where_the_first_stage_is_frozen(plain: int, wants: tuple[bool, bool], world: World) -> None:
     """A middle stage without parameters then gives nothing that brings a gradient, whoever asks it for one."""
     lost = frozenset(rank for rank, wanted in enumerate(wants, 1) if not wanted)

@@ -1,5 +1,7 @@
 """Stages that ``fully_shard`` cut among ranks, held against themselves."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,8 +44,12 @@ def world() -> World:
     return World(kind="simulated", silent=True)
 
 
-def verdicts(world: World, way: Sharded, ranks: int = 4) -> list[Verdict]:
-    return world.run(sharded_steps, way, ranks=ranks)[0]
+def verdicts(world: World, way: Sharded, ranks: int = 4, steps: int = 2) -> list[Verdict]:
+    return world.run(partial(sharded_steps, steps=steps), way, ranks=ranks)[0]
+
+
+def first(world: World, way: Sharded) -> Verdict:
+    return verdicts(world, way, steps=1)[0]
 
 
 WAYS = [
@@ -72,20 +78,20 @@ def test_right_steps_pass(way: Sharded, world: World) -> None:
 
 @pytest.mark.parametrize("way", sampled([Sharded(copies=2), Sharded(tensor=2, sequence=True)], 2))
 def test_shards_may_have_copies_and_be_cut_inside(way: Sharded, world: World) -> None:
-    for verdict in verdicts(world, way, ranks=8):
+    for verdict in verdicts(world, way, ranks=8, steps=1):
         assert verdict.verdict == "pass", str(verdict)
 
 
 def test_gradients_of_narrow_weights_are_added_up_as_they_are_kept(world: World) -> None:
     """Reduced in fp32, microbatch by microbatch, two ranks' bf16 gradients give one sum."""
-    verdict = verdicts(world, Sharded(MixedPrecisionPolicy(BF16, FP32)))[0]
+    verdict = first(world, Sharded(MixedPrecisionPolicy(BF16, FP32)))
     law = next(one for one in verdict.laws if one.name == "gradient")
     assert law.exact == law.checked
 
 
 @pytest.mark.parametrize("tensor", sampled([2, 1], 2))
 def test_a_part_that_is_wrong_is_named_with_its_rank(tensor: int, world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=PART, tensor=tensor))[0]
+    verdict = first(world, Sharded(plant=PART, tensor=tensor))
     wrong = [(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"]
     assert wrong == [(3, "1.0.weight")], str(verdict)
     (cause,) = verdict.cause
@@ -99,27 +105,27 @@ def test_gradients_of_the_step_before_are_named_in_shards(world: World) -> None:
 
 
 def test_other_causes_say_nothing_of_what_is_put_together(world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=DROPPED, tensor=2))[0]
+    verdict = first(world, Sharded(plant=DROPPED, tensor=2))
     assert verdict.verdict == "fail", str(verdict)
     assert verdict.cause, str(verdict)
     assert "put together" not in str(verdict)
 
 
 def test_a_microbatch_that_is_lost_is_named_where_it_was(world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=DROPPED))[0]
+    verdict = first(world, Sharded(plant=DROPPED))
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 3, 1, (1,)), str(verdict)
 
 
 def test_sums_that_ranks_of_one_replica_do_not_form_are_named(world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=NORM, tensor=2, sequence=True))[0]
+    verdict = first(world, Sharded(plant=NORM, tensor=2, sequence=True))
     wrong = {(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"}
     assert wrong == {(rank, f"{rank // 2}.3.{name}") for rank in range(4) for name in ("weight", "bias")}, str(verdict)
 
 
 @pytest.mark.parametrize("tensor", sampled([2, 1], 2))
 def test_a_part_that_the_optimizer_moved_otherwise_is_named(tensor: int, world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=UPDATE, tensor=tensor))[0]
+    verdict = first(world, Sharded(plant=UPDATE, tensor=tensor))
     assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.parameter) == ("update", 3, "1.0.weight"), str(verdict)

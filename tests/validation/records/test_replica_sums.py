@@ -27,6 +27,7 @@ from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.sweeps import SWEEP, each_once
 
 pytestmark = pytest.mark.long
 
@@ -112,8 +113,7 @@ def checked(world: World, fault: str = "", *, averaged: bool = True, same: bool 
     return found
 
 
-@pytest.mark.parametrize("averaged", [True, False])
-@pytest.mark.parametrize("kind", ["simulated", "world"])
+@pytest.mark.parametrize(*each_once(kind=["simulated", "world"], averaged=[True, False]))
 def test_replicas_that_average_and_that_add_up_are_right(
     kind: str, averaged: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -126,12 +126,12 @@ def test_replicas_that_average_and_that_add_up_are_right(
     ("fault", "averaged", "kind", "ranks"),
     [
         ("unreduced", True, "not-reduced", {1, 3}),
-        ("unreduced", False, "not-reduced", {1, 3}),
+        pytest.param("unreduced", False, "not-reduced", {1, 3}, marks=SWEEP),
         ("unscaled", True, "scale", {0, 2}),
         ("one rank", True, "scale", {2}),
         ("early", True, "not-reduced", {0, 2}),
         ("kept", True, "stale-gradient", {0, 2}),
-        ("others", True, "misplaced", {0, 1, 2, 3}),
+        pytest.param("others", True, "misplaced", {0, 1, 2, 3}, marks=SWEEP),
         ("others", False, "misplaced", {0, 1, 2, 3}),
     ],
 )
