@@ -13,14 +13,11 @@ from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
 from tests.support.golden import golden
+from tests.support.steps import loss_fn
 from tests.support.sweeps import each_once
 
 COUNT, ROWS, WIDTH, RANKS = 4, 6, 5, 3
 Stages = Callable[[Any], list[nn.Module]]
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
 
 
 def data() -> list[tuple[Tensor, Tensor]]:

@@ -36,10 +36,6 @@ LOSS = nn.functional.mse_loss
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
-def named(stage: int, name: str) -> str:
-    return f"{stage}.{name}"
-
-
 def data(replica: int) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(5 + replica)
     return [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(COUNT)]
@@ -68,7 +64,9 @@ def pipelines(context: RankContext, fault: str, averaged: bool, same: bool = Fal
     kept = {one: torch.ones_like(one) for one in stage.parameters()} if fault == "kept" and number == 0 else {}
     for parameter, old in kept.items():
         parameter.grad = old
-    with check_step({number: stage}, microbatches, against=Composed(LOSS), rename=named, timeout_s=20) as check:
+    with check_step(
+        {number: stage}, microbatches, against=Composed(LOSS), rename="{}.{}".format, timeout_s=20
+    ) as check:
         inputs, outputs, losses = list[Tensor](), list[Tensor](), list[float]()
         for x, target in microbatches:
             if number:
@@ -225,7 +223,7 @@ def in_one(context: RankContext) -> Verdict:
     parameters = [one for stage in stages.values() for one in stage.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     by = Composed(LOSS, optimizer=optimizer)
-    with check_step(stages, microbatches, against=by, rename=named, timeout_s=20) as check:
+    with check_step(stages, microbatches, against=by, rename="{}.{}".format, timeout_s=20) as check:
         for x, target in microbatches:
             (LOSS(stages[1](stages[0](x)), target) / COUNT).backward()
         for one in parameters:
