@@ -24,6 +24,7 @@ from pipeproof.cases.validator import crashed
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.accelerator import Arithmetic
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.sources import ROOT
 from tests.support.sweeps import SWEEP
 
@@ -54,30 +55,15 @@ def test_what_is_wrong_decides_the_exit_status(parts: list[PartResult], status: 
 
 def test_a_table_has_each_row_and_each_column_that_some_row_has() -> None:
     result = Result({"device": "cpu", "torch": "2"}, [part(RIGHT, FAILED), part(ended="not run", reason="one device")])
-    assert result.markdown().splitlines() == [
-        "# device cpu, torch 2",
-        "",
-        "| part | what | how it went | time |",
-        "| --- | --- | --- | --- |",
-        "| host | every schedule | done; 1 pass, 1 fail | 3 s |",
-        "| host | every schedule | not run: one device | 3 s |",
-        "",
-        "## every schedule",
-        "",
-        "| what | how it went | tier | why |",
-        "| --- | --- | --- | --- |",
-        "| 1f1b | pass | bitwise |  |",
-        "| zb-h1 | fail |  | scale x4 everywhere |",
-    ]
+    golden(result.markdown(), exact=True)
     assert [*failing(result.parts[0])] == ["host: zb-h1: fail"]
 
 
 def test_a_long_table_shows_what_is_not_as_it_should_be() -> None:
     many = [Row(f"fault {number}", "caught") for number in range(60)]
     text = section(part(*many, Row("fault 60", "NOT caught", wrong=True)))
-    assert "fault 60 | NOT caught" in text
+    golden(text)
     assert "fault 59" not in text
-    assert "60 others are as they should be." in text
 
 
 def test_json_has_all_rows_and_the_status() -> None:
@@ -103,7 +89,8 @@ def test_a_row_that_goes_on_is_told_once() -> None:
 )
 def test_a_right_case_may_be_undecided_and_may_not_fail(verdict: Verdict, word: str, wrong: bool) -> None:
     row = row_of(CASE, verdict)
-    assert (row.what, row.outcome, row.wrong) == ("1f1b mlp fp32 P 2 V 1 M 4", word, wrong)
+    assert (row.outcome, row.wrong) == (word, wrong)
+    golden(row.what)
 
 
 def test_a_device_each_needs_several() -> None:
@@ -194,8 +181,8 @@ def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -
         ("gpt-tied", "pass", "bitwise"),
     ]
     assert (each["ended"], each["reason"]) == ("not run", "one device")
-    assert (out / "accelerator.md").read_text().startswith("# device cpu, torch ")
-    assert ran.stdout.endswith("0 wrong; each not run\n")
+    golden(re.sub(r"cores \d+", "cores #", (out / "accelerator.md").read_text()), lines="^# ")
+    golden(ran.stdout.splitlines()[-1])
 
 
 @pytest.mark.pipeproof_ranks
@@ -238,7 +225,7 @@ def test_bad_input_is_a_sentence(
 def test_the_status_of_bad_input_is_that_of_the_command() -> None:
     ran = run("--parts", "hosts")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "--parts: unknown part 'hosts': did you mean 'host'?" in ran.stderr
+    golden(ran.stderr, lines="error: ")
 
 
 def test_what_ranks_compute_with_is_set_there_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from reference_page import PAGE, PARTS, Name, Node, found, listed, signature, wi
 
 import pipeproof
 import pipeproof.foreign
+from tests.support.golden import golden
 from tests.support.sources import OURS, ROOT
 
 
@@ -47,15 +48,19 @@ def test_a_name_is_where_the_page_says(one: Name) -> None:
         assert hasattr(there, method)
 
 
-def test_signatures() -> None:
-    assert signature(node("def f(self, a: int, /, b: str='x', *, c: tuple[int, ...]=(1, 2)) -> None: ..."), "f") == (
-        "f(a: int, /, b: str = 'x', *, c: tuple[int, ...] = (1, 2)) -> None"
-    )
-    assert signature(node("class C:\n  a: int\n  b: str = ''\n  def m(self): ..."), "C") == "C(a: int, b: str = '')"
-    assert signature(node("class C:\n  x: int\n  def __init__(self, *, y: int=0): ..."), "C") == "C(*, y: int = 0)"
-    assert signature(node("@property\ndef p(self) -> int: ..."), "p") == "p: int"
-    long = ", ".join(f"argument_{number}: dict[str, int]" for number in range(5))
-    assert signature(node(f"def f({long}) -> None: ..."), "f").splitlines()[1] == "    argument_0: dict[str, int],"
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("f", "def f(self, a: int, /, b: str='x', *, c: tuple[int, ...]=(1, 2)) -> None: ..."),
+        ("C", "class C:\n  a: int\n  b: str = ''\n  def m(self): ..."),
+        ("C", "class C:\n  x: int\n  def __init__(self, *, y: int=0): ..."),
+        ("p", "@property\ndef p(self) -> int: ..."),
+        ("g", f"def g({', '.join(f'argument_{number}: dict[str, int]' for number in range(5))}) -> None: ..."),
+    ],
+    ids=["arguments", "fields", "init", "property", "long"],
+)
+def test_signatures(name: str, code: str) -> None:
+    golden(signature(node(code), name))
 
 
 def test_arguments_that_a_docstring_explains_are_a_list() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
+from tests.support.golden import golden
 from tests.support.sweeps import each_once
 
 RANKS, WIDTH, COUNT = 3, 8, 5
@@ -83,9 +84,7 @@ def test_targets_that_were_exchanged_are_a_matter_of_the_data(whitebox: WhiteBox
 
 
 def test_both_orders_are_told(whitebox: WhiteBox) -> None:
-    told = judged(whitebox, "last-in-first-out", watched=True).cause[0].detail
-    assert "output gradient of microbatches 0, 1, 3, 4 is that of 4, 3, 1, 0" in told
-    assert "order of backwards: stage 2: 0, 1, 2, 3, 4; stage 1: 4, 3, 2, 1, 0" in told
+    golden(judged(whitebox, "last-in-first-out", watched=True).cause[0].detail)
 
 
 def test_a_table_shows_which_activations_met_which_gradients(whitebox: WhiteBox) -> None:

@@ -17,6 +17,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.observers.initial_weights import step_begins
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, pairs
 
 loss_fn = nn.functional.mse_loss
@@ -120,8 +121,7 @@ def test_a_rank_that_does_not_get_the_others_weights_is_named(whitebox: WhiteBox
     assert verdict.verdict == "fail"
     (first,) = verdict.mismatches
     assert (first.law, first.rank, first.parameter) == ("updated-parameters", 1, "0.bias")
-    assert "rank 1, stage 0, parameter 0.bias" in str(verdict)
-    assert "seen      the weights of before the step\n  expected  rank 0's weights, bit for bit" in str(verdict)
+    golden(str(verdict), lines="^  (where|seen|expected) ")
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -157,21 +157,21 @@ def test_what_nobody_hands_back_is_not_passed(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, step)
     assert verdict.law("updated-parameters").outcome != "pass"
     assert verdict.verdict != "fail"
-    assert "not seen after the step" in verdict.law("updated-parameters").note
+    golden(verdict.law("updated-parameters").note)
 
 
 def test_an_optimizer_that_cannot_be_made_is_said(whitebox: WhiteBox) -> None:
     def broken(model: nn.Module) -> torch.optim.Optimizer:
         raise RuntimeError("no such optimizer")
 
-    assert "optimizer=broken raised RuntimeError: no such optimizer" in str(judged(whitebox, alone, optimizer=broken))
+    golden(str(judged(whitebox, alone, optimizer=broken)).splitlines()[0])
     with pytest.raises(WhiteBoxError, match="expected a function that makes one of the model"):
         judged(whitebox, alone, optimizer=adam(build()))
 
 
-@pytest.mark.parametrize(("rate", "told"), [(RATE, True), (2 * RATE, False)])
+@pytest.mark.parametrize(("rate", "named"), [(RATE, False), (2 * RATE, True)])
 def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
-    whitebox: WhiteBox, rate: float, told: bool
+    whitebox: WhiteBox, rate: float, named: bool
 ) -> None:
     """A wrong update is no proof that gradients were there."""
 
@@ -182,8 +182,8 @@ def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
 
     verdict = judged(whitebox, step)
     assert verdict.verdict == "fail"
-    assert ("the weights after the step are right: leave gradients as the update had them" in str(verdict)) is told
-    assert bool(verdict.cause) is not told
+    assert bool(verdict.cause) is named
+    golden("\n".join([*(one.detail for one in verdict.cause), *verdict.undecided]), numbers=False)
 
 
 def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(whitebox: WhiteBox) -> None:
@@ -193,8 +193,7 @@ def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(wh
     verdict = judged(whitebox, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
     assert verdict.verdict == "fail"
     assert not verdict.cause, verdict
-    told = "the weights after the step are right: give the check those of before it"
-    assert f"gradients are those of after the clipping, and {told}" in str(verdict)
+    golden("\n".join(verdict.undecided), numbers=False)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
@@ -224,10 +223,8 @@ def test_updates_of_copies_in_a_wider_type_are_not_compared_and_that_is_said(whi
     verdict = judged(whitebox, step)
     assert verdict.verdict == "pass", verdict
     law = verdict.law("updated-parameters")
-    assert (law.outcome, law.note) == (
-        "not seen",
-        "updates are not compared where the optimizer has copies of the weights in a wider type",
-    )
+    assert law.outcome == "not seen"
+    golden(law.note)
 
 
 @pytest.mark.parametrize(("momentum", "outcome"), [(0.0, "pass"), (0.9, "not seen")])
@@ -260,4 +257,4 @@ def test_a_bound_of_clipping_that_is_no_number_is_said(whitebox: WhiteBox) -> No
     def step(model: nn.Module, microbatches: Any) -> Any:
         return replace(alone(model, microbatches), max_norm="1.0")
 
-    assert "step returned '1.0' as max_norm: expected a number, or None" in str(judged(whitebox, step))
+    golden(str(judged(whitebox, step)).splitlines()[0])

@@ -14,6 +14,7 @@ from pipeproof.pipeline.program_laws import ANYWHERE
 from pipeproof.pipeline.program_laws import violations as program_violations
 from pipeproof.pipeline.schedule import Schedule, schedule_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
+from tests.support.golden import golden
 
 
 def programs() -> Iterator[Program]:
@@ -44,7 +45,7 @@ def test_a_pair_that_overlaps_is_one_cell() -> None:
     text = '0F0,0F1,(1F0;0B1)OVERLAP_F_B,"(1F1;0B0)OVERLAP_F_B"\n'
     cells = read_cells(text)
     assert cells.overlaps == ((0, 2), (0, 4))
-    assert " ".join(map(str, cells.rows[0])) == "0F0 0F1 1F0 0B1 1F1 0B0"
+    assert [*map(str, cells.rows[0])] == ["0F0", "0F1", "1F0", "0B1", "1F1", "0B0"]
     assert write_cells(cells) == text.replace('"', "")
     assert schedule_from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1").overlaps == ((0, 1),)
 
@@ -64,27 +65,26 @@ def test_cells_about_parameters_come_back_beside_a_pair_that_overlaps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "reason"),
+    "cell",
     [
-        ("0F1junk", "'0F1junk' is not an action"),
-        ("0FORWARD3", "'0FORWARD3' is not an action"),
-        ("0B-1", "'0B-1' is not an action"),
-        ("0F", "'0F' is not an action"),
-        ("0UNSHARD0", "'0UNSHARD0' is not an action"),
-        ("0WAIT_SEND_W0", "'0WAIT_SEND_W0' is not an action"),
-        ("(0F1;0B0)OVERLAP", "'(0F1;0B0)OVERLAP' is not an action"),
-        ("(0F1)OVERLAP_F_B", "'(0F1)OVERLAP_F_B' is not an action"),
-        ("(0F1;0X0)OVERLAP_F_B", "'0X0' is not an action"),
-        ("(0B0;0F1)OVERLAP_F_B", "'(0B0;0F1)OVERLAP_F_B' does not overlap a forward F with a full backward B"),
-        ("(0F1;0I0)OVERLAP_F_B", "'(0F1;0I0)OVERLAP_F_B' does not overlap a forward F with a full backward B"),
-        ("((0F1;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B", "is not an action"),
+        "0F1junk",
+        "0FORWARD3",
+        "0B-1",
+        "0F",
+        "0UNSHARD0",
+        "0WAIT_SEND_W0",
+        "(0F1;0B0)OVERLAP",
+        "(0F1)OVERLAP_F_B",
+        "(0F1;0X0)OVERLAP_F_B",
+        "(0B0;0F1)OVERLAP_F_B",
+        "(0F1;0I0)OVERLAP_F_B",
+        "((0F1;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B",
     ],
 )
-def test_a_wrong_cell_is_named_with_row_and_column(cell: str, reason: str) -> None:
+def test_a_wrong_cell_is_named_with_row_and_column(cell: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         read_cells(f"0F0,0B0\n1F0,,{cell}\n")
-    assert str(caught.value).startswith("row 2, column 3: ")
-    assert reason in str(caught.value)
+    golden(str(caught.value))
 
 
 def test_nothing_is_no_schedule() -> None:

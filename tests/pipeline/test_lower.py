@@ -12,6 +12,7 @@ from pipeproof.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from pipeproof.pipeline.lower import Program, lower, message_of
 from pipeproof.pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
+from tests.support.golden import golden
 
 Rows = Sequence[Sequence[Action]]
 
@@ -176,7 +177,7 @@ def test_those_checkers_can_fail() -> None:
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0RECV_B0,0B0\n1RECV_F0,1F0,1RECV_F1,1F1,1B1,1SEND_B1,1B0,1SEND_B0\n"
     )
     crossed = swapped(program.ranks, "0SEND_F1", "0RECV_B1")
-    assert stuck_under_rendezvous(crossed) == ["rank 0 at 0RECV_B1", "rank 1 at 1RECV_F1"]
+    golden("\n".join(stuck_under_rendezvous(crossed)))
     out_of_order = swapped(program.ranks, "0RECV_B1", "0RECV_B0")
     assert channels(out_of_order, (0, 1), SENDS) != channels(out_of_order, (0, 1), RECEIVES)
     assert misplaced(out_of_order, 2) == ["0RECV_B1"]

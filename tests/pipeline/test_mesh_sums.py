@@ -306,15 +306,12 @@ def test_every_law_is_broken_alone() -> None:
 def test_a_rank_without_a_copy_is_in_no_sum_of_copies() -> None:
     four = build("1f1b", ranks=4, microbatches=4)
     wrong = mesh(four, pp=4, tied=[Tied((0, 3), ((0, 1, 3),))])
-    assert list(map(str, violations(wrong, four))) == ["tied: rank 1: stages 0, 3: has no copy, but is in a group"]
+    golden("\n".join(map(str, violations(wrong, four))))
 
 
 def test_of_many_the_first_are_told_and_the_rest_counted() -> None:
     found = violations(replace(mesh(dp=8, pp=2), sums=(), divisor=1), PLAIN)
-    assert [str(one) for one in found[4:]] == [
-        "sums: rank 4: stage 0: the gradient has microbatch 0 0 times, expected once",
-        "sums: and 11 more",
-    ]
+    golden("\n".join(map(str, found)))
 
 
 @st.composite

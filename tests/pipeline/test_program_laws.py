@@ -7,6 +7,7 @@ from pipeproof.pipeline.program_laws import LAWS, check, no_deadlock, violations
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, VEE, build, virtuals
 from pipeproof.pipeline.transports import Transport
+from tests.support.golden import golden
 
 # Two stages on two ranks, two microbatches: what the specimens below are changes of.
 GOOD = (
@@ -114,9 +115,7 @@ def test_lowering_keeps_every_law(name: str) -> None:
 def test_the_schedule_s_own_laws_are_laws_of_a_program() -> None:
     program = program_from_csv(GOOD.replace("0RECV_B0,0B0", "0RECV_B0,0B0,0B0"))
     found = violations(program, laws=())
-    assert [str(violation) for violation in found] == [
-        "completeness: stage 0 microbatch 0 has 2 B, 0 I and 0 W: expected one B, or one I and one W"
-    ]
+    golden("\n".join(map(str, found)))
     assert found[0].cells == ((0, 5), (0, 6)), "cells of the program, not of the schedule"
 
 
@@ -128,11 +127,7 @@ def test_a_transport_of_one_s_own() -> None:
 def test_buffers_are_counted_and_bounded() -> None:
     program = lower(build("1f1b", ranks=2, microbatches=4), early=2)
     assert violations(program, laws=[within_buffers(4)]) == ()
-    found = [str(violation) for violation in violations(program, laws=[within_buffers(3)])]
-    assert found == [
-        "buffers: rank 0: has 4 send buffers at 0SEND_F3, more than 3",
-        "buffers: rank 1: has 4 send buffers at 1SEND_B3, more than 3",
-    ]
+    golden("\n".join(map(str, violations(program, laws=[within_buffers(3)]))))
 
 
 def test_a_v_needs_no_message_at_its_turn() -> None:

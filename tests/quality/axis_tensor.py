@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from pipeproof.cases.primitives import tensor_parallel
+from tests.support.tensor_parallel import SummedBack
 
 
 def for_style(name: str, style: Any) -> Change:
@@ -116,21 +117,6 @@ def partial_sums_kept(chosen: Callable[[str], bool]) -> Callable[[nn.Module, Dev
                 parameter.grad = DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()])
 
     return keep
-
-
-class SummedBack(torch.autograd.Function):
-    """Nothing, whose gradient is the sum over ``group``: Megatron's f."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        whole = given[0].contiguous().clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
 
 
 class ReducedByHand(ColwiseParallel):

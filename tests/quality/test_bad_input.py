@@ -25,6 +25,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 
 WIDTH = 8
@@ -145,16 +146,12 @@ def test_a_step_that_cannot_travel_is_said(whitebox: WhiteBox) -> None:
     lock = threading.Lock()
     verdict = judged(whitebox, lambda model, microbatches: (lock, right(model, microbatches))[1])
     assert verdict.verdict == "unknown"
-    assert str(verdict).startswith(
-        "UNKNOWN the job cannot be sent to the ranks: TypeError: cannot pickle '_thread.lock'"
-    )
-    assert "; <lambda> uses lock, a lock, which is of this process alone: make it in there" in str(verdict)
+    golden(verdict.headline)
 
 
 def test_a_loss_that_was_forgotten_is_said_with_the_cure(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, right, loss_fn=None)
-    assert "no loss_fn was given, so it was called with all of a microbatch, inputs and target" in verdict.headline
-    assert "give loss_fn=" in verdict.headline
+    golden(verdict.headline)
     with pytest.raises(TypeError, match="unexpected keyword argument 'lossfn'"):
         whitebox.validate(right, reference=build, microbatches=[], ranks=1, lossfn=None)
 
@@ -293,9 +290,7 @@ def test_a_verdict_never_depends_on_its_explanation(
     verdict = judged(whitebox, wrong)
     assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
-    assert "cause     not sought: looking for it raised ZeroDivisionError: a rule is wrong (test_bad_input.py:" in str(
-        verdict
-    )
+    golden(str(verdict), lines="^  cause")
     assert "in crash" in verdict.traceback
 
 
@@ -316,7 +311,7 @@ def test_what_failed_before_the_judge_crashed_has_failed(
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.tier) == (outcome, "none")
     assert verdict.law("gradient").outcome == ("pass" if outcome == "unknown" else "fail")
-    assert "before all was compared: ZeroDivisionError: a rule is wrong (test_bad_input.py:" in str(verdict)
+    golden(verdict.stopped)
 
 
 def test_what_only_locates_a_fault_is_no_fault_where_the_judge_crashed(
@@ -326,15 +321,14 @@ def test_what_only_locates_a_fault_is_no_fault_where_the_judge_crashed(
     monkeypatch.setattr(Judge, "_norms", crash)
     stopped = judged(whitebox, warmed_up)
     assert (whole.verdict, stopped.verdict, stopped.mismatches) == ("pass", "unknown", ())
-    notes = [one.law("initial-weights").note for one in (whole, stopped)]
-    assert all(note.startswith("4 differ from the reference, and ") for note in notes), notes
+    golden("\n".join(one.law("initial-weights").note for one in (whole, stopped)))
 
 
 def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeproof.foreign.validator.Assembled", crash)
     verdict = judged(whitebox, right)
     assert (verdict.verdict, verdict.laws) == ("unknown", ())
-    assert str(verdict).startswith("UNKNOWN not all was compared: ZeroDivisionError: a rule is wrong (test_bad_input")
+    golden(str(verdict).splitlines()[0])
 
 
 @pytest.mark.parametrize(
@@ -352,7 +346,7 @@ def test_a_case_of_ours_fails_without_its_explanation(
     verdict = explained(case, world, observed, plain)
     assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
-    assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_bad_input.py:")
+    assert verdict.unsought.startswith("ZeroDivisionError: ")
 
 
 @pytest.mark.pipeproof_ranks
@@ -364,6 +358,6 @@ def test_a_command_ends_as_its_verdict_does_without_an_explanation(
     line = str(replace(Case.parse(planted.smallest), specimen=planted.name))
     assert main(["replay", line, "--json", str(tmp_path / "x")]) == 1
     out = capsys.readouterr()
-    assert "cause     not sought: looking for it raised ZeroDivisionError: a rule is wrong" in out.out
+    golden(out.out, lines="^  cause")
     assert "Traceback" not in out.out + out.err
     assert "in crash" in (tmp_path / "x").read_text()

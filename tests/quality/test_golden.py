@@ -57,6 +57,7 @@ def test_what_a_test_no_longer_makes_is_dropped(tmp_path: Path) -> None:
         (f"{sys.prefix}/bin/python", "PYTHON/bin/python"),
         ("/a/lib/site-packages/torch/x.py", "SITE/torch/x.py"),
         ("<A object at 0x7f00deadbeef> at 127.0.0.1:29500", "<A object at 0xADDRESS> at 127.0.0.1:PORT"),
+        ("a loss at x.py:12", "a loss at x.py:#"),
         ("took 1.25 s, at most 30s or 12.0 ms", "took # s, at most #s or # ms"),
         ("2 stages, error 1.5e-07, s=3", "2 stages, error 1.5e-07, s=3"),
     ],

@@ -14,6 +14,7 @@ from pipeproof.cases.specimens import DEVICE_CONTROLS, ON_DEVICES, SPECIMENS
 from pipeproof.cases.specimens.specimen import CLASSES
 from pipeproof.core.judge import LAWS
 from tests.support.devices import CHECKED, Pretending, trials
+from tests.support.golden import golden
 from tests.support.sweeps import SWEEP, some
 
 pytestmark = [
@@ -99,6 +100,8 @@ if __name__ == "__main__":
 """
 
 
+SHAPE = ("--ranks", "2", "--microbatches", "3", "--layers", "4", "--model", "gpt-tied")
+VALIDATE = ("-m", "pipeproof", "validate", *SHAPE)
 ORDERS = ("late", "ahead")
 HIDDEN = {"late": "device-buffer-reused", "ahead": "side-stream-not-waited-for"}  # races that go well in this order
 
@@ -119,21 +122,18 @@ def machine() -> Iterator[Pretending]:
 def test_schedules_are_right_there_through_the_host_and_it_is_found_by_itself(
     machine: Pretending, tmp_path: Path, order: str, schedule: str
 ) -> None:
-    shape = ("--ranks", "2", "--microbatches", "3", "--layers", "4", "--model", "gpt-tied")
-    ran = machine.run(tmp_path, "-m", "pipeproof", "validate", "--schedule", schedule, *shape, order=order)
+    ran = machine.run(tmp_path, *VALIDATE, "--schedule", schedule, order=order)
     assert ran.returncode == 0, ran.stdout
-    assert ran.stdout.endswith("1 pass; 1 of 1 bit for bit\n")
+    golden(ran.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("order", "schedule"), at_least("ahead", "1f1b"))
 def test_steps_are_held_against_themselves_there(
     machine: Pretending, tmp_path: Path, order: str, schedule: str
 ) -> None:
-    shape = ("--ranks", "2", "--microbatches", "3", "--layers", "4", "--model", "gpt-tied")
-    checked = ("validate", "--check", "composed", "--schedule", schedule, *shape)
-    ran = machine.run(tmp_path, "-m", "pipeproof", *checked, order=order)
+    ran = machine.run(tmp_path, *VALIDATE, "--check", "composed", "--schedule", schedule, order=order)
     assert ran.returncode == 0, ran.stdout
-    assert ran.stdout.endswith("1 pass; 1 of 1 bit for bit\n")
+    golden(ran.stdout.splitlines()[-1])
 
 
 def test_a_fault_is_named_there(machine: Pretending, tmp_path: Path) -> None:
@@ -148,8 +148,7 @@ def test_a_fault_is_named_there(machine: Pretending, tmp_path: Path) -> None:
 def test_a_tensor_that_was_left_on_the_host_is_told_with_its_line(machine: Pretending, tmp_path: Path) -> None:
     (tmp_path / "left.py").write_text(HOST_TENSOR)
     ran = machine.run(tmp_path, "left.py")
-    assert "Expected all tensors to be on the same device, but aten::mse_loss has pretend:0, cpu" in ran.stdout
-    assert "in step\n    losses = [nn.functional.mse_loss(model(x), torch.zeros(4, 8))" in ran.stdout
+    golden(ran.stdout, lines="Expected all tensors|in step$|^ *losses =")
 
 
 @pytest.mark.parametrize("order", some(ORDERS, left=["late"]))
@@ -169,7 +168,7 @@ def test_copies_that_are_waited_for_are_right_in_any_order(machine: Pretending, 
     ran = machine.run(
         tmp_path, "-m", "pipeproof", "replay", f"gpipe r2 s2 m4 model=mlp device=pretend specimen={name}", order=order
     )
-    assert ran.stdout.endswith("1 pass; 1 of 1 bit for bit\n"), ran.stdout
+    golden(ran.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_a_running_job_is_checked_there_by_a_model_that_computes_there_too(
     (tmp_path / "checked.py").write_text(CHECKED)
     ran = machine.run(tmp_path, "checked.py", "pretend", *given)
     assert ran.stdout.startswith(told), ran.stdout
-    assert ran.stdout.endswith(f", by a reference on {place}\n")
+    assert ran.stdout.split()[-1] == place
 
 
 def test_what_the_host_kept_is_run_again_there_and_a_backward_has_its_line(machine: Pretending, tmp_path: Path) -> None:
@@ -196,15 +195,14 @@ def test_what_the_host_kept_is_run_again_there_and_a_backward_has_its_line(machi
     right, _, wrong = ran.stdout.partition("FAIL ")
     assert right.startswith("PASS "), ran.stdout
     assert "cause     scale: " in wrong, ran.stdout
-    assert "  ran at    0B1 " in wrong
-    assert "steps: y.backward(came.to(context.device) * (factor if number else 1.0))  # here" in wrong
+    golden(wrong, lines="^  ran at")
 
 
 @pytest.mark.parametrize("name", [*ON_DEVICES, *DEVICE_CONTROLS])
 def test_faults_of_devices_say_what_they_are_and_need_one(name: str) -> None:
     one = {**ON_DEVICES, **DEVICE_CONTROLS}[name]
     case = Case.parse(one.smallest)
-    assert one.missing(case) == "needs a device other than the CPU"
+    golden(one.missing(case))
     assert one.needs.missing(case) == ""
     assert one.summary
     assert one.origin

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.golden import golden
 from tests.support.warm_start import Ended
 
 Run = Callable[..., Ended]
@@ -45,7 +46,7 @@ def test_every_interleaving_of_a_step_runs_and_they_are_counted(python: Run, tmp
     (tmp_path / "test_it.py").write_text(EXHAUSTED)
     ended = python(tmp_path, "-m", "pytest", "--pipeproof-world=simulated", "--pipeproof-exhaust", "-q")
     assert ended.returncode == 0, ended.stdout
-    assert "pipeproof: interleavings that differ: 1 ran, of 1 case; there are no more" in ended.stdout
+    golden(ended.stdout, lines="^pipeproof:")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pipeproof.core.cause import KINDS, Cause, RuledOut
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.foreign import WhiteBox
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.sweeps import SWEEP, sampled
 
 COUNTS = Counts(4, 4, 8)
@@ -331,5 +332,5 @@ def test_the_command_ends_with_1_where_a_sentence_is_false(
     assert truth.main(["--part", "faults"]) == 0
     monkeypatch.setattr(truth, "FAULTS", (replace(fault, truth=Truth()),))
     assert truth.main(["--part", "faults", "--only", "first not"]) == 1
-    assert "FALSE: nothing is wrong" in capsys.readouterr().out
+    golden(capsys.readouterr().out, lines="FALSE")
     assert truth.main(["--part", "faults", "--only", "no such run"]) == 1, "nothing was run"

@@ -1,5 +1,6 @@
 """What passes between modules is changed for a while, there and back, and nothing is left behind."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,9 +49,9 @@ def test_what_comes_back_leaves_the_way_there_as_it_was() -> None:
     assert run(Passage(LAST, back=lambda gs: gs[::-1])) == (32.0, 23.0)
 
 
-def test_one_place_alone_is_changed() -> None:
-    assert run(Passage(["output 1 of 0"], there=lambda xs: tuple(x * 0 for x in xs))) == (2.0, 32.0)
-    assert run(Passage(["output 7 of 0"], there=lambda xs: tuple(x * 0 for x in xs))) == (32.0, 32.0)
+@pytest.mark.parametrize(("place", "made"), [("output 1 of 0", 2.0), ("output 7 of 0", 32.0)])
+def test_one_place_alone_is_changed(place: str, made: float) -> None:
+    assert run(Passage([place], there=lambda xs: tuple(x * 0 for x in xs))) == (made, 32.0)
 
 
 def test_several_passages_are_all_in_it() -> None:

@@ -38,8 +38,8 @@ class Golden:
     def compare(self, text: str, *, lines: str | None = None, exact: bool = False, numbers: bool = True) -> None:
         """Compare ``text``, or what it has that matches ``lines``, with the entry of this call.
 
-        What the machine puts into it is masked: its folders, versions, ports and addresses; but where ``exact``, times
-        in seconds too, and without ``numbers`` all that have a point or an exponent.
+        What the machine puts into it is masked: its folders, versions, ports and addresses; but where ``exact``,
+        lines of files and times in seconds too, and without ``numbers`` all that have a point or an exponent.
 
         Raises:
             AssertionError: It differs, with a diff; or there is no such entry.
@@ -86,6 +86,7 @@ def masked(text: str, folders: Iterable[Path] = (), *, exact: bool = False, numb
     text = re.sub(r"\b0x[0-9a-f]{6,}\b", "0xADDRESS", text)
     text = re.sub(r'(", line )\d+(, in )', r"\1#\2", text)  # of a traceback
     if not exact:
+        text = re.sub(r"(\w\.py:)\d+\b", r"\1#", text)
         text = re.sub(r"\b\d[\d.,]*( ?)(ms|s|seconds?|cases/s)\b(?!=)", r"#\1\2", text)
     if not numbers:
         text = re.sub(r"\b\d+(\.\d+)?e[+-]?\d+|\b\d+\.\d+\b", "#", text)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import pipeproof
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.frameworks.deepspeed_whole import Whole
+from tests.support.golden import golden
 from tests.support.like_deepspeed import DualPipeVEngine, PipelineEngine, installed
 
 
@@ -61,7 +62,7 @@ def test_a_batch_is_held_against_the_weights_that_the_job_has() -> None:
 def test_a_batch_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(engine_of(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.zeros(1))])
     assert verdict.verdict == "unknown"
-    assert "rank 0: the job drew data that is in none of the microbatches given to the check" in str(verdict)
+    golden(str(verdict).splitlines()[0])
     assert judged(engine_of(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 
@@ -71,40 +72,37 @@ def test_gradients_are_those_before_clipping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "sentence"),
+    "engine",
     [
-        (nn.Linear(2, 2), "the engine is a Linear: pipeproof.deepspeed covers PipelineEngine only"),
-        (DualPipeVEngine(nn.Linear(2, 2)), "the engine is a DualPipeVEngine"),
-        ({"fp16": True}, "fp16_enabled is True: pipeproof.deepspeed covers False only"),
-        ({"batch_fn": tuple}, "the engine has a batch_fn"),
-        ({"micro_batches": 1}, "gradient_accumulation_steps is 1, and the step has 2"),
+        nn.Linear(2, 2),
+        DualPipeVEngine(nn.Linear(2, 2)),
+        {"fp16": True},
+        {"batch_fn": tuple},
+        {"micro_batches": 1},
     ],
 )
-def test_what_is_not_covered_is_refused_and_the_job_goes_on(engine: Any, sentence: str) -> None:
+def test_what_is_not_covered_is_refused_and_the_job_goes_on(engine: Any) -> None:
     verdict = judged(engine_of(**engine) if isinstance(engine, dict) else engine)
     assert verdict.verdict == "unknown"
-    assert f"rank 0: {sentence}" in str(verdict)
+    golden(str(verdict).splitlines()[0])
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "build", "sentence"),
+    ("microbatches", "build"),
     [
-        (
-            [(torch.ones(1, 2),)] * 2,
-            layers,
-            "microbatch 0 is a tuple of length 1: expected a pair",
-        ),
-        ([torch.ones(1, 2)] * 2, layers, "microbatch 0 is a Tensor: expected a pair of inputs and labels"),
-        (None, layers, "nobody says which microbatches the step is of"),
-        (DATA, lambda: [nn.Linear(2, 2), nn.Dropout(0.1)], "layer 1 drops out with p=0.1: set p to 0 for the check"),
-        (DATA, lambda: [nn.Linear(2, 3)], "the reference's 0.weight is of shape [3, 2] in float32, the job's of shape"),
-        (DATA, lambda: [torch.tanh, nn.Linear(2, 2)], "no rank holds 1.bias, 1.weight: build"),
+        ([(torch.ones(1, 2),)] * 2, layers),
+        ([torch.ones(1, 2)] * 2, layers),
+        (None, layers),
+        (iter(DATA), layers),
+        (DATA, lambda: [nn.Linear(2, 2), nn.Dropout(0.1)]),
+        (DATA, lambda: [nn.Linear(2, 3)]),
+        (DATA, lambda: [torch.tanh, nn.Linear(2, 2)]),
     ],
 )
-def test_what_does_not_fit_the_job_is_said(microbatches: Any, build: Any, sentence: str) -> None:
+def test_what_does_not_fit_the_job_is_said(microbatches: Any, build: Any) -> None:
     verdict = judged(engine_of(), microbatches, build)
     assert verdict.verdict == "unknown"
-    assert sentence in str(verdict)
+    golden(str(verdict).splitlines()[0])
 
 
 def test_an_engine_with_a_step_of_its_own_keeps_it() -> None:
@@ -128,18 +126,14 @@ def test_a_loss_function_that_the_check_was_not_given_is_named() -> None:
     engine.module.loss_fn = summed
     with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
         engine.train_batch(iter(DATA))
-    assert "rank 0: loss_fn is None, and the engine's PipelineModule has summed: pass that to the check" in str(
-        check.verdict
-    )
+    golden(str(check.verdict).splitlines()[0])
     del engine.module.loss_fn
     with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
         engine.train_batch(iter(DATA))
-    told = "the last layer gives a tensor of shape [1, 2] in float32, and no loss: pass the PipelineModule's loss_fn"
-    assert told in str(check.verdict)
+    golden(str(check.verdict).splitlines()[0])
 
 
 def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:
     engine, source = engine_of(), iter(DATA)
-    verdict = judged(engine, source, drawn=DATA)
-    assert "microbatches is a list_iterator: expected a list of those of the step" in str(verdict)
+    assert judged(engine, source, drawn=DATA).verdict == "unknown"
     assert len(list(source)) == 2

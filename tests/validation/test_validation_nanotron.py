@@ -11,6 +11,7 @@ from torch import nn
 import pipeproof
 from pipeproof.core.verdict import Verdict
 from pipeproof.nanotron import _held
+from tests.support.golden import golden
 from tests.support.like_nanotron import DATA, NanotronModel, TensorPointer, Trainer, clip_grad_norm, installed
 
 
@@ -53,7 +54,7 @@ def test_a_loss_that_is_not_divided_is_named() -> None:
 def test_a_block_without_a_step_is_said() -> None:
     with pipeproof.nanotron.check_step(Trainer(), DATA, reference=lambda _: NanotronModel(), timeout_s=5) as check:
         pass
-    assert "call trainer.training_step in it" in str(check.verdict)
+    golden(str(check.verdict).splitlines()[0])
 
 
 def changed(**what: Any) -> Trainer:
@@ -71,51 +72,42 @@ POINTED = [{**one, "label_ids": TensorPointer(1)} for one in DATA]
 
 
 @pytest.mark.parametrize(
-    ("trainer", "given", "sentence"),
+    ("trainer", "given"),
     [
-        (lambda: "none", {}, "the trainer is a str without model: expected nanotron's DistributedTrainer"),
-        (
-            lambda: changed(parallel_context__tensor_parallel_size=2),
-            {},
-            "tensor_parallel_size is 2: pipeproof",
-        ),
-        (lambda: changed(parallel_context__context_parallel_size=2), {}, "context_parallel_size is 2"),
-        (lambda: changed(parallel_context__expert_parallel_size=2), {}, "expert_parallel_size is 2"),
-        (lambda: Trainer(moe_config="8 experts"), {}, "moe_config is 8 experts: pipeproof.nanotron covers None"),
-        (lambda: Trainer(resid_pdrop=0.1), {}, "resid_pdrop is 0.1: pipeproof.nanotron covers 0.0 only"),
-        (lambda: changed(model__dropout=nn.Dropout(0.1)), {}, "dropout drops out with p=0.1: set p to 0"),
-        (lambda: changed(model__first__rank=1), {}, "block first is on rank 1, and second behind it on 0"),
-        (lambda: changed(model=nn.Linear(2, 2)), {}, "the model is a Linear: expected a NanotronModel"),
-        (lambda: changed(pipeline_engine=3), {}, "the pipeline engine is a int: expected one of nanotron's"),
-        (Trainer, {"microbatches": DATA[:1]}, "batch_accumulation_per_replica is 2, and the step has 1 microbatches"),
-        (Trainer, {"microbatches": [*DATA[:1], 3]}, "microbatch 1 is a int: expected tensors by name"),
-        (Trainer, {"microbatches": POINTED}, "microbatch 0 has a TensorPointer as label_ids: expected tensors only"),
-        (Trainer, {"microbatches": None}, "batch_accumulation_per_replica is 2, and the step has 0 microbatches"),
-        (Trainer, {"tied": ["first.pp_block.weight", "second.pp_block.weight"]}, "call nanotron.trainer.mark_tied"),
-        (Trainer, {"moe_config": 3}, "moe_config is 3"),
+        (lambda: "none", {}),
+        (lambda: changed(parallel_context__tensor_parallel_size=2), {}),
+        (lambda: changed(parallel_context__context_parallel_size=2), {}),
+        (lambda: changed(parallel_context__expert_parallel_size=2), {}),
+        (lambda: Trainer(moe_config="8 experts"), {}),
+        (lambda: Trainer(resid_pdrop=0.1), {}),
+        (lambda: changed(model__dropout=nn.Dropout(0.1)), {}),
+        (lambda: changed(model__first__rank=1), {}),
+        (lambda: changed(model=nn.Linear(2, 2)), {}),
+        (lambda: changed(pipeline_engine=3), {}),
+        (Trainer, {"microbatches": DATA[:1]}),
+        (Trainer, {"microbatches": [*DATA[:1], 3]}),
+        (Trainer, {"microbatches": POINTED}),
+        (Trainer, {"microbatches": None}),
+        (Trainer, {"tied": ["first.pp_block.weight", "second.pp_block.weight"]}),
+        (Trainer, {"moe_config": 3}),
+        (Trainer, {"microbatches": iter(DATA)}),
     ],
 )
-def test_what_is_not_covered_is_said_and_the_job_goes_on(trainer: Any, given: Any, sentence: str) -> None:
+def test_what_is_not_covered_is_said_and_the_job_goes_on(trainer: Any, given: Any) -> None:
     verdict = judged(trainer(), **given)
     assert verdict.verdict == "unknown"
-    assert sentence in str(verdict)
+    golden(str(verdict).splitlines()[0])
 
 
 def test_a_version_that_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, version="0.5.1")
-    assert "nanotron is 0.5.1: this pipeproof knows 0.4, so install one of it" in str(judged(Trainer()))
+    golden(str(judged(Trainer())).splitlines()[0])
 
 
-def test_a_package_that_does_not_import_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nanotron.parallel.pipeline_parallel.engine", None)
-    said = str(judged(Trainer()))
-    assert "nanotron does not import" in said
-    assert "PyPI has that of 2024" in said
-
-
-def test_a_package_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nanotron", None)
-    assert "nanotron is not installed: pip install --no-deps git+https" in str(judged(Trainer()))
+@pytest.mark.parametrize("module", ["nanotron", "nanotron.parallel.pipeline_parallel.engine"])
+def test_a_package_that_is_missing_or_does_not_import_is_said(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    golden(str(judged(Trainer())).splitlines()[0])
 
 
 def test_what_goes_to_other_ranks_is_on_the_cpu() -> None:
@@ -132,11 +124,11 @@ def test_what_goes_to_other_ranks_is_on_the_cpu() -> None:
 def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(Trainer(), drawn=[DATA[0], {**DATA[1], "input_ids": torch.full((1, 2), 5.0)}])
     assert verdict.verdict == "unknown"
-    assert "rank 0: the job drew data that is in none of the microbatches given to the check" in str(verdict)
+    golden(str(verdict).splitlines()[0])
     assert judged(Trainer(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 
 def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:
     source = iter(DATA)
-    assert "microbatches is a list_iterator: expected a list" in str(judged(Trainer(), microbatches=source))
+    assert judged(Trainer(), microbatches=source).verdict == "unknown"
     assert len(list(source)) == 2

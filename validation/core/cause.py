@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MappingProxyType
 
-from pipeproof.pipeline.sizes import digits
+from pipeproof.pipeline.sizes import digits, first_few
 from pipeproof.worlds.stack import Line
 
 # Each kind of fault and its sentence. One word per fault: specimens plant these, diagnosis names them.
@@ -86,8 +86,6 @@ RACES = (
     *("read-before-wait", "overwritten-in-flight", "freed-in-flight", "never-waited", "received-twice"),
     *("mismatched", "desynchronised"),
 )
-
-_LISTED = 4  # names in a sentence
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ class Cells:
         """Of each stage with parameters that its row does not hold for, which these are."""
         told = zip(self.rows, self.apart, strict=False)
         some = {k: names for k, (row, names) in enumerate(told) if any(cell.own is not None for cell in row)}
-        return [f"stage {stage} but for {few(names)}" for stage, names in some.items() if names]
+        return [f"stage {stage} but for {first_few(names)}" for stage, names in some.items() if names]
 
     def lines(self, most: int = 16) -> list[str]:
         """A table: stages down, microbatches across. Of more than ``most``, those that are not as they should be."""
@@ -256,8 +254,3 @@ def alternatives(causes: Sequence[Cause]) -> tuple[tuple[Cause, ...], ...]:
 def listed(numbers: Iterable[int]) -> str:
     """``1, 2, 5``."""
     return ", ".join(map(str, numbers))
-
-
-def few(names: Sequence[str]) -> str:
-    """The first of ``names``, and how many more there are."""
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -15,13 +15,11 @@ from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import precision_of
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor, may_be_rounded, same_bits, stands_for_none, update_floor
-from pipeproof.core.verdict import names_of
 from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
 from pipeproof.observers.observed import Claim
 from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.step import Expected, Gradient, Site
-
-_LISTED = 4  # numbers in a sentence
 
 Follow = Callable[[Mapping[Site, Gradient]], tuple[float, Mapping[Site, Tensor]]]  # of gradients: norm and parameters
 
@@ -258,10 +256,12 @@ class Comparison:
     def tell(self) -> None:
         """Say where zeros stand for nothing."""
         if self._zeros:
-            told = f"zeros where no gradient is due: {names_of(self._zeros)}; an optimizer may still move them"
+            told = f"zeros where no gradient is due: {first_few(self._zeros)}; an optimizer may still move them"
             self.ledger.remark("presence", told)
         if self._nones:
-            told = f"no gradient where zeros are due: {names_of(self._nones)}; an optimizer may leave those as they are"
+            told = (
+                f"no gradient where zeros are due: {first_few(self._nones)}; an optimizer may leave those as they are"
+            )
             self.ledger.remark("presence", told)
 
     def _losses_are_known(self) -> bool:
@@ -334,5 +334,4 @@ def _exact(wanted: Tensor) -> Floor:
 
 
 def _text(values: Sequence[float]) -> str:
-    more = f" and {len(values) - _LISTED} more" * (len(values) > _LISTED)
-    return ", ".join(f"{value:.4g}" for value in values[:_LISTED]) + more
+    return first_few([f"{value:.4g}" for value in values])

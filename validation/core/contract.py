@@ -45,7 +45,9 @@ class Contract:
     So many first calls of each watched module are no microbatch's, such as one that tells shapes. The default is 0.
     ties: the weights that are one in several stages, as lists of their names in the model; ``[]``: none are. They are
     read where a step is held against itself; the default is what ``build=`` tells, or else weights that begin equal in
-    several stages are unknown.
+    several stages are unknown. stages: the numbers of the stages that each rank of a pipeline hands back, such as
+    ``[[0, 3], [1, 2]]``. They are read where a step is held against itself; the default is what the names of ``build=``
+    tell, or a trace, or else each rank has one, as ranks are numbered.
 
     Raises ``ContractError`` for a value that a word cannot have.
     """
@@ -60,6 +62,7 @@ class Contract:
     names: Names | None = None
     warmup: int = 0
     ties: Sequence[Sequence[str]] | None = None
+    stages: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         for word in ("loss_divisor", "loss_scale", "max_norm"):
@@ -74,6 +77,7 @@ class Contract:
         object.__setattr__(self, "routers", _routers(self.routers))
         _check_names(self.names)
         _check_ties(self.ties)
+        object.__setattr__(self, "stages", _stages(self.stages))
         if type(self.warmup) is not int or self.warmup < 0:
             raise ContractError(f"warmup is {self.warmup!r}: expected how many first calls are no microbatch's, from 0")
 
@@ -165,6 +169,17 @@ def _check_ties(given: Any) -> None:
     lists = [isinstance(group, list | tuple) and len(group) > 1 for group in groups]
     if given is not None and not (all(lists) and all(isinstance(name, str) for group in groups for name in group)):
         raise ContractError(f'ties is {given!r}: expected lists of names, such as [["embed.weight", "head.weight"]]')
+
+
+def _stages(given: Any) -> tuple[tuple[int, ...], ...]:
+    ranks = given if isinstance(given, list | tuple) else [given]
+    lists = all(isinstance(rank, list | tuple) and len({*rank}) == len(rank) for rank in ranks)
+    every = [number for rank in ranks for number in rank] if lists else []
+    if not lists or any(type(one) is not int for one in every) or {*every} != {*range(len({*every}))}:
+        raise ContractError(
+            f"stages is {given!r}: expected the numbers of each rank's stages, all from 0, such as [[0, 3], [1, 2]]"
+        )
+    return tuple(map(tuple, ranks))
 
 
 DEFAULTS = Contract()

@@ -5,10 +5,11 @@ from typing import Protocol
 
 from pipeproof.core.headings import Headings
 from pipeproof.core.ledger import NOWHERE, Heading, Ledger
-from pipeproof.core.verdict import What, names_of
+from pipeproof.core.verdict import What
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.step import Site
 
 _IN_ACTION = (GIVEN, MADE, KEPT, RECEIVED, HANDED_ON)  # in which order tensors cross
@@ -119,7 +120,7 @@ class Execution:
             ("held by none", lost),
         ):
             if names:
-                self._ledger.remark("parameters-once", f"{what}: {names_of(names)}")
+                self._ledger.remark("parameters-once", f"{what}: {first_few(names)}")
 
     def extra_calls(self, number: int, *, doubtful: bool) -> None:
         """Say which calls were beside those of microbatches; ``doubtful``: some may have added to wrong gradients."""

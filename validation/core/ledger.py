@@ -14,9 +14,10 @@ from pipeproof.core.measured import Compared
 from pipeproof.core.reason import Doubt, Reason, reasons_of
 from pipeproof.core.sizes import brief_sizes, sizes
 from pipeproof.core.tolerance import Floor, same_bits
-from pipeproof.core.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
+from pipeproof.core.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What
 from pipeproof.observers.elements import any_nonzero, is_rounded
 from pipeproof.observers.sketch import Sketch
+from pipeproof.pipeline.sizes import first_few
 
 HELD = "what came before was bit for bit, so that rounding in {} does not excuse this"
 ENDLESS = Reason.NOT_FINITE.doubt("not finite on either side: no fault shows there")
@@ -139,7 +140,7 @@ class Ledger:
         """``names`` should have been compared under ``law`` and were not; ``hides``: a fault may be in that."""
         if names:
             self._entries[law].left_out |= dict.fromkeys(names)
-            told = Doubt(f"{why}: {names_of(names)}", reason.doubt(why).reasons)
+            told = Doubt(f"{why}: {first_few(names)}", reason.doubt(why).reasons)
             (self.doubt if hides else self.remark)(law, told)
 
     def entered(self, law: str, number: int) -> set[str | int | None]:

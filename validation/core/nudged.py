@@ -1,8 +1,8 @@
-"""How far what a step gives moves with weights that are one rounding off: a fault of that size is not proven.
+"""What is off by no more than rounding: by weights one rounding off, or products of fp32 that are rounded otherwise.
 
-A unit near zero may be on in one run and off in another that rounds otherwise, as with other kernels. Then a gradient
-jumps, farther than any sum rounds, and nothing is wrong. Weights that are off one way and the other turn such units,
-too.
+A fault of that size is not proven. A unit near zero may be on in one run and off in another that rounds otherwise, as
+with other kernels. Then a gradient jumps, farther than any sum rounds, and nothing is wrong. Weights that are off one
+way and the other turn such units, too.
 """
 
 import math
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from pipeproof.core.limits import LEAD, LED, NUDGED
+from pipeproof.core.limits import BY_NAME, LEAD, LED, NUDGED
 from pipeproof.core.measured import Compared
-from pipeproof.core.other_products import OtherProducts
 from pipeproof.core.tolerance import error, lead, scalar_error
 from pipeproof.core.verdict import Mismatch, Size, Verdict, overall
+from pipeproof.reference.products import CONVOLUTION, MATRICES
 from pipeproof.reference.step import Expected, Gradient, Site
 
 _MOVES = ("loss", "gradient", "grad-norm", "updated-parameters")  # laws of what does
@@ -24,6 +24,13 @@ _NOTE = (
     "no fault is proven: weights that are one rounding off move it as far, as where a unit near zero is on in one run "
     "and off in another; fp32 decides it"
 )
+# Units of the coarser rounding: as far off may these be. Units near zero that are on in one run and off in the other
+# put gradients farther off than losses. Nothing is lost by a generous bound: computed alike, the next run decides.
+_UNITS = {"loss": 16, "grad-norm": 16, "gradient": 64}
+_TOLD = {  # what they are called, and where they are set
+    MATRICES: ("matrix products", "torch.set_float32_matmul_precision"),
+    CONVOLUTION: ("convolutions", "torch.backends.fp32_precision"),
+}
 
 Sums = dict[Site, Gradient]
 
@@ -95,6 +102,47 @@ def _reach(found: dict[str, float], name: str, far: float) -> None:
     """Note how ``far`` something moves, unless it overflows or grows out of zero: that would explain anything."""
     if math.isfinite(far):
         found[name] = max(found.get(name, 0.0), far)
+
+
+@dataclass(frozen=True)
+class OtherProducts:
+    """As what one sort of them is rounded in what is ``due``, and in what is ``seen``: names of ``products_in``."""
+
+    sort: str
+    due: str
+    seen: str
+
+    @classmethod
+    def among(cls, due: Mapping[str, str], seen: Iterable[Mapping[str, str]]) -> "OtherProducts | None":
+        """The first sort that any of those that were seen has otherwise; None where nobody says so."""
+        both = ((sort, name, one.get(sort, name)) for one in seen for sort, name in due.items())
+        return next((cls(*found) for found in both if found[1] != found[2] and {*found[1:]} <= BY_NAME.keys()), None)
+
+    def explain(self, verdict: Verdict, wrong: Sequence[Mismatch]) -> bool:
+        """Whether that may be all: what is ``wrong`` is hardly off, and so are half of the gradients or more.
+
+        What is right to the last place was computed alike, and what follows from it would be.
+        """
+        gradients = [one for one in verdict.measured.of("gradient") if one.error or not one.floor]
+        off = {one.parameter for one in gradients if one.outcome != "pass"}
+        return 2 * len(off) >= len(gradients) > 0 and all(self._explains(one, off) for one in wrong)
+
+    def _explains(self, one: Mismatch, off: set[str | None]) -> bool:
+        if one.law == "updated-parameters":  # an optimizer may make much of little
+            return one.parameter in off
+        if one.law == "boundaries":  # of another microbatch's tensor, or a part of one, gradients would be far off
+            return True
+        unit = max(BY_NAME[self.due].unit, BY_NAME[self.seen].unit)
+        return one.error is not None and one.error <= _UNITS.get(one.law, 0) * unit
+
+    @property
+    def note(self) -> str:
+        """Why nothing is proven, and what to do."""
+        what, where = _TOLD.get(self.sort, (self.sort, "torch's settings"))
+        return (
+            f"no fault is proven: the job computes {what} of fp32 in {self.seen}, and what is due was computed in "
+            f"{self.due}, which may put everything off a little; have both computed alike: {where} says how"
+        )
 
 
 Nudges = Callable[[int], Nudged | None]  # of an operation, from 0; None where nobody knows

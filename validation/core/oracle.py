@@ -10,8 +10,7 @@ from torch import Tensor
 from pipeproof.core.comparison import Follow
 from pipeproof.core.floors import Floors
 from pipeproof.core.limits import Precision, precision_among
-from pipeproof.core.nudged import Nudged
-from pipeproof.core.other_products import OtherProducts
+from pipeproof.core.nudged import Nudged, OtherProducts
 from pipeproof.core.updates import Orders, Pending
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Expected, Gradient, Reference, Site, clip_factor

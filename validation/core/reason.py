@@ -30,6 +30,7 @@ class Reason(StrEnum):
     HIDDEN = "hidden", "A stage takes or gives tensors that are not seen.", "Watch its module; pass plain tensors."
     OWN_BACKWARD = "own-backward", "A backward adds to gradients besides the calls.", "Let the stage add it."
     EQUAL_WEIGHTS = "equal-weights", "A weight of several stages may be one, or several.", "Pass build=, or say ties=."
+    STAGES = "stages", "The order of the stages is not known.", "Say stages=, pass build=, or hand back a trace."
     LOSS_SCALE = "loss-scale", "Losses are scaled or divided as no contract says.", "Say loss_scale= or loss_divisor=."
     NOT_FINITE = "not-finite", "A number that the law needs is not finite.", "Check a step that does not overflow."
     ROUNDING = "rounding", "Rounding may be as large as a fault.", "Check a step in fp32, or a longer one."

@@ -24,10 +24,8 @@ Tier = Literal["bitwise", "fp32", "TF32", "bf16", "fp16", "fp64", "none"]  # bit
 Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted
-_CAUSES = 3  # causes that hold together, on a screen
-_ALTERNATIVES = 2
+_CAUSES = 3  # causes that hold together, or explanations, on a screen
 _LONGEST = 300  # characters of what was raised
-_LISTED = 12  # names in a note
 JUDGED = ("seen", "expected")
 _UNJUDGED: Mapping[str, str] = {"pass": "same", "fail": "different", "wrong": "different"}
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
@@ -152,7 +150,7 @@ class Verdict:
     @property
     def reason(self) -> str:
         """What is wrong, in a few words: the causes, or the laws that are broken."""
-        told = " and ".join(cause.short for cause in self.cause[:_ALTERNATIVES])
+        told = " and ".join(cause.short for cause in self.cause[:_CAUSES])
         if self.verdict == "fail":
             return told or self._headline()
         return f"{self.word.upper()} {self._headline()}"
@@ -161,8 +159,10 @@ class Verdict:
 
     @property
     def next(self) -> list[str]:
-        """What to look at, or to do, for its causes."""
-        return hints(self.cause, self.measured)
+        """What to look at, or to do, for its causes; where it is unknown, what makes it known."""
+        unknown = [law for law in self.laws if law.outcome == self.verdict == "unknown"]
+        cures = dict.fromkeys(reason.cure for law in unknown for reason in law.reasons)
+        return [*hints(self.cause, self.measured), *cures]
 
     @property
     def replay(self) -> str:
@@ -232,10 +232,10 @@ class Verdict:
     def _causes(self) -> list[str]:
         told = [cause for cause in self.cause if not (self.ended and cause.detail in self._headline())]
         rows = _conjunction("cause", told)
-        for causes in self.alternatives[:_ALTERNATIVES]:
+        for causes in self.alternatives[:_CAUSES]:
             rows += _conjunction("or", causes)
-        if len(self.alternatives) > _ALTERNATIVES:
-            rows += _labelled("or", [f"{len(self.alternatives) - _ALTERNATIVES} more explanations"])
+        if len(self.alternatives) > _CAUSES:
+            rows += _labelled("or", [f"{len(self.alternatives) - _CAUSES} more explanations"])
         rows += [] if self.failure else self._next()
         if self.stopped:
             rows += _labelled("stopped", [f"before all was compared: {self.stopped}"])
@@ -340,8 +340,3 @@ def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:
     if "fail" in outcomes:
         return "fail"
     return "unknown" if "unknown" in outcomes or "pass" not in outcomes else "pass"
-
-
-def names_of(names: Sequence[str]) -> str:
-    """The first of ``names``, and how many more there are."""
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -7,10 +7,11 @@ and of those before it, from a sum that sum alone. Of what a cause may reach not
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeproof.core.cause import Cause, few
+from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.rules.shared import stages_of
+from pipeproof.pipeline.sizes import first_few
 
 _COUNTED = frozenset({"dropped", "doubled"})
 _BEHIND_LOSSES = _COUNTED | {"not-reduced", "stale-gradient", "tied-not-summed", "tied-doubled"}
@@ -50,9 +51,9 @@ def _named(law: str, wrong: Sequence[Mismatch]) -> str:
     microbatches = sorted({one.microbatch for one in wrong if one.microbatch is not None})
     stages = sorted({one.stage for one in wrong if one.stage is not None})
     parts = [
-        f" of {few(names)}" if names else "",
-        f" of microbatch{'es' * (len(microbatches) > 1)} {few([*map(str, microbatches)])}" if microbatches else "",
-        f" in stage{'s' * (len(stages) > 1)} {few([*map(str, stages)])}" if stages else "",
+        f" of {first_few(names)}" if names else "",
+        f" of microbatch{'es' * (len(microbatches) > 1)} {first_few(microbatches)}" if microbatches else "",
+        f" in stage{'s' * (len(stages) > 1)} {first_few(stages)}" if stages else "",
     ]
     return law + "".join(parts)
 

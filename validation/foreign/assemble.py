@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.ledger import NOWHERE
 from pipeproof.core.tolerance import error, same_bits
-from pipeproof.core.verdict import names_of
+from pipeproof.diagnosis.limits import ALIKE
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
@@ -26,10 +26,9 @@ from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
 from pipeproof.observers.shards import Shard, gathered, sized, untiled
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Site
-
-_PLAIN = 1e-3  # a relative error that no rounding makes; no verdict hangs on it
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Assembled:
             who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
             told.append(f"{who}: what came in, and the gradient of that, was not compared there")
         late = [stage.names[k] for stage in self.stages for k in sorted(stage.part.late & stage.names.keys())]
-        when = f"ranks wrote {names_of(late)} when the next operation used them: hand weights back once all are there"
+        when = f"ranks wrote {first_few(late)} when the next operation used them: hand weights back once all are there"
         return ({"boundaries": "; ".join(told)} if told else {}) | ({"updated-parameters": when} if late else {})
 
     @property
@@ -384,7 +383,7 @@ def _is_wrong(part: Part, k: int, due: Tensor) -> bool:
     if seen is None or shard is None or not seen.numel():
         return False
     own = shard.of(due)
-    return own.shape == seen.shape and error(seen, own) > _PLAIN
+    return own.shape == seen.shape and error(seen, own) > ALIKE
 
 
 def _as_done(flows: Sequence[Passed]) -> Sequence[Action]:

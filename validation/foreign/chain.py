@@ -19,6 +19,7 @@ from pipeproof.foreign.own_calls import Limited, StageSeen, as_sent, in_types_of
 from pipeproof.foreign.sources import TARGETS, Data, Source, Sources, is_target
 from pipeproof.foreign.survey import TOGETHER, Places
 from pipeproof.observers.calls import Call
+from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
@@ -37,6 +38,21 @@ class Chain:
     @property
     def microbatches(self) -> int:
         return len(self.data)
+
+    def with_due_gradients(self) -> "Chain":
+        """The same, where outputs bring a gradient as if each input were asked for the one that is due, and no other.
+
+        So a gradient that is lost, or asked for in vain, is followed through stages that train nothing.
+        """
+        chain = self
+        for stage, seen in self.stages.items():
+            due = chain.due(stage)
+            if any(inputs != call.needing for call, inputs in zip(seen.calls, due, strict=True)):
+                calls = (
+                    _giving(call, inputs, trains=seen.trains) for call, inputs in zip(seen.calls, due, strict=True)
+                )
+                chain = Chain({**chain.stages, stage: replace(seen, calls=tuple(calls))}, self.data)
+        return chain
 
     @property
     def last(self) -> int:
@@ -238,6 +254,14 @@ class Chain:
         known = self.consumers.keys() - self.sources.untold
         came = {n: self.consumers[of, n] for of, n in known if of == stage}
         return sent[1], sent[0], {n: _sum_of(those) for n, those in came.items()}
+
+
+def _giving(call: Call, due: frozenset[int], *, trains: bool) -> Call:
+    """``call``, were gradients ``due`` to these of its inputs. ``trains``: its stage has weights to be trained."""
+    if due - call.needing:
+        made = {n for n, one in enumerate(call.outputs) if is_rounded(one.dtype)}
+        return replace(call, giving=call.giving | made - call.repeated.keys())
+    return call if due or trains else replace(call, giving=frozenset())
 
 
 _PARTS = (

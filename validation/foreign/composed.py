@@ -65,7 +65,7 @@ class AgainstItself(ABC):
     generators: what stages draw random numbers from besides torch's, Python's, numpy's and their modules' own
     generators: generators of these three, and keepers with ``get_states`` and ``set_states``, such as Megatron's
     tracker. contract: what the step claims; ``loss_divisor``, ``loss_scale``, ``accumulation``, ``max_norm``,
-    ``warmup`` and ``ties`` are read. The divisor is that of all replicas together.
+    ``warmup``, ``ties`` and ``stages`` are read. The divisor is that of all replicas together.
 
     As ``reference=`` of ``whitebox.validate`` it takes neither ``optimizer``, nor ``masters``, ``scaler`` and
     ``generators``, nor ``every`` and ``stages``: these are of a running job.
@@ -104,7 +104,7 @@ class AgainstItself(ABC):
             word = "contract" if DEFAULTS not in (contract, self.contract) else "loss_fn"
             raise WhiteBoxError(f"{word} is given twice, also to Composed: give it once")
         said = contract if self.contract == DEFAULTS else self.contract
-        said.reads((*_READ, "names"), "where a step is held against itself up to its gradients", _OF_A_MODEL)
+        said.reads((*_READ, "names", "stages"), "where a step is held against itself up to its gradients", _OF_A_MODEL)
         found = replace(self, loss_fn=loss_fn or self.loss_fn, contract=said)
         found.check()
         return found
@@ -130,7 +130,7 @@ class AgainstItself(ABC):
             check_loss_fn(self.loss_fn)
         if not isinstance(self.contract, Contract):
             raise WhiteBoxError(f"contract is {self.contract!r}: expected a pipeproof.Contract")
-        self.contract.reads((*_READ, "names", "max_norm"), "where a step is held against itself")
+        self.contract.reads((*_READ, "names", "stages", "max_norm"), "where a step is held against itself")
         if self.build is not None:
             check_builds("build", self.build)
             if self.contract.ties is not None:

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Self
 
 from pipeproof.core.limits import precision_of
+from pipeproof.diagnosis.limits import LEFT
 from pipeproof.diagnosis.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
 from pipeproof.foreign.call_matching import Column, Order, at_once, columns, orders, without_extra
@@ -142,11 +143,10 @@ def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Map
 
 def near(one: float | None, other: float | None) -> bool:
     """Whether two factors are one, but for rounding."""
-    return one is not None and other is not None and abs(one - other) <= _ONE_FACTOR * abs(other)
+    return one is not None and other is not None and abs(one - other) <= LEFT * abs(other)
 
 
 _FROM = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # what comes in was put out: how many stages further, and where
-_ONE_FACTOR = 1e-2  # how far apart, relative to their size, factors that are one may be: coarse types round
 Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and in words
 
 

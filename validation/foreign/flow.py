@@ -1,7 +1,7 @@
 """What passes a module in digests: enough to know which module was given what another put out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from pipeproof.observers.calls import Call
@@ -28,13 +28,6 @@ class Flow:
             [_contents(call.output_gradients.values()) for call in calls],
             _contents(one for call in calls for one in call.outputs),
             _contents(one for call in calls for one in call.input_gradients.values()),
-        )
-
-    def with_another(self, other: Self) -> Self:
-        """The two together, of one stage on several ranks."""
-        both = [*self.came, *other.came], [*self.returned, *other.returned]
-        return replace(
-            self, came=both[0], returned=both[1], gave=self.gave | other.gave, handed=self.handed | other.handed
         )
 
     def given_to(self, other: Self) -> int:

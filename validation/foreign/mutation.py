@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, Literal
 from unittest import SkipTest
 
-from pipeproof.core.cause import few
 from pipeproof.foreign.mutants import MUTANTS
 from pipeproof.foreign.planted import Planted
 from pipeproof.foreign.reductions import Given, Key, noted, same_ranks
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.pipeline.schedules import nearest
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -132,7 +132,7 @@ def _chosen(only: Collection[str]) -> Sequence[str]:
     wanted = [only] if isinstance(only, str) else list(only)
     for name in wanted:
         if not isinstance(name, str) or name not in MUTANTS:
-            known = nearest(str(name), list(MUTANTS)) or f"expected a name such as {few(list(MUTANTS))}"
+            known = nearest(str(name), list(MUTANTS)) or f"expected a name such as {first_few(list(MUTANTS))}"
             raise WhiteBoxError(f"unknown fault {name!r}: {known}")
     return [name for name in MUTANTS if not wanted or name in wanted]
 
@@ -228,7 +228,7 @@ def _same(given: Sequence[Mapping[Key, Given]], *, marked: bool) -> str:
     if not (ranks := same_ranks(given, marked=marked)):
         return ""
     return (
-        f"ranks {few(list(map(str, ranks)))} give the same to a sum over them, so that it would not show if it were "
+        f"ranks {first_few(ranks)} give the same to a sum over them, so that it would not show if it were "
         "left out: give each replica data of its own"
     )
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from pipeproof.core.cause import few
+from pipeproof.pipeline.sizes import first_few
 
 
 def by_attributes(stage: int, names: Sequence[str]) -> str:
     """Why it is not known what a stage gives that gives the same only where attributes of these names are put back."""
     again = f"stage {stage} gives the same again only where attributes are put back that changed since"
-    return f"{again}: {few(names)}; call its module with what it needs of them"
+    return f"{again}: {first_few(names)}; call its module with what it needs of them"
 
 
 def draws_in_backward(stage: int) -> str:

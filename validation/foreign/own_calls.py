@@ -21,7 +21,7 @@ Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
 
 @dataclass(frozen=True)
 class StageSeen:
-    """A stage on its rank, and its calls.
+    """A stage on its rank, and its calls. ``trains``: it has weights to be trained.
 
     ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same. ``outside``: where
     the backward of a loss was called for that came to what it gave; None where none did.
@@ -31,6 +31,7 @@ class StageSeen:
     calls: tuple[Call, ...]
     meant: Mapping[int, int] = field(default_factory=dict)
     outside: Stack | None = None
+    trains: bool = True
 
     def without_own(self, links: Sequence[Link]) -> "StageSeen":
         """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""

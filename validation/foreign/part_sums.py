@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.core.cause import Cause, few
+from pipeproof.core.cause import Cause
+from pipeproof.diagnosis.limits import SHORT
 from pipeproof.foreign.crossings import near
 from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.step import Site
 
 _IN_PARTS = "{} of its gradients are parts of one sum on ranks {}, and nobody added them up"
@@ -18,7 +20,6 @@ _IN_REPLICAS = (
     "{} of its gradients are not the same on ranks {}, and together they are what is due: they were reduced before all "
     "was added to them, over other ranks, or not at all"
 )
-_FEW = 4  # numbers: any one number is a multiple of any other
 _IN_OTHERS = "gradients are sums over other ranks than those that have the stage: {}"
 Wrong = Mapping[Site, tuple[Sketch, Sketch]]  # of gradients that are not what they must be: as seen, and as due
 
@@ -86,7 +87,7 @@ def at_other_stages(ranks: Sequence[Wrong]) -> Iterator[Cause]:
     of = {site: one for site, one in there.items() if one is not None and not every[site][1].is_like(every[site][2])}
     if of and len(of) == len(every):
         own, stages = ({at(site) for site in of} for at in (lambda site: every[site][0], lambda site: site[0]))
-        told = few([f"the gradient of {name} is that of {other}" for (_, name), (_, other) in of.items()])
+        told = first_few([f"the gradient of {name} is that of {other}" for (_, name), (_, other) in of.items()])
         alone = min(own) if len(own) == 1 else None
         more = tuple(sorted(own)) if len(own) > 1 else ()
         yield Cause("misplaced", rank=alone, ranks=more, stages=tuple(sorted(stages)), detail=told)
@@ -94,7 +95,7 @@ def at_other_stages(ranks: Sequence[Wrong]) -> Iterator[Cause]:
 
 def _is_of(seen: Sketch, due: Sketch) -> bool:
     """Whether what is ``seen`` is what is ``due`` elsewhere, and no chance: of few numbers many are alike."""
-    return bool(seen.norm) and seen.shape == due.shape and math.prod(seen.shape) >= _FEW and seen.is_like(due)
+    return bool(seen.norm) and seen.shape == due.shape and math.prod(seen.shape) >= SHORT and seen.is_like(due)
 
 
 def _fitting(wrong: Wrong, alone: Sequence[Mapping[str, Sketch]], own: Mapping[str, Sketch]) -> tuple[int, ...]:
@@ -120,13 +121,13 @@ def _fitting(wrong: Wrong, alone: Sequence[Mapping[str, Sketch]], own: Mapping[s
 
 
 def _few(ranks: Sequence[int]) -> str:
-    return few([f"{rank}" for rank in ranks])
+    return first_few(ranks)
 
 
 def _are_sums(wrong: Wrong, group: Sequence[Mapping[str, Sketch]], own: Mapping[str, Sketch]) -> bool:
     """Whether what is seen is what a ``group`` of ranks have in the same places, added up, all by one factor."""
     places, factors = {name: k for k, name in enumerate(own)}, list[float | None]()
-    told = len(wrong) > 1 and any(math.prod(seen.shape) >= _FEW for seen, _ in wrong.values())  # and not by chance
+    told = len(wrong) > 1 and any(math.prod(seen.shape) >= SHORT for seen, _ in wrong.values())  # and not by chance
     if not told or len({len(those) for those in group}) > 1 or any(name not in places for _, name in wrong):
         return False
     for (_, name), (seen, _) in wrong.items():

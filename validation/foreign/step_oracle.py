@@ -10,9 +10,8 @@ from torch import Tensor
 from pipeproof.core.floors import Floors
 from pipeproof.core.judge import scenarios
 from pipeproof.core.limits import Precision
-from pipeproof.core.nudged import Nudged
+from pipeproof.core.nudged import Nudged, OtherProducts
 from pipeproof.core.oracle import Answer, precision_of_reference
-from pipeproof.core.other_products import OtherProducts
 from pipeproof.core.requirements import Requirements
 from pipeproof.core.updates import Orders, Pending
 from pipeproof.foreign.operation_run import OperationRun

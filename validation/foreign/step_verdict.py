@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from pipeproof.core.judge import judged
 from pipeproof.core.old_weights import hold_to_old_weights
-from pipeproof.core.verdict import Verdict, overall
+from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import LawResult, Verdict, overall
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Line
 from pipeproof.diagnosis.rules.misrouted import misrouted
@@ -148,6 +149,7 @@ def random_reference(title: str, task: Task, how: str) -> Verdict:
     return undecided(title, f"the reference {task.name} is random: {how}")
 
 
-def undecided(title: str, sentence: str) -> Verdict:
+def undecided(title: str, sentence: str, reasons: tuple[Reason, ...] = ()) -> Verdict:
     """The verdict where there is nothing to judge, and why."""
-    return Verdict(title, "unknown", "none", (), headline=sentence)
+    laws = (LawResult("comparable", "unknown", reasons=reasons),) if reasons else ()
+    return Verdict(title, "unknown", "none", laws, headline=sentence)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.diagnosis.sketches import of_sketches
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.observed import INPUT
-from pipeproof.observers.sketch import Sketch, digest_of_values, sketch
+from pipeproof.observers.sketch import FEW, Sketch, digest_of_values, sketch
 from pipeproof.reference.data import Batch
 from pipeproof.reference.handed_on import Cut, Graph
 from pipeproof.reference.outputs import outputs_noted
@@ -23,7 +23,6 @@ from pipeproof.reference.outputs import outputs_noted
 REPLICA = " of a replica"
 TOGETHER = " and "  # between the places of gradients that flow together
 _THROUGH = " through stage "
-_FEW = 16  # numbers that are soon like others by chance
 Result = TypeVar("Result")
 
 
@@ -125,7 +124,7 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
                 apart.setdefault(place, []).append(one.distance(self[place][microbatch]))
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
-        short = any(math.prod(one.shape) < _FEW and one.digest not in self._by_content for one in there)
+        short = any(math.prod(one.shape) < FEW and one.digest not in self._by_content for one in there)
         coarse = all(_is_coarse(self._computed or one.dtype) for one in telling)
         coarse = coarse and not any(one.digest in self._by_content for one in telling)
         if (short and 2 * most < len(there)) or (coarse and most < len(telling)):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract, Outputs
-from pipeproof.core.verdict import names_of, raised
+from pipeproof.core.verdict import raised
 from pipeproof.foreign.optimizing import MakesOptimizer, OptimizerError, Optimizing
 from pipeproof.foreign.rank import Step
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import first_few, some
 from pipeproof.reference.choices import Chosen, Routers
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
@@ -113,7 +113,7 @@ class Task:
     def check_routers(self, model: nn.Module) -> None:
         """Raise ``WhiteBoxError`` where ``routers`` name no module of the reference, which is ``model``."""
         if self.routers and not Routers(self.routers).among(model):
-            have = names_of([name for name, _ in model.named_modules() if name])
+            have = first_few([name for name, _ in model.named_modules() if name])
             wanted = " or ".join(map(repr, self.routers))
             raise WhiteBoxError(f"routers: no module of the reference {self.name} is called {wanted}; it has {have}")
 

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 
 from pipeproof.core.reason import Reason
-from pipeproof.core.verdict import names_of
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.observers.observed import Observed
+from pipeproof.pipeline.sizes import first_few
 
 _UNROUTED = "no router of the step was seen to choose"
 _BUFFERS = "no stage that has any was seen to run all microbatches in their order"
@@ -59,5 +59,5 @@ def unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {} if told else {"loss": why}
     named = {name for row in observed.ranks for one in row for name in one.outputs}
     if named and (left := [name for name in outputs if name not in named]):
-        found["outputs"] = f"no rank hands back {names_of(left)}"
+        found["outputs"] = f"no rank hands back {first_few(left)}"
     return found

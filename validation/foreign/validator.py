@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.reason import reasons_of
 from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
@@ -39,6 +40,17 @@ from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
+_READ = (
+    "loss_divisor",
+    "loss_scale",
+    "accumulation",
+    "max_norm",
+    "operations",
+    "outputs",
+    "routers",
+    "names",
+    "warmup",
+)
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
 
 
@@ -88,8 +100,8 @@ class WhiteBox:
         task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.with_words(words))
         if isinstance(reference, AgainstItself):
             task = LinkedTask.of(task, reference)
-        elif task.contract.ties is not None:
-            raise WhiteBoxError("ties of the contract is not read beside a whole model, which tells them: leave it out")
+        else:
+            task.contract.reads(_READ, "beside a whole model, which tells them")
         task.check()
         replicas = Replicas.along(ranks, task.counts[0])
         for count in task.counts:
@@ -261,7 +273,7 @@ def accumulation_of(made: Sequence[RankMade], replicas: Replicas) -> Accumulatio
 def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
     if isinstance(failure.cause, HandBackError | NamesError):
-        return undecided(title, f"rank {failure.culprit}: {failure.cause}")
+        return undecided(title, f"rank {failure.culprit}: {failure.cause}", reasons_of(*failure.cause.args))
     return Verdict(title, "unknown", "none", ()).of_failure(failure)
 
 

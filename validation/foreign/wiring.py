@@ -95,7 +95,9 @@ def _called_too_often(chain: Chain) -> Iterator[str]:
         if strange and len(given) > count:
             told = f"stage {stage} was called {len(given)} times, and {count} microbatches were given"
             which = f"call {strange[0]}" if len(strange) == 1 else f"each of calls {listed(strange)}"
-            told += f": what {which} was given is none of theirs; pass all microbatches that the step runs"
+            told += (
+                f": what {which} was given is none of theirs; pass all microbatches that the step runs, or say warmup"
+            )
             yield Reason.CALLS.doubt(told)
 
 

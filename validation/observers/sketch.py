@@ -18,7 +18,7 @@ from pipeproof.observers.shards import Shard
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _DIRECTIONS = 4
-_FEW = 16
+FEW = 16  # numbers that are soon like others by chance
 _ROW = 65_521  # signs in a direction
 
 
@@ -121,7 +121,7 @@ class Sketch:
         """Whether this has the very elements of ``other``, in another order or another shape."""
         same = (self.dtype, self.bits, math.prod(self.shape)) == (other.dtype, other.bits, math.prod(other.shape))
         alike = abs(self.norm - other.norm) <= self.limit * self.norm
-        return same and alike and 0.0 < self.norm and self.digest != other.digest and math.prod(self.shape) >= _FEW
+        return same and alike and 0.0 < self.norm and self.digest != other.digest and math.prod(self.shape) >= FEW
 
     @functools.cached_property
     def limit(self) -> float:
@@ -202,7 +202,7 @@ def _bits(tensor: Tensor) -> int:
 
 def _narrow(flat: Tensor, own: torch.dtype) -> Iterator[str]:
     """The narrower types that hold ``flat`` as it is, with its ``own``; a few elements soon say that there is none."""
-    few = flat[:_FEW].cpu()
+    few = flat[:FEW].cpu()
     for name, dtype in ROUNDED_TO.items():
         held = (torch.equal(part.to(dtype).to(part.dtype), part) for part in (few, flat))
         if dtype != flat.dtype and (dtype == own or all(held)) and any_nonzero(flat):

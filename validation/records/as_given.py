@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeproof.core.cause import few
 from pipeproof.core.verdict import raised
 from pipeproof.foreign.frameworks.framework import shown
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.task import pair_of
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import AdapterNames, Rename
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice
@@ -94,7 +94,7 @@ def gradients_of(named: Any, known: Mapping[str, Any]) -> Mapping[str, Gradient]
     if not isinstance(named, Mapping):
         raise RecordError(f"gradients is {shown(named)}: expected a mapping from names of parameters to gradients")
     if named and known and not any(name in known for name in named):
-        names = few([str(name) for name in named])
+        names = first_few([*named])
         raise RecordError(f"gradients is of {names}, which are no parameters: expected names as {next(iter(known))}")
     return named
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.verdict import names_of
 from pipeproof.foreign.own_calls import on_its_own
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.wiring import several_calls
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import any_nonzero
 from pipeproof.observers.shards import held_here, is_plain
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense
@@ -92,9 +92,9 @@ class Begun:
         there = {name: getattr(one, "part", one) for name, one in names.items() if one is not None}
         summed = [name for name, one in there.items() if isinstance(one, Tensor) and wrote(one)]
         other = [n for n in stage.unreached if self.has_grown(own.rename(stage.stage, n), there.get(n))]
-        obstacle = _SUMMED.format(stage.stage, names_of(summed)) if summed else ""
+        obstacle = _SUMMED.format(stage.stage, first_few(summed)) if summed else ""
         if other and not obstacle:
-            obstacle = _ELSEWHERE.format(stage.stage, names_of(other))
+            obstacle = _ELSEWHERE.format(stage.stage, first_few(other))
         if obstacle and stage.links and not any(link.obstacle for link in stage.links):
             stage.links[0] = replace(stage.links[0], obstacle=obstacle)
 

@@ -18,6 +18,7 @@ from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.records.as_given import bound_of, named_by, pairs_of, stages_of
 from pipeproof.records.rank_part import Arrival, RankStages, Rename, Run, own_name
 from pipeproof.records.record import ContentError, RecordError, microbatch_digests
@@ -26,9 +27,7 @@ from pipeproof.records.step_record import Pairs
 from pipeproof.reference.unsharded import let_go
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
-
-_OTHERS_S = 300.0  # how long the others are waited for where the bound that is given is none
-_LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
+from pipeproof.worlds.timeout import END_S
 
 
 class CheckError(ValueError):
@@ -53,7 +52,7 @@ class CheckedStep(ABC):
         """``laws`` are what may be compared. All else is as for ``check_step``."""
         self._modules, self._rename = modules, rename
         self._given = microbatches
-        self._timeout_s, self._bound_s = timeout_s, _OTHERS_S
+        self._timeout_s, self._bound_s = timeout_s, DEFAULT_TIMEOUT_S
         self._own = RankStages({}, own_name)  # as long as nobody knows that what was given is of use
         self._ledger = Ledger(laws)
         self._no_norm = ""  # why, where this rank was told one and reports none
@@ -143,7 +142,7 @@ class CheckedStep(ABC):
         message = "" if error is None else f"{type(error).__name__}: {error}"
         mine = self._part(RankReport(self._exchange.rank, ending, message))
         what = "the end of the checked step"
-        bound_s = self._bound_s if error is None else min(self._bound_s, _LAST_WORDS_S)
+        bound_s = self._bound_s if error is None else min(self._bound_s, END_S)
         try:
             parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
         except RanksAbsent as absent:

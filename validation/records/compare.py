@@ -11,12 +11,12 @@ from pipeproof.cases.data import max_norm_of
 from pipeproof.core.comparison import leave_out
 from pipeproof.core.judge import Where, concluded
 from pipeproof.core.ledger import Ledger
-from pipeproof.core.nudged import doubt_rounding
-from pipeproof.core.other_products import OtherProducts
+from pipeproof.core.nudged import OtherProducts, doubt_rounding
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import JUDGED, Crash, Verdict
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence, failing
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (
     LAWS,
@@ -34,7 +34,6 @@ from pipeproof.records.record import (
 from pipeproof.records.record_evidence import Step
 from pipeproof.records.renamed import as_named_in, as_numbered_in, contents_of
 
-_SHOWN = 4  # differences of configs in a sentence
 RUNS = ("other", "one")  # two, neither of which is known to be right
 
 
@@ -189,7 +188,7 @@ def _comparable(expected: Record, seen: Record) -> None:
 
 def _refused(expected: Record, seen: Record, reason: str) -> OtherSteps:
     found = [f"{name} ({one}, {other})" for name, one, other in config_differences(expected, seen)]
-    differ = f"; their configs differ in {', '.join(found[:_SHOWN])}" if found else ""
+    differ = f"; their configs differ in {first_few(found)}" if found else ""
     return OtherSteps(reason, differ)
 
 

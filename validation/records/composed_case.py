@@ -15,6 +15,7 @@ from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.observers.wrappers import Steps
 from pipeproof.pipeline.step import PipelineSchedule
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.records.checked_step import looked_at
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.composed_step import Composed
@@ -23,8 +24,6 @@ from pipeproof.reference.model import LossFn
 from pipeproof.reference.step import Recipe, objective
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-
-_BOUND_S = 60.0
 
 
 def validate_composed(case: Case, world: World) -> Verdict:
@@ -65,7 +64,7 @@ def checked_rank(context: RankContext, case: Case, plugins: Sequence[str]) -> li
             {stage.index: stage.module for stage in schedule.parts.stages},
             [(batch.inputs, batch.target) for batch in every],
             against=_against(case, schedule, update, loss_fn, divisor),
-            timeout_s=_BOUND_S,
+            timeout_s=DEFAULT_TIMEOUT_S,
         )
         checks.append(check)
         with check:

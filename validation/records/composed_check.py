@@ -22,7 +22,7 @@ from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.composed import AgainstItself
 from pipeproof.foreign.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.foreign.composed_verdict import verdict_of
-from pipeproof.foreign.giving import all_giving
+from pipeproof.foreign.extra_calls import ExtraCalls
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.links import Link
 from pipeproof.foreign.loss_of_all import LossOfAll
@@ -31,7 +31,6 @@ from pipeproof.foreign.own_calls import StageSeen, hidden
 from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.replica_weights import RENAMED, not_one
 from pipeproof.foreign.sources import Data
-from pipeproof.foreign.trials import Trials
 from pipeproof.foreign.wiring import refusals
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents
@@ -213,9 +212,9 @@ class ComposedCheck(CheckedStep):
         every, calls = self._heard()
         lines = self._lines
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
-        trials = Trials.among(own_chain, self._data)
-        own_chain = trials.without
-        calls = {stage: trials.own(stage, own) for stage, own in calls.items()}
+        extra = ExtraCalls.among(own_chain, self._data)
+        own_chain = extra.without
+        calls = {stage: extra.left(stage, own) for stage, own in calls.items()}
         own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
         chain = Chain(own_chain, self._data)
         for why in refusals(chain):
@@ -224,8 +223,7 @@ class ComposedCheck(CheckedStep):
         first = self._only or 0
         if lines.together > 1 and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):
             self.refuse(obstacle)
-        modules = self._shards.modules(self._peers)
-        chain = all_giving(chain, modules, calls, gather=self._gather, of_replica=lines.of_line)
+        modules, chain = self._shards.modules(self._peers), chain.with_due_gradients()
         again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, lines.together > 1, others)
         again.own_losses = self._watched.own_losses
         here = self._once_more(again, named)
@@ -243,7 +241,7 @@ class ComposedCheck(CheckedStep):
             part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
         for why in self._begun.without_gradients(self._own, calls):
             self._ledger.doubt("presence", why)
-        trials.enter(self._ledger, calls)
+        extra.enter(self._ledger, calls)
         one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
         due_each = {name: one for name in one_each if (one := due[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}

@@ -15,7 +15,6 @@ from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import renamed
 from pipeproof.foreign.rank import Order, Origin, parameters_of
-from pipeproof.foreign.step_verdict import with_notes
 from pipeproof.observers.initial_weights import FirstUse
 from pipeproof.observers.shards import InShards, held_here
 from pipeproof.observers.watching import Watcher, watching
@@ -56,7 +55,7 @@ class Composed(AgainstItself):
                 watcher.close()
             made = _Made(context.rank, order, handed, origin, watcher, sent_messages())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        stages, note = made.stages(whole, bound_s)
+        stages = made.stages(whole, bound_s)
         said = replace(self.contract, accumulation=handed.accumulation, loss_scale=handed.loss_scale)
         by = replace(self, contract=said)
         named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
@@ -69,7 +68,7 @@ class Composed(AgainstItself):
                 check.begin(made.begun(stages, first_use))
                 check.gradients(made.gradients(stages))
                 check.report(losses=handed.by_microbatch or None, loss=handed.whole_loss, norm=handed.norm)
-        return with_notes(check.verdict, {"boundaries": note} if note else {})
+        return check.verdict
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,8 @@ class _Made:
     watcher: Watcher
     sent: Mapping[Message, Sent]
 
-    def stages(self, whole: Sequence[str], bound_s: float) -> tuple[dict[int, nn.Module], str]:
-        """The watched modules by the number of their stage, and what that leaves open.
-
-        ``whole``: the model's names, if they are known.
-        """
+    def stages(self, whole: Sequence[str], bound_s: float) -> dict[int, nn.Module]:
+        """The watched modules by the number of their stage. ``whole``: the model's names, if they are known."""
         self._check()
         modules = self._modules
         names = [frozenset(self._names[id(module)].values()) for module in modules]
@@ -101,11 +97,11 @@ class _Made:
         sent = {message: what for _, messages in every for message, what in messages.items()}
         for call in (call for one in calls for call in one):
             call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
-        found = stage_numbers([one for one, _ in every], self.order.replicas, whole, self.order.name)
-        own = found.stages[self.rank]
+        modules_of, order = [one for one, _ in every], self.order
+        own = stage_numbers(modules_of, order.replicas, whole, order.name, order.contract.stages)[self.rank]
         if len({*own}) < len(modules):
             raise HandBackError(f"{self.order.name} handed back a stage twice: expected each of its modules once")
-        return dict(zip(own, modules, strict=True)), found.note
+        return dict(zip(own, modules, strict=True))
 
     def _check(self) -> None:
         """Raise ``HandBackError`` for what cannot be run again, or compared."""

@@ -12,6 +12,7 @@ from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read
+from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.records.options import Options, other_options
 from pipeproof.records.put_together import Part, Whole, wholes
 from pipeproof.records.rank_part import Arrival, run_of, told
@@ -19,8 +20,7 @@ from pipeproof.records.record import RecordError
 from pipeproof.records.run_file import Held, RankFile, RankStep, dtype_of
 
 Value = TypeVar("Value")
-_STEPS = 4  # that are kept at hand
-_LISTED = 8  # ranks in a sentence
+STEPS = 4  # that are kept at hand
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class KeptRun:
             )
         self.files = sorted((RankFile(one) for one in found), key=lambda one: one.header.rank)
         self._check_ranks()
-        self.step = lru_cache(_STEPS)(self._step)
+        self.step = lru_cache(STEPS)(self._step)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -109,7 +109,7 @@ class KeptRun:
         if twice := [rank for rank in set(there) if there.count(rank) > 1]:
             names = " and ".join(one.path.name for one in self.files if one.header.rank == twice[0])
             raise RecordError(f"{self}: {names} are both of rank {twice[0]}; give each run a folder of its own")
-        if lost := [*islice((rank for rank in range(ranks) if rank not in there), _LISTED)]:
+        if lost := [*islice((rank for rank in range(ranks) if rank not in there), SHOWN)]:
             more = ranks - sum(rank < ranks for rank in there) - len(lost)
             what = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}{f' and {more} more' * (more > 0)}"
             raise RecordError(

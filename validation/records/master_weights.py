@@ -8,8 +8,8 @@ from torch import Tensor
 from pipeproof.core.cause import Cause
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.tolerance import same_bits
-from pipeproof.core.verdict import names_of
 from pipeproof.observers.shards import held_here
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 
 _AS_ITS_COPY = "its master copy, in its own type"
@@ -68,7 +68,7 @@ class MasterWeights:
             told = "as before the step, while the master copy moved"
         else:
             told = "after the step, not the master copy in its own type"
-        return f"{names_of(names)}: {told}" if len(names) > 1 else told
+        return f"{first_few(names)}: {told}" if len(names) > 1 else told
 
     def _is_copied(self, name: str) -> bool:
         weight, master = held_here(self.own.parameters[name]).detach(), held_here(self.held[name]).detach()

@@ -10,13 +10,12 @@ from pipeproof.cases.mixed.step import MixedPrecision, MixedStep, loss_fn, micro
 from pipeproof.cases.trial import Named, Trial, located
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.records.composed_check import ComposedCheck
 from pipeproof.records.composed_step import Composed
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-
-_BOUND_S = 60.0
 
 
 def validate_mixed(case: MixedCase, world: World) -> Verdict:
@@ -50,7 +49,7 @@ def _checked_rank(context: RankContext, case: MixedCase) -> Verdict:
     step = case.step(case.way, context.rank, context.ranks)
     microbatches = microbatches_of(case.way)
     check = ComposedCheck(
-        step.stage, microbatches, against=against(case.way, step), rename="{}.{}".format, timeout_s=_BOUND_S
+        step.stage, microbatches, against=against(case.way, step), rename="{}.{}".format, timeout_s=DEFAULT_TIMEOUT_S
     )
     with check:
         step.run(microbatches, check.gradients)

@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pipeproof.core.nudged import Nudges, doubt_rounding
+from pipeproof.core.nudged import Nudges, OtherProducts, doubt_rounding
 from pipeproof.core.old_weights import WithWeights, hold_to_old_weights
-from pipeproof.core.other_products import OtherProducts
 from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained as explained_evidence

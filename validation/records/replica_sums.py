@@ -11,11 +11,11 @@ from torch import Tensor
 from pipeproof.core.cause import Cause
 from pipeproof.core.limits import precision_of
 from pipeproof.core.tolerance import Floor, error
-from pipeproof.core.verdict import names_of
 from pipeproof.diagnosis.naming import STALE
 from pipeproof.foreign.crossings import near
 from pipeproof.observers.shards import Shard, untiled
 from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.comm_hooks import CommHook
 from pipeproof.records.held_gradients import length_in_pieces
 from pipeproof.records.own_shards import OwnShards
@@ -184,7 +184,7 @@ class ReplicaSums:
         own = {name: seen.factor(self.alone[name]) for name, (seen, _) in pairs.items() if name in self.alone}
         if len(own) == len(pairs) and all(near(one, 1.0) or near(one, scale) for one in own.values()):
             every = [name for name, of in self.own.own.places.items() if of == stage]
-            some = "" if len(pairs) == len(every) else f" of {names_of(list(pairs))}"
+            some = "" if len(pairs) == len(every) else f" of {first_few(list(pairs))}"
             yield replace(at, detail=f"its gradients{some} are those of its own microbatches alone")
             return
         before = {name: one for name in pairs if (one := begun.get(name)) is not None}

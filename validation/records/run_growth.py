@@ -16,12 +16,11 @@ from pipeproof.core.limits import BF16, FP32, Precision, coarsest
 from pipeproof.core.mismatch import small
 from pipeproof.core.tolerance import Floor
 from pipeproof.observers.sketch import Sketch
-from pipeproof.records.kept_run import KeptRun, KeptStep
+from pipeproof.records.kept_run import STEPS, KeptRun, KeptStep
 from pipeproof.records.options import other_options
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch
 
 _MOST = 1 / 64  # of what is compared: no growth, however large, lets more than this pass
-_KEPT = 4  # steps at hand
 # What jumps where modules compute in a narrow type, or a narrower one than weights have: a last place that is cast
 # otherwise in a step makes more than all steps before. Updates follow.
 _COMPUTED = ("initial-weights", "loss", "gradient", "grad-norm")
@@ -165,7 +164,7 @@ class Growth:
         self._good, self._third = good, third
         there = set(third.numbers)
         self._numbers = [number for number in good.numbers if number in there]
-        self._differences = lru_cache(_KEPT)(self._compared)
+        self._differences = lru_cache(STEPS)(self._compared)
         self._aged, self._ever = _Largest(), _Largest()
 
     @cached_property

@@ -1,12 +1,12 @@
-"""Which stage each module is that ranks handed back: by the model's names, by what the runtime told, or by what flowed.
+"""Which stage each module is that ranks handed back: as the contract says, by the model's names, or as a runtime told.
 
 Names and calls are of one rank's modules, in the order in which it handed them back.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
+from pipeproof.core.reason import Reason
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import HandBackError
@@ -14,12 +14,12 @@ from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage, in_order
 from pipeproof.observers.calls import Call
 from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.sizes import some
 
 _UNKNOWN = (
-    "{} handed back modules, and what passed between them does not tell in which order they are the stages: give "
+    "{} handed back modules, and nothing tells in which order they are the stages: say stages= of the contract, give "
     "Composed a build=, which makes the whole model on the meta device, or hand back a trace"
 )
-_AS_PASSED = "stages are in the order in which tensors passed them: with a build= of Composed, that is compared, too"
 _NO_NAMES = "they have no parameters; let a module with parameters be a part of each stage"
 
 
@@ -45,24 +45,31 @@ def told_by(actions: Sequence[Action] | None, calls: Sequence[Sequence[Call]]) -
     return [min(stages) for stages in found] if all(len(stages) == 1 for stages in found) else None
 
 
-@dataclass(frozen=True)
-class Numbered:
-    """The stage of each module, by rank; ``note``: what that leaves open."""
+def stage_numbers(
+    every: Sequence[Modules], replicas: Replicas, whole: Collection[str], step: str, said: Sequence[Sequence[int]] = ()
+) -> Sequence[Sequence[int]]:
+    """The stage of each module of ``every`` rank.
 
-    stages: Sequence[Sequence[int]]
-    note: str = ""
-
-
-def stage_numbers(every: Sequence[Modules], replicas: Replicas, whole: Collection[str], step: str) -> Numbered:
-    """The stage of each module of ``every`` rank. ``whole``: the model's names in order, where that is known.
-
-    Raises ``HandBackError`` where nothing tells.
+    ``whole``: the model's names in order, where that is known. ``said``: what the contract says of a pipeline's ranks.
+    Raises ``HandBackError`` where nothing tells, or ``said`` is otherwise than what was handed back.
     """
+    if said:
+        both = zip(every, replicas.places, strict=True)
+        return [_declared(rank, one, said[place : place + 1]) for rank, (one, place) in enumerate(both)]
     if whole:
-        return Numbered(_by_names(every, whole, step))
+        return _by_names(every, whole, step)
     if all(one.told is not None for one in every):
-        return Numbered([one.told or () for one in every])
-    return _by_flows(every, replicas.places, step)
+        return [one.told or () for one in every]
+    return _by_ranks(every, replicas.places, step)
+
+
+def _declared(rank: int, one: Modules, said: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The numbers that the contract has for ``rank``; none where ``said`` is empty."""
+    own = [number for numbers in said for number in numbers]
+    if len(own) != len(one.names) or one.told not in (None, own):
+        seen = some(len(one.names), "module") if one.told is None else f"the stages {one.told}"
+        raise HandBackError(f"stages of the contract has {own} for rank {rank}, which handed back {seen}: mend one")
+    return own
 
 
 def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> list[list[int]]:
@@ -89,24 +96,12 @@ def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> li
     return [[index[held & known] for held in one.names] for one in every]
 
 
-def _by_flows(every: Sequence[Modules], places: Sequence[int], step: str) -> Numbered:
-    """As tensors went from one to another; where that is not seen, as ranks are numbered, if each has one module."""
-    flows: dict[tuple[int, int], Flow] = {}
-    for place, one in zip(places, every, strict=True):
-        for at, flow in zip(((place, chunk) for chunk in range(len(one.names))), one.flows, strict=True):
-            flows[at] = flows[at].with_another(flow) if at in flows else flow
-    feeds = {(one, other) for one, other in permutations(flows, 2) if flows[one].feeds(flows[other])}
-    order, left = list[tuple[int, int]](), dict.fromkeys(sorted(flows))
-    while left:
-        first = [at for at in left if not any((other, at) in feeds for other in left)]
-        if len(first) != 1:
-            break
-        order += first
-        del left[first[0]]
-    if left:
-        order = sorted(flows)
-        against = any(order.index(one) > order.index(other) for one, other in feeds)
-        if against or any(chunk for _, chunk in flows):
-            raise HandBackError(_UNKNOWN.format(step))
-    found = [[order.index((place, k)) for k in range(len(one.names))] for place, one in zip(places, every, strict=True)]
-    return Numbered(found, _AS_PASSED if order != sorted(flows) or any(chunk for _, chunk in flows) else "")
+def _by_ranks(every: Sequence[Modules], places: Sequence[int], step: str) -> list[list[int]]:
+    """As ranks are numbered, if each has one module at most, and tensors went no other way."""
+    order = sorted({place for place, one in zip(places, every, strict=True) if one.names})
+    numbers = [[order.index(place) for _ in one.names] for place, one in zip(places, every, strict=True)]
+    flows = [(own[0], one.flows[0]) for own, one in zip(numbers, every, strict=True) if own]
+    back = any(stage > other and flow.feeds(its) for stage, flow in flows for other, its in flows)
+    if back or any(len(own) > 1 for own in numbers):
+        raise HandBackError(Reason.STAGES.doubt(_UNKNOWN.format(step)))
+    return numbers

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
-from pipeproof.core.verdict import names_of
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.crossed import crossed
 from pipeproof.foreign.obstacles import draws_in_backward
@@ -15,6 +14,7 @@ from pipeproof.foreign.own_links import OwnStage
 from pipeproof.foreign.sources import TARGETS
 from pipeproof.observers.calls import Call
 from pipeproof.observers.own_losses import OwnLoss, weights_among
+from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.cut_inside import in_doubt
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
@@ -176,7 +176,7 @@ class StagesAgain:
         if own.stage != self.chain.last or own.factor is not None or own.fitting == own.flowing or own.speaks:
             return own
         if alike := self._alike:
-            raise RecordError(Reason.CALLS.doubt(_ALIKE.format(names_of([f"{m}" for m in alike]))))
+            raise RecordError(Reason.CALLS.doubt(_ALIKE.format(first_few([f"{m}" for m in alike]))))
         if (meant := crossed(self.chain)) is None:
             return own
         other = replace(self.way, factors=[], _ran=None)

@@ -20,8 +20,8 @@ from typing import Self
 from torch import Tensor, nn
 
 from pipeproof.core.comparison import Comparison
-from pipeproof.core.contract import Contract
-from pipeproof.core.other_products import OtherProducts
+from pipeproof.core.contract import DEFAULTS, Contract
+from pipeproof.core.nudged import OtherProducts
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.handed_back import Gradient
@@ -391,7 +391,10 @@ def check_step(
             check.refuse(
                 f"operation is {operation}: a step that is held against itself is one, so leave operation= out"
             )
-        if isinstance(against.contract, Contract) and against.contract.names is not None:
+        said = against.contract if isinstance(against.contract, Contract) else DEFAULTS
+        if said.names is not None:
             check.refuse("names of the contract is not read by check_step: give rename=, from stage and name")
+        if said.stages:
+            check.refuse("stages of the contract is not read by check_step: its modules are given by their numbers")
         return check
     return StepCheck(modules, microbatches, against=against, rename=rename, operation=operation, timeout_s=timeout_s)

@@ -57,9 +57,17 @@ class WatchedStages:
         """What other ranks are told of the ``calls`` of stages on this ``rank``: all but what runs them again."""
         outside = self.outside
         return {
-            stage: StageSeen(rank, tuple(replace(call, again=None) for call in own), outside=outside.get(stage))
+            stage: StageSeen(
+                rank,
+                tuple(replace(call, again=None) for call in own),
+                outside=outside.get(stage),
+                trains=self._trains(stage),
+            )
             for stage, own in calls.items()
         }
+
+    def _trains(self, stage: int) -> bool:
+        return any(one.requires_grad for one in self._modules[stage].parameters())
 
     @property
     def own_losses(self) -> dict[int, OwnLoss]:

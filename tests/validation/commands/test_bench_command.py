@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,10 +47,11 @@ def test_configs_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     note, head, first, *lines = out.splitlines()
     golden(note)
-    assert re.fullmatch("config +ranks +step +spread +ratio +memory +runs", head)
-    assert re.fullmatch(r"one\.json +1 +[\d.]+ ms +\d+% +1\.00 +[\d.]+ MiB +stack one-device", first)
+    assert head.split() == ["config", "ranks", "step", "spread", "ratio", "memory", "runs"]
+    golden(" ".join(re.sub(r"[\d.]+( ms|%| MiB)", r"#\1", first).split()))
     (compared,) = (line for line in lines if re.match(r"dp\.json(:| takes) ", line))
-    assert re.search(r"[\d.]+ to [\d.]+ in single rounds$", compared)
+    ((least, most),) = re.findall(r"([\d.]+) to ([\d.]+) in single rounds$", compared)
+    assert float(least) <= float(most)
     others = [line.partition(" has other work: ")[0] for line in lines if "other work" in line]
     assert others == ["job.json"], "dp.json computes what one.json does"
     golden(out, lines="rounds each|say little")
@@ -127,34 +129,33 @@ def test_ranks_that_fail_end_it_without_a_verdict(
     assert main(["bench", "mlp.json", "gpipe.json", "--json", "x.json"]) == 3
     out = capsys.readouterr().out
     golden(out)
-    assert ("too few rounds to compare" in out) is bool(whole)
     data = documented(Path("x.json").read_text())
     assert (data["rounds"], [len(one["rounds"]) for one in data["timings"]]) == (whole, [whole] * 2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    "line",
     [
-        (["bench"], "the following arguments are required: config"),
-        (["bench", "nowhere.json"], "cannot read nowhere.json"),
-        (["bench", "mlp.json", "--rounds", "2"], "--rounds is 2: expected at least 3"),
-        (["bench", "torch.json"], "torch.json: runtime torch is not timed here: expected pipeproof; leave it out"),
-        (["bench", "planted.json"], "planted.json: specimen layernorm-zero is a planted fault: expected a right step"),
-        (["bench", "mlp.json", "large.json"], "large.json: stack tp=32: tp 32 does not divide heads 4: use a divisor"),
-        (["bench", "mlp.json", "bf16.json"], 'bf16.json: dtype is "bf16": expected "fp32"'),
-        (["bench", "there.json"], "cuda, but torch finds no cuda device here"),
-        (["bench", "here.json", "there.json"], "here.json says cpu, there.json says cuda: all run on one device; give"),
-        (["bench", "mlp.json", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
+        "bench",
+        "bench nowhere.json",
+        "bench mlp.json --rounds 2",
+        "bench torch.json",
+        "bench planted.json",
+        "bench mlp.json large.json",
+        "bench mlp.json bf16.json",
+        "bench there.json",
+        "bench here.json there.json",
+        "bench mlp.json --json /no/such/folder/x",
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretending([], monkeypatch)
     try:
-        status = main(arguments)
+        status = main(shlex.split(line))
     except SystemExit as error:
         status = int(error.code or 0)
     out, err = capsys.readouterr()
     assert (status, out) == (2, ""), err
-    assert words in err
+    golden(err)

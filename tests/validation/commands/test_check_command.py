@@ -1,6 +1,7 @@
 """What ``check`` says of gradients in symbols, and of what is around the pipeline."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,20 +42,20 @@ def test_a_deadlock_is_told_with_the_room_that_would_end_it(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "line",
     [
-        (["1f1b"], "pipeproof show 1f1b builds that family and draws it; --symbolic checks it"),
-        (["1f1b", "--symbolic", "--virtual", "3"], "virtual is 3, but 1f1b has one stage per rank"),
-        (["x.csv", "--ranks", "3"], "--ranks is 3, but x.csv has 2: leave the option out"),
+        "1f1b",
+        "1f1b --symbolic --virtual 3",
+        "x.csv --ranks 3",
     ],
 )
 def test_what_cannot_be_checked_is_a_sentence(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    assert main(["check", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["check", *shlex.split(line)]) == 2
+    golden(capsys.readouterr().err)
 
 
 SUMMED = "sums      dp 2, pp 4: each of 16 microbatches once in each gradient of 8 ranks, divided by 2"
@@ -147,10 +148,9 @@ def test_groups_are_those_that_the_job_made(tmp_path: Path, capsys: pytest.Captu
     assert main(["check", *traces(tmp_path, 4, groups=[[0, 2], [1, 3]]), *around]) == 0
     mixed = traces(tmp_path, 4, groups=[[0, 3], [1, 2]])
     assert main(["check", *mixed[:2], *around]) == 0  # of one pipeline nobody knows all groups
-    assert "sums: dp: what is summed is not" not in capsys.readouterr().out
+    assert "sums: dp:" not in capsys.readouterr().out
     assert main(["check", *mixed, *around]) == 1
-    said = "sums: dp: what is summed is not of the same stages: rank 0 of stage 0 and rank 3 of stage 1"
-    assert said in capsys.readouterr().out
+    golden(capsys.readouterr().out, lines="sums: dp:")
 
 
 def test_what_cannot_have_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,20 +165,20 @@ def test_what_cannot_have_run_is_a_sentence(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "line",
     [
-        (["--mesh", "dp=2,pp=4"], "--mesh has no effect without --symbolic: leave it out"),
-        (["--tied", "0,3"], "--tied has no effect without --symbolic: leave it out"),
-        (["--symbolic", "--mesh", "dp=2"], "the mesh has pp 1, but 1f1b is for 4 ranks: give it pp=4"),
-        (["--symbolic", "--mesh", "dp=2,pp=3", "--ranks", "4"], "the mesh has pp 3, but 1f1b is for 4 ranks"),
-        (["--symbolic", "--mesh", "dp"], "the mesh has 'dp': expected an axis and its size, as in dp=2,pp=4"),
-        (["--symbolic", "--mesh", "no.json"], "cannot read no.json: No such file or directory"),
-        (["--symbolic", "--tied", "0"], "tied: '0' names no two stages: expected those with a copy, each once"),
-        (["--symbolic", "--tied", "0,4"], "tied: there is no stage 4, stages are 0..3"),
-        (["--symbolic", "--tied", "a,b"], "argument --tied: 'a': expected a whole number"),
-        (["--symbolic", "--tied", "0,١"], "argument --tied: '١': expected a whole number"),
+        "--mesh dp=2,pp=4",
+        "--tied 0,3",
+        "--symbolic --mesh dp=2",
+        "--symbolic --mesh dp=2,pp=3 --ranks 4",
+        "--symbolic --mesh dp",
+        "--symbolic --mesh no.json",
+        "--symbolic --tied 0",
+        "--symbolic --tied 0,4",
+        "--symbolic --tied a,b",
+        "--symbolic --tied '0,١'",
     ],
 )
-def test_a_mesh_that_cannot_be_is_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "1f1b", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_a_mesh_that_cannot_be_is_a_sentence(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "1f1b", *shlex.split(line)]) == 2
+    golden(capsys.readouterr().err)

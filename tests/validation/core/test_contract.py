@@ -40,6 +40,10 @@ from tests.support.steps import blocks, loss_fn, pairs
         ({"warmup": 1.0}, "warmup is 1.0"),
         ({"ties": ["a"]}, "ties is \\['a'\\]: expected lists of names"),
         ({"ties": [["a", 1]]}, "ties is \\[\\['a', 1\\]\\]"),
+        ({"stages": 2}, "stages is 2: expected the numbers of each rank's stages, all from 0"),
+        ({"stages": [[0, 3], [1]]}, "stages is \\[\\[0, 3\\], \\[1\\]\\]"),
+        ({"stages": [[0, 0]]}, "stages is \\[\\[0, 0\\]\\]"),
+        ({"stages": [["0"]]}, "stages is \\[\\['0'\\]\\]"),
         ({"names": 3}, "names is 3: expected prefixes and what replaces them, or a function of a name"),
         ({"names": {"a": 1}}, "names is {'a': 1}"),
     ],
@@ -60,7 +64,9 @@ def test_every_word_has_a_value_that_is_taken() -> None:
         routers="gate",
         names={"a": "b"},
         warmup=2,
+        stages=[[0, 1], [1, 0], []],
     )
+    assert said.stages == ((0, 1), (1, 0), ()), "a stage may be of several ranks"
     assert (said.operations, said.routers) == ((("train", 3), ("eval", 1)), ("gate",))
     assert Contract(names=str.upper).plan == ("train",)
     assert isinstance(ContractError(), ValueError)
@@ -271,6 +277,7 @@ def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, 
         ({"operations": ["train"]}, "operations of the contract is not read where a step is held against itself"),
         ({"routers": "gate"}, "routers of the contract is not read where a step is held against itself"),
         ({"names": {"a": "b"}}, "names of the contract is not read by check_step: give rename=, from stage and name"),
+        ({"stages": [[0]]}, "stages of the contract is not read by check_step: its modules are given by their numbers"),
     ],
 )
 def test_a_composed_check_says_which_words_it_does_not_read(said: dict[str, Any], sentence: str) -> None:

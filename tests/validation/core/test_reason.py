@@ -2,11 +2,13 @@
 
 import json
 import pickle
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
 
 from pipeproof.core.reason import Doubt, Reason, reasons_of
+from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.records.record import RecordError
 
 
@@ -27,3 +29,15 @@ def test_a_note_keeps_its_own_reason_wherever_it_goes() -> None:
 def test_the_schema_lists_them() -> None:
     schema = json.loads(files("pipeproof.reports").joinpath("schema.json").read_text())
     assert schema["$defs"]["law"]["properties"]["reasons"]["items"]["enum"] == list(Reason)
+
+
+def test_what_makes_it_known_is_told_once_for_each_reason() -> None:
+    rounding = LawResult("gradient", "unknown", reasons=(Reason.ROUNDING, Reason.HOOKS))
+    unseen = LawResult("loss", "not seen", reasons=(Reason.UNREPORTED,))
+    laws = rounding, replace(rounding, name="grad-norm", reasons=(Reason.ROUNDING,)), unseen
+    verdict = Verdict("c", "unknown", "none", laws)
+    cures = [Reason.ROUNDING.cure, Reason.HOOKS.cure]
+    assert verdict.next == verdict.as_dict()["next"] == cures
+    assert str(verdict).splitlines()[1:3] == [f"  next      {cures[0]}", f"            {cures[1]}"]
+    assert all(cure in verdict.to_html() for cure in cures)
+    assert not replace(verdict, verdict="fail").next

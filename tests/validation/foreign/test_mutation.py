@@ -373,5 +373,4 @@ def test_a_test_that_skips_on_all_ranks_under_a_fault_has_not_judged_it(
 ) -> None:
     (tried,) = whitebox.mutate(partial(skips, how=how), ranks=2, only=["gradient-doubled"]).tried
     assert tried.outcome == "not judged", tried
-    assert re.match(r"the test skips on rank \d", tried.how), tried.how
-    assert tried.how.endswith(": odd numbers"), tried.how
+    golden(re.sub(r"rank \d", "rank #", tried.how))

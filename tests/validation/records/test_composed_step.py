@@ -1,7 +1,7 @@
 """A step of a user's own, held against itself on the ranks of a world, says what it says beside a whole reference."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from pipeproof import Composed, Contract, World
 from pipeproof.core.cause import Cause
+from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
 from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
@@ -170,6 +171,27 @@ def interleaved(model: None, microbatches: Pairs, loss_fn: Any = loss_fn, last_d
     return torch_pipelining.step(schedule, last_data(microbatches) if rank == 1 else microbatches)
 
 
+def without_trace(model: None, microbatches: Pairs) -> HandedBack:
+    return replace(interleaved(model, microbatches), trace=None)
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome", "law"),
+    [
+        ((), "unknown", "comparable"),
+        ([[0, 2], [1, 3]], "pass", "boundaries"),
+        ([[2, 0], [1, 3]], "fail", "boundaries"),
+    ],
+    ids=["none", "right", "another order"],
+)
+def test_where_nothing_tells_the_stages_the_contract_does(
+    whitebox: WhiteBox, said: Any, outcome: str, law: str
+) -> None:
+    verdict = judged(whitebox, without_trace, Composed(loss_fn), contract=Contract(stages=said))
+    assert (verdict.verdict, verdict.law(law).outcome) == (outcome, outcome), str(verdict)
+    assert (Reason.STAGES in verdict.law(law).reasons) == (not said)
+
+
 def uphill(output: Tensor, target: Tensor) -> Tensor:
     return -loss_fn(output, target)
 
@@ -229,7 +251,7 @@ def of_the_model(model: Any, microbatches: Pairs) -> Any:
         (alone, "alone handed back gradients alone: hand back its modules, too"),
         (with_outputs, "with_outputs handed back outputs, which no whole model is there to give"),
         (by_index, "by_index handed back a part of a gradient by its index: expected a FlatShard"),
-        (twice, "twice handed back modules, and what passed between them does not tell in which order"),
+        (twice, "twice handed back modules, and nothing tells in which order they are the stages: say stages="),
         (of_the_model, "the step is given what build= of Composed makes on the meta device, or None"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(file: Path, change: Callab
 def test_of_many_ranks_that_are_not_there_a_few_are_named(file: Path) -> None:
     header, *steps = file.read_text().splitlines()
     file.write_text("\n".join([json.dumps({**json.loads(header), "ranks": 10**9}), *steps]) + "\n")
-    with pytest.raises(RecordError, match="lacks ranks 1, 2, 3, 4, 5, 6, 7, 8 and 999999991 more: bring"):
+    with pytest.raises(RecordError, match="lacks ranks 1, 2, 3, 4, 5 and 999999994 more: bring"):
         KeptRun(file.parent)
 
 

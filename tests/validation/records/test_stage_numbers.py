@@ -1,10 +1,11 @@
-"""Which stage a module is that was handed back: its names tell, or the runtime, or its rank; else nobody knows."""
+"""Which stage a module is that was handed back: the contract says, or names, the runtime or ranks tell."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from pipeproof.core.reason import Reason, reasons_of
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import HandBackError
@@ -19,7 +20,7 @@ NONE = Modules([])
 
 
 def numbers(every: Sequence[Modules], replicas: Replicas, whole: Sequence[str] = ()) -> list[list[int]]:
-    return [list(one) for one in stage_numbers(every, replicas, whole, "mine").stages]
+    return [list(one) for one in stage_numbers(every, replicas, whole, "mine")]
 
 
 def test_the_model_has_its_stages_in_the_order_of_its_names() -> None:
@@ -59,24 +60,41 @@ def passed(came: str, gave: str, returned: str = "", handed: str = "") -> Flow:
 FIRST, SECOND, THIRD = passed("ab", "AB"), passed("AB", "cd"), passed("cd", "CD")
 
 
+def of_flows(*every: Sequence[Flow]) -> list[Modules]:
+    return [Modules([frozenset({"x"})] * len(own), own) for own in every]
+
+
 @pytest.mark.parametrize(
-    ("flows", "stages"),
-    [
-        ([[THIRD], [FIRST], [SECOND]], [[2], [0], [1]]),
-        ([[FIRST, THIRD], [SECOND]], [[0, 2], [1]]),
-        ([[THIRD], [passed("A-", "cd")], [FIRST]], [[2], [1], [0]]),
-        ([[passed("AB", "--", "xy")], [passed("--", "CD", handed="xy")], [FIRST]], [[1], [2], [0]]),
-        ([[FIRST], [SECOND], [passed("--", "CD")]], [[0], [1], [2]]),
-        ([[FIRST], [passed("AC", "cd")], [THIRD]], [[0], [1], [2]]),
-    ],
-    ids=["in turn", "two on a rank", "one is wrong", "rounded, and back", "as ranks are", "one is another's"],
+    "flows",
+    [[[FIRST], [SECOND], [passed("--", "CD")]], [[FIRST], [passed("AC", "cd")], [THIRD]]],
+    ids=["one sees none", "one is another's"],
 )
-def test_where_names_are_not_known_tensors_tell_the_order(flows: list[list[Flow]], stages: list[list[int]]) -> None:
-    every = [Modules([frozenset({"x"})] * len(own), own) for own in flows]
-    found = stage_numbers(every, Replicas.along(3 if len(flows) == 3 else 2, 4), (), "mine")
-    assert found.stages == stages
-    in_turn = [[0], [1], [2]]
-    assert ("with a build=" in found.note) == (stages != in_turn), "it is said where another order would be as good"
+def test_ranks_tell_the_order_where_tensors_went_no_other_way(flows: list[list[Flow]]) -> None:
+    assert numbers(of_flows(*flows), Replicas.along(3, 4)) == [[0], [1], [2]]
+
+
+BACKWARD = [THIRD], [FIRST], [SECOND]
+
+
+def test_what_the_contract_says_comes_first() -> None:
+    said = [[2], [0], [1]]
+    assert [*map(list, stage_numbers(of_flows(*BACKWARD), Replicas.along(3, 4), (), "mine", said))] == said
+    twice = stage_numbers(V_SHAPED * 2, Replicas.along([0, 0, 1, 1], 4), WHOLE, "mine", [[3, 0], [1, 2]])
+    assert [*map(list, twice)] == [[3, 0], [1, 2]] * 2, "for each rank of a pipeline, whatever names tell"
+
+
+@pytest.mark.parametrize(
+    ("one", "said", "told"),
+    [
+        (V_SHAPED[0], [[0]], "has \\[0\\] for rank 0, which handed back 2 modules: mend one"),
+        (V_SHAPED[0], [[0, 1], [2]], "has \\[2\\] for rank 1, which handed back 2 modules"),
+        (V_SHAPED[0], [[0, 1]], "has \\[\\] for rank 1, which handed back 2 modules"),
+        (replace(V_SHAPED[0], told=[0, 1]), [[1, 0], [2, 3]], "for rank 0, which handed back the stages \\[0, 1\\]"),
+    ],
+)
+def test_what_was_handed_back_may_not_contradict_the_contract(one: Modules, said: list[list[int]], told: str) -> None:
+    with pytest.raises(HandBackError, match=f"stages of the contract .*{told}"):
+        stage_numbers([one, one], Replicas.along(2, 4), (), "mine", said)
 
 
 @pytest.mark.parametrize("bare", [0, 1, 2])
@@ -91,10 +109,10 @@ def test_a_stage_without_parameters_is_where_tensors_passed_it(bare: int) -> Non
 
 
 def test_where_nothing_tells_that_is_said_with_the_cure() -> None:
-    for flows in ([[FIRST, passed("--", "xy")], [passed("--", "zw")]], [[THIRD], [SECOND], [passed("--", "--")]]):
-        every = [Modules([frozenset({"x"})] * len(own), own) for own in flows]
-        with pytest.raises(HandBackError, match="mine handed back modules, and what passed between them does not tell"):
-            numbers(every, Replicas.along(len(flows), 4))
+    for flows in (([FIRST, THIRD], [SECOND]), BACKWARD, ([THIRD], [passed("A-", "cd")], [FIRST])):
+        with pytest.raises(HandBackError, match="mine handed back modules, and nothing tells in which") as error:
+            numbers(of_flows(*flows), Replicas.along(len(flows), 4))
+        assert reasons_of(*error.value.args) == (Reason.STAGES,)
     with pytest.raises(HandBackError, match="the model of build= does not have a: say its name there, by names="):
         numbers(V_SHAPED, Replicas.along(2, 4), ["words", "c", "head"])
     bare = [Modules([frozenset()]), Modules([frozenset()])]

@@ -91,7 +91,7 @@ def test_annotations_are_few_and_the_culprit_comes_first() -> None:
     golden(lines[0])
     golden(lines[-1])
     assert all("\n" not in line for line in lines)
-    assert annotations(gated(PASS, due=2)) == ["::error title=pipeproof%3A the gate is short::1 of 2 cases ran"]
+    golden("\n".join(annotations(gated(PASS, due=2))))
     assert annotations(gated(PASS, CAUGHT)) == []
 
 

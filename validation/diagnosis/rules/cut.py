@@ -1,9 +1,10 @@
 """A backward that ran, and that gave the input of its stage nothing: its graph does not reach so far."""
 
-from pipeproof.core.cause import Cause, few
+from pipeproof.core.cause import Cause
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.observers.likeness import Likeness
+from pipeproof.pipeline.sizes import first_few
 
 _EMPTY = frozenset({"zero", "missing"})
 
@@ -30,7 +31,7 @@ def _cause(evidence: Evidence, stage: int, lost: tuple[int, ...], explained: Exp
     several = len(lost) > 1
     whose, them = ("their backwards", "them") if several else ("its backward", "it")
     lacking = [one.parameter for one in explained.odd if all(_lacks(one, m) for m in lost)]
-    of = f"; {few(lacking)} lack{'s' * (len(lacking) == 1)} {them}, too" if lacking else ""
+    of = f"; {first_few(lacking)} lack{'s' * (len(lacking) == 1)} {them}, too" if lacking else ""
     return Cause(
         "dropped",
         rank=evidence.placement[stage],

@@ -22,6 +22,7 @@ from pipeproof.records.record import Record, RecordedOperation, RecordError, con
 from pipeproof.records.record_file import write
 from pipeproof.worlds.output_file import OutputError, OutputFile
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
+from pipeproof.worlds.timeout import END_S
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ class _Seen:
 
 _NOTHING = FrameworkStep({}, lambda stage, name: name, dict, list, lambda sight: ExitStack())
 _TELLS = "check_step tells which is wrong"
-_LAST_WORDS_S = 10.0  # a rank whose step raised waits no longer than this for the others
 KINDS = ("weight", "gradient", "updated weight")
 
 
@@ -89,7 +89,7 @@ class StepRecording:
 
     def finish(self, file: OutputFile | None, *, framework: str, ended: bool) -> None:
         """Put together what all ranks saw; rank 0 writes it. Where the step has not ``ended``, nobody waits long."""
-        bound_s = self._timeout_s if ended else min(self._timeout_s, _LAST_WORDS_S)
+        bound_s = self._timeout_s if ended else min(self._timeout_s, END_S)
         mine, laid_out = _Seen(Arrival({}, None, "")), list[str]()
         with self.noting():
             if not ended:

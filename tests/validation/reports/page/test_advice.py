@@ -8,6 +8,8 @@ import pytest
 from pipeproof.pipeline.layouts.cluster import GIB
 from pipeproof.reports.page.advice import advice_page
 from tests.support.advised import advised
+from tests.support.golden import golden
+from tests.support.page_text import PageText
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 BAR = re.compile(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="13" class="(\w+) (before|after)">')
@@ -46,8 +48,9 @@ def test_each_layout_is_told_in_sentences() -> None:
     for number, choice in enumerate(advice.best, 1):
         assert f"<h2>{number}. {choice.layout.words}</h2>" in shown
         assert f"{choice.time.bubble / choice.time.total:.1%} of a step" in shown or choice.layout.pp == 1
-        assert f"{choice.time.utilization(advice.cluster):.1%} of what the devices could do" in shown
-    assert shown.count("GiB on the fullest device") == len(advice.best) == 3
+        assert f"{choice.time.utilization(advice.cluster):.1%} of what" in shown
+    assert len(advice.best) == 3
+    golden(PageText(shown).lines, lines="the fullest device|devices could do")
 
 
 def test_where_nothing_fits_it_says_so() -> None:

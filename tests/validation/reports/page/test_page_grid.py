@@ -35,7 +35,8 @@ def states(found: Grid) -> dict[str, str]:
 
 
 def test_an_action_stands_after_what_it_was_made_from() -> None:
-    assert columns(grid(ran("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))) == [[0, 1, 3, 5], [1, 2, 3, 4]]
+    found = grid(ran("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
+    assert columns(found) == [[0, 1, 3, 5], [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "dualpipev"])
