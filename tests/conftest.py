@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Launch = Callable[..., Ended]
 
 _BOUND_S = 240.0
-settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
-settings.load_profile("untimed")
+settings.register_profile("few", deadline=None, max_examples=40)  # how long one takes is the machine's affair
+settings.register_profile("sweep", settings.get_profile("few"), max_examples=300)
+settings.load_profile("few")
 _STARTS_PROCESSES = {"warm_start", "torchrun", "python", "new_python", "processes"}  # fixtures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: a second thread only waits, and takes a core

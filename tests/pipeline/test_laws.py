@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import Action, Kind
@@ -229,7 +229,6 @@ def damaged(draw: st.DrawFn) -> Schedule:
 
 @pytest.mark.long
 @given(damaged())
-@settings(deadline=None, max_examples=300)
 def test_the_laws_hold_exactly_where_the_schedule_runs(schedule: Schedule) -> None:
     assert (violations(schedule) == ()) == runs(schedule)
 

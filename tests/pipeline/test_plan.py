@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.partition import costs_of
@@ -72,7 +72,6 @@ def test_an_uneven_model_costs_time() -> None:
     weights=st.lists(st.integers(0, 20), min_size=6, max_size=6),
     memory=st.integers(20, 120),
 )
-@settings(deadline=None, max_examples=40)
 def test_the_split_is_the_most_even_one_that_the_device_can_hold(
     activations: list[int], weights: list[int], memory: int
 ) -> None:

@@ -104,12 +104,12 @@ def test_laws_that_stand_alone_are_broken_alone() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lowering_keeps_every_law(name: str) -> None:
-    for ranks in (1, 2, 3, 4, 8):
+    for ranks in (1, 2, 3, 4):
         for virtual in (1, 2, 4) if name in LOOPED else (virtuals(name),):
             for microbatches in {2 * ranks, 2 * ranks + 1} | (set() if name == "dualpipev" else {1, ranks}):
                 program = lower(build(name, ranks=ranks, microbatches=microbatches, virtual=virtual))
                 assert violations(program) == ()
-                assert ranks > 4 or violations(program.with_waits) == ()
+                assert violations(program.with_waits) == ()
 
 
 def test_the_schedule_s_own_laws_are_laws_of_a_program() -> None:

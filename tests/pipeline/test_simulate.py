@@ -267,7 +267,6 @@ def longest_path(schedule: Schedule, durations: Durations, latency: float) -> di
     speeds=st.lists(times, min_size=8, max_size=8),
     latency=times,
 )
-@settings(deadline=None, max_examples=40)
 def test_ends_are_longest_paths(name: str, ranks: int, microbatches: int, speeds: list[float], latency: float) -> None:
     schedule = build(name, ranks=ranks, microbatches=microbatches, virtual=2 if name == "interleaved" else 1)
 

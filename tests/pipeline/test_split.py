@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeproof.pipeline import Action, PipelineSchedule, Schedule
 from pipeproof.pipeline.split import NamedUses, SplitBackward
 from tests.support.golden import golden
+from tests.support.sweeps import each_once
 
 W = 8
 
@@ -197,8 +198,7 @@ def counted(module: nn.Module) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["middle", "first"])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(*each_once(name=STAGES, first=[False, True]))
 def test_a_split_backward_is_the_full_one_cut_in_two(name: str, first: bool) -> None:
     """Three microbatches, all inputs' gradients before any weight's: bits, work, hooks, and nothing touched early."""
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.columns import Columns
@@ -94,7 +94,6 @@ def test_mixtures_of_mixtures_stay_short() -> None:
 
 @pytest.mark.long
 @given(found=programs())
-@settings(deadline=None, max_examples=150)
 def test_what_breaks_no_law_is_proven(found: Program) -> None:
     laws = {violation.law for violation in violations(found)} - {"deadlock"}
     if not laws:

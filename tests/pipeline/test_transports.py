@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import COMPUTE, SENDS, Action, Kind
@@ -104,7 +104,6 @@ def finishes(program: Program, transport: Transport, room: int = 0) -> bool:
 
 @pytest.mark.long
 @given(programs())
-@settings(deadline=None, max_examples=150)
 def test_a_model_has_a_cycle_exactly_where_its_ranks_get_stuck(program: Program) -> None:
     for transport, found in deadlocks(program).items():
         assert finishes(program, transport) is (found is None), transport
@@ -112,7 +111,6 @@ def test_a_model_has_a_cycle_exactly_where_its_ranks_get_stuck(program: Program)
 
 @pytest.mark.long
 @given(programs(), st.integers(1, 4))
-@settings(deadline=None, max_examples=100)
 def test_so_it_has_where_messages_are_kept_and_the_least_room_is_the_first_that_helps(
     program: Program, room: int
 ) -> None:

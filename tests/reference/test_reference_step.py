@@ -13,6 +13,7 @@ from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import MODELS, Model, build_model
 from pipeproof.reference.otherwise import in_double
 from pipeproof.reference.step import Loss, Recipe, Reference, objective, sgd
+from tests.support.sweeps import each_once
 
 SPLIT = (2, 1)
 COUNT = 3
@@ -40,8 +41,7 @@ def plain_step(model: Model, batches: Sequence[Batch], recipe: Recipe) -> dict[s
     return {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("loss", ["mean", "tokens"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(*each_once(name=MODELS, loss=["mean", "tokens"]))
 def test_gradients_are_those_of_one_plain_backward(name: str, loss: str) -> None:
     reference = reference_of(name, loss)
     plain = plain_step(

@@ -115,15 +115,15 @@ def meshes_of(way: Sharded, ranks: int) -> Meshes:
     return Meshes(whole["stages"], whole["copies", "shards"] if way.copies > 1 else whole["shards"], whole["tensor"])
 
 
-def sharded_steps(context: RankContext, way: Sharded) -> list[Verdict]:
-    """The verdicts on two steps of the job."""
+def sharded_steps(context: RankContext, way: Sharded, steps: int = 2) -> list[Verdict]:
+    """The verdicts on so many steps of the job."""
     meshes, plant, rank = meshes_of(way, context.ranks), way.plant, context.rank
     number = meshes.stages.get_local_rank()
     stage = stage_of(number, way, meshes)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(rank % (context.ranks // STAGES) // way.tensor)
     found = []
-    for _ in range(2):
+    for _ in range(steps):
         if not plant.kept(rank):
             optimizer.zero_grad()
         microbatches = [_drawn(draw) for _ in range(COUNT)]

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Sketch:
             return 0.0
         if self.shape != other.shape or self.dtype != other.dtype or not other.norm:
             return math.inf
-        distance = math.sqrt(fmean(self._apart(other))) / other.norm
+        distance = math.dist(self.projections, other.projections) / math.sqrt(len(self.projections)) / other.norm
         return distance if distance == distance else math.inf
 
     def gap(self, other: "Sketch") -> float:
@@ -123,7 +123,7 @@ class Sketch:
         alike = abs(self.norm - other.norm) <= self.limit * self.norm
         return same and alike and 0.0 < self.norm and self.digest != other.digest and math.prod(self.shape) >= FEW
 
-    @property
+    @functools.cached_property
     def limit(self) -> float:
         """How far another tensor may be and still be taken for this one: half of the digits that it has."""
         types = [one for one in (self.dtype, self.computed) if one is not None]

@@ -14,6 +14,7 @@ from pipeproof.pipeline.layouts.footprint import footprint, kept, least_held, pa
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.pipelined import OFFERED
 from pipeproof.pipeline.layouts.transformer import MODELS, Transformer
+from tests.support.sweeps import each_once
 
 GPT = MODELS["gpt-3-175b"]
 NONE, SELECTIVE, FULL = Recompute
@@ -120,8 +121,7 @@ def kept_by_torch(model: Transformer, recompute: Recompute) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("model", [SMALL, GATED], ids=lambda model: model.name)
-@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize(*each_once(model=[SMALL, GATED], recompute=[*Recompute]))
 def test_torch_keeps_what_is_counted(model: Transformer, recompute: Recompute) -> None:
     counted = kept(model, 0, recompute).on(1) * BATCH * SEQUENCE
     assert kept_by_torch(model, recompute) == pytest.approx(counted, rel=0.03)

@@ -6,20 +6,21 @@ from pipeproof.pipeline.layouts import pipelined
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.pipelined import least_stretch, peaks, stretch, work
 from pipeproof.pipeline.layouts.transformer import MODELS, Transformer
+from tests.support.sweeps import each_once
 
 
 def model(layers: int, vocabulary: int = 1) -> Transformer:
     return Transformer("model", layers, 64, 1, vocabulary, 128)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 1000])
-@pytest.mark.parametrize(
-    ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)]
-)
-@pytest.mark.parametrize("ranks", [2, 5, 8])
+SCHEDULES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)]
+
+
+@pytest.mark.parametrize(*each_once(schedule=SCHEDULES, ranks=[5, 8, 2], vocabulary=[1, 1000]))
 def test_a_long_step_is_what_its_simulation_says(
-    name: str, virtual: int, ranks: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+    schedule: tuple[str, int], ranks: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, virtual = schedule
     for microbatches in (4 * ranks, 7 * ranks, *((6 * ranks + 1,) if name != "interleaved" else ())):
         for layers in (ranks * virtual, 2 * ranks * virtual + ranks - 1):
             job = Job(model(layers, vocabulary), microbatches, 1)

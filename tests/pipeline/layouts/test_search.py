@@ -18,7 +18,7 @@ def advised(run: Run, allowed: Allowed, *, most: int = 3) -> list[Choice]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sampled(RUNS, 3))
+@pytest.mark.parametrize("name", sampled(RUNS, 8))
 def test_a_public_run_is_among_the_first_three_or_known_not_to_be(name: str) -> None:
     run = RUNS[name]
     found = advised(run, Allowed(zero=tuple(range(run.zero + 1))))

@@ -13,13 +13,11 @@ from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox, watch
 from tests.support.golden import golden
+from tests.support.steps import loss_fn
+from tests.support.sweeps import each_once
 
 COUNT, ROWS, WIDTH, RANKS = 4, 6, 5, 3
 Stages = Callable[[Any], list[nn.Module]]
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
@@ -265,12 +263,12 @@ def test_copies_that_nobody_summed(whitebox: WhiteBox, kind: str) -> None:
     assert not verdict.undecided
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"), [(lambda g: g / 3, "scale"), (lambda g: 2 * g, "tied-doubled"), (torch.zeros_like, "zero")]
-)
-@pytest.mark.parametrize("number", [-1, 2])
-def test_copies_of_which_each_or_one_is_wrong(whitebox: WhiteBox, number: int, fault: Any, kind: str) -> None:
-    verdict = judged(whitebox, *RIGHT["tied"], after=faulty(number, fault))
+FAULTS = {"scale": lambda g: g / 3, "tied-doubled": lambda g: 2 * g, "zero": torch.zeros_like}
+
+
+@pytest.mark.parametrize(*each_once(kind=FAULTS, number=[-1, 2]))
+def test_copies_of_which_each_or_one_is_wrong(whitebox: WhiteBox, kind: str, number: int) -> None:
+    verdict = judged(whitebox, *RIGHT["tied"], after=faulty(number, FAULTS[kind]))
     assert verdict.verdict == "fail"
     assert {cause.kind for cause in verdict.cause} == {kind}, str(verdict)
     assert {cause.parameter for cause in verdict.cause} == {"embed.weight"}

@@ -14,6 +14,7 @@ from pipeproof.reference.data import IGNORED, Batch
 from pipeproof.reference.step import Gradient, Loss, Site
 from pipeproof.reference.traced import Traced
 from tests.support.golden import golden
+from tests.support.sweeps import each_once
 
 COUNT, WIDTH, CLASSES, VOCABULARY = 4, 12, 5, 11
 Rows = list[dict[Site, Tensor]]  # what each microbatch gives
@@ -246,8 +247,7 @@ def loses(site: Site, *microbatches: int, times: float = 0.0) -> Change:
 UP, BIAS, CLASS_BIAS = (1, "2.up.weight"), (1, "2.up.bias"), (2, "4.bias")
 
 
-@pytest.mark.parametrize("dtype", EVERY)
-@pytest.mark.parametrize("site", [UP, BIAS, (0, "0.weight"), (1, "2.norm.weight")])
+@pytest.mark.parametrize(*each_once(site=[UP, BIAS, (0, "0.weight"), (1, "2.norm.weight")], dtype=EVERY))
 def test_one_parameter_that_lost_a_microbatch(site: Site, dtype: torch.dtype) -> None:
     cause = only(attributed(loses(site, 1), dtype=dtype))
     assert (cause.kind, cause.stage, cause.microbatches, cause.parameter) == ("dropped", site[0], (1,), site[1])
@@ -333,8 +333,7 @@ def test_rows_that_lost_a_microbatch() -> None:
     golden(cause.detail)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [0.03, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize(*each_once(size=[0.03, 0.1, 0.3, 1.0], dtype=[torch.float32, torch.bfloat16]))
 def test_noise_all_over_a_gradient_is_unknown_however_small(size: float, dtype: torch.dtype) -> None:
     """Some of its elements are right by chance in a coarse type, and some factor or order may nearly fit."""
     generator = torch.Generator().manual_seed(1)

@@ -22,6 +22,7 @@ from pipeproof.observers.observed import Observed
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site, of_stage
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.sweeps import sampled
 
 CASE = Case("gpipe", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
 
@@ -291,7 +292,7 @@ def test_faults_of_a_run_in_bf16_are_named(world: World, name: str) -> None:
     assert located(SPECIMENS[name].cause(smallest_of(SPECIMENS[name])), verdict.cause[0])
 
 
-@pytest.mark.parametrize("name", [one.name for one in FAMILIES["tied"]])
+@pytest.mark.parametrize("name", sampled([one.name for one in FAMILIES["tied"]], 2))
 def test_faults_with_tied_parameters_in_bf16_are_named_from_final_gradients(world: World, name: str) -> None:
     """What one rounding is to a sum may be much to a share: copies are told by whole shares, not by looks."""
     case, specimen = replace(smallest_of(SPECIMENS[name]), dtype="bf16"), SPECIMENS[name]

@@ -36,7 +36,7 @@ BESIDE = ["microbatch-dropped", "backward-of-another", "gradients-crossed", "sta
 
 def assert_recorded(world: World, model: str, schedule: str, virtual: int) -> None:
     """The recording of a right run is what the reference says of every message, call and sum."""
-    case = Case(schedule, 2, virtual, 3, (1,) * (2 * virtual), model=model)
+    case = Case(schedule, 2, virtual, 2, (1,) * (2 * virtual), model=model)
     observed = observe(case, world, record=True)
     verdict = judge(case, observed)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict

@@ -12,11 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.golden import golden
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(kind="simulated", silent=True)
+from tests.support.sweeps import each_once
 
 
 class Writing(Both):
@@ -64,33 +60,34 @@ def never(rank: int, *, ranks: frozenset[int]) -> bool:
 
 @pytest.mark.parametrize("plain", [-1, 1])
 @pytest.mark.parametrize("ranks", [{1}, {2}, {1, 2}])
-def test_who_forgot_that_a_gradient_is_wanted_is_named(ranks: set[int], plain: int, world: World) -> None:
+def test_who_forgot_that_a_gradient_is_wanted_is_named(ranks: set[int], plain: int, simulated: World) -> None:
     way = Chained(partial(stage, plain=plain), wants=partial(never, ranks=frozenset(ranks)))
-    verdict = world.run(chain_step, way, ranks=3)[0]
+    verdict = simulated.run(chain_step, way, ranks=3)[0]
     assert verdict.verdict == "fail", str(verdict)
     assert verdict.cause[0].rank == min(ranks)
     golden(verdict.cause[0].detail)
 
 
-@pytest.mark.parametrize("wants", [(True, True), (False, True), (True, False), (False, False)])
-@pytest.mark.parametrize("plain", [-1, 1])
-def test_nothing_is_lost_where_the_first_stage_is_frozen(plain: int, wants: tuple[bool, bool], world: World) -> None:
+@pytest.mark.parametrize(*each_once(plain=[-1, 1], wants=[(True, True), (False, True), (True, False), (False, False)]))
+def test_nothing_is_lost_where_the_first_stage_is_frozen(
+    plain: int, wants: tuple[bool, bool], simulated: World
+) -> None:
     """A middle stage without parameters then gives nothing that brings a gradient, whoever asks it for one."""
     lost = frozenset(rank for rank, wanted in enumerate(wants, 1) if not wanted)
     way = Chained(partial(stage, plain=plain, frozen=0), wants=partial(never, ranks=lost))
-    verdict = world.run(chain_step, way, ranks=3)[0]
+    verdict = simulated.run(chain_step, way, ranks=3)[0]
     wrong = 2 in lost and plain != 1  # stage 1 has weights to be trained
     assert verdict.verdict == ("fail" if wrong else "pass"), str(verdict)
 
 
 @pytest.mark.parametrize("wants", [True, False])
 def test_a_stage_that_writes_to_what_it_is_given_is_right_however_often_it_runs_again(
-    wants: bool, world: World
+    wants: bool, simulated: World
 ) -> None:
     """The frozen first stage's message may be asked for a gradient in vain; the next then runs once more to tell."""
     lost = frozenset(set() if wants else {1})
     way = Chained(writing, wants=partial(never, ranks=lost))
-    verdict = world.run(chain_step, way, ranks=3)[0]
+    verdict = simulated.run(chain_step, way, ranks=3)[0]
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
@@ -102,14 +99,14 @@ def silent(rank: int, *, how: Callable[[], AbstractContextManager[object]]) -> n
     return Both() if rank else Silent(how)
 
 
-def test_a_checkpoint_that_runs_in_a_graph_of_its_own_is_no_fault(world: World) -> None:
-    verdict = world.run(chain_step, Chained(checkpointed, wants_first=True), ranks=3)[0]
+def test_a_checkpoint_that_runs_in_a_graph_of_its_own_is_no_fault(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(checkpointed, wants_first=True), ranks=3)[0]
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
 @pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
 def test_a_frozen_stage_may_be_called_without_gradients(
-    how: Callable[[], AbstractContextManager[object]], world: World
+    how: Callable[[], AbstractContextManager[object]], simulated: World
 ) -> None:
-    verdict = world.run(chain_step, Chained(partial(silent, how=how)), ranks=2)[0]
+    verdict = simulated.run(chain_step, Chained(partial(silent, how=how)), ranks=2)[0]
     assert verdict.verdict == "pass", str(verdict)

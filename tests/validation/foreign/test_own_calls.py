@@ -140,11 +140,6 @@ def ending(stage: nn.Module, target: Tensor, way: Way) -> float:
     return loss.item()
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(kind="simulated", silent=True)
-
-
 def half(x: Tensor) -> Tensor:
     return x[: ROWS // 2].clone()
 
@@ -163,8 +158,8 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("way", RIGHT.values(), ids=RIGHT)
-def test_an_unusual_step_that_is_right_passes(way: Way, world: World) -> None:
-    verdict = world.run(step, way, ranks=2)[0]
+def test_an_unusual_step_that_is_right_passes(way: Way, simulated: World) -> None:
+    verdict = simulated.run(step, way, ranks=2)[0]
     assert verdict.verdict == "pass", str(verdict)
     rounds = (
         way.run is in_bf16 and way.took is torch.clone
@@ -173,46 +168,46 @@ def test_an_unusual_step_that_is_right_passes(way: Way, world: World) -> None:
 
 
 @pytest.mark.parametrize("wanting", [(False, True), (True, False), (False, False)])
-def test_a_message_that_never_wants_its_gradient_is_seen(wanting: tuple[bool, bool], world: World) -> None:
-    verdict = world.run(step, Way(wanting=wanting), ranks=2)[0]
+def test_a_message_that_never_wants_its_gradient_is_seen(wanting: tuple[bool, bool], simulated: World) -> None:
+    verdict = simulated.run(step, Way(wanting=wanting), ranks=2)[0]
     assert verdict.verdict == "fail"
     assert (verdict.cause[0].rank, verdict.cause[0].stage) == (1, 1)
     assert "without requires_grad" in str(verdict)
 
 
-def test_a_message_that_is_widened_and_altered_is_wrong(world: World) -> None:
-    verdict = world.run(step, Way(run=in_bf16, sent=lambda one: one * 1.01), ranks=2)[0]
+def test_a_message_that_is_widened_and_altered_is_wrong(simulated: World) -> None:
+    verdict = simulated.run(step, Way(run=in_bf16, sent=lambda one: one * 1.01), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
 
 
-def test_a_gradient_that_is_narrowed_and_altered_is_wrong(world: World) -> None:
-    verdict = world.run(step, Way(run=in_bf16, back=lambda one: one * 1.01), ranks=2)[0]
+def test_a_gradient_that_is_narrowed_and_altered_is_wrong(simulated: World) -> None:
+    verdict = simulated.run(step, Way(run=in_bf16, back=lambda one: one * 1.01), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
 
 
-def test_a_gradient_that_is_too_large_for_the_type_that_it_comes_in_tells_nothing(world: World) -> None:
+def test_a_gradient_that_is_too_large_for_the_type_that_it_comes_in_tells_nothing(simulated: World) -> None:
     in_fp16 = partial(torch.autocast, "cpu", dtype=torch.float16)
-    verdict = world.run(step, Way(run=in_fp16, times=2.0**30), ranks=2)[0]
+    verdict = simulated.run(step, Way(run=in_fp16, times=2.0**30), ranks=2)[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert Reason.NOT_FINITE in verdict.law("boundaries").reasons, str(verdict)
-    verdict = world.run(step, Way(run=in_fp16, back=lambda one: one * torch.nan), ranks=2)[0]
+    verdict = simulated.run(step, Way(run=in_fp16, back=lambda one: one * torch.nan), ranks=2)[0]
     assert (verdict.verdict, verdict.cause[0].kind) == ("fail", "not-finite"), str(verdict)
 
 
-def test_tensors_in_an_object_that_is_not_looked_into_are_not_called_lost(world: World) -> None:
-    verdict = world.run(step, Way(boxed=True), ranks=2)[0]
+def test_tensors_in_an_object_that_is_not_looked_into_are_not_called_lost(simulated: World) -> None:
+    verdict = simulated.run(step, Way(boxed=True), ranks=2)[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.HIDDEN,), str(verdict)
 
 
-def test_what_digits_are_lost_of_is_wrong(world: World) -> None:
-    verdict = world.run(step, Way(took=torch.Tensor.bfloat16), ranks=2)[0]
+def test_what_digits_are_lost_of_is_wrong(simulated: World) -> None:
+    verdict = simulated.run(step, Way(took=torch.Tensor.bfloat16), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
     assert verdict.cause[0].kind == "cast-on-wire", str(verdict)
 
 
-def test_data_that_no_stage_was_given_is_missed(world: World) -> None:
-    verdict = world.run(step, Way(given=half), ranks=2)[0]
+def test_data_that_no_stage_was_given_is_missed(simulated: World) -> None:
+    verdict = simulated.run(step, Way(given=half), ranks=2)[0]
     assert verdict.verdict == "unknown"
     golden("\n".join(verdict.law("boundaries").left_out))
 

@@ -19,7 +19,7 @@ from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard, flat_shard
 from pipeproof.pipeline.action import Action
 from tests.support.golden import golden
-from tests.support.steps import blocks, pairs
+from tests.support.steps import blocks, loss_fn, pairs
 
 TWICE = Replicas((0, 1), 4)
 ALONE = Replicas((0, 0), 4)
@@ -175,10 +175,6 @@ def test_actions_have_the_numbers_of_all_microbatches() -> None:
 
 
 COUNT = 4
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
 
 
 build_model = partial(blocks, 2, width=5)

@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, 2))
+@pytest.mark.parametrize("fault", sampled(FAULTS, 3))
 def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, fault: str) -> None:
     ranks, planted, named = FAULTS[fault]
     verdict = judged(whitebox, ranks, **planted)

@@ -20,11 +20,6 @@ from tests.support.pipeline_here import DATA, Job, checked, layers
 INPUT, OUTPUT = "input 1 of the microbatches", "output 1 of stage 0"
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(kind="simulated", silent=True)
-
-
 class Beside(nn.Module):
     """Gives a tensor that no gradient flows to beside what it computes."""
 
@@ -65,40 +60,40 @@ def given(at: int, *order: int) -> partial[list[Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_given_in_its_order_is_right(ranks: int, world: World) -> None:
-    verdict = world.run(chain_step, Chained(inputs=2), ranks=ranks)[0]
+def test_what_is_given_in_its_order_is_right(ranks: int, simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(inputs=2), ranks=ranks)[0]
     assert (verdict.verdict, verdict.law("boundaries").note) == ("pass", ""), str(verdict)
 
 
-def test_an_input_that_is_given_twice_leaves_open_where_the_other_went(world: World) -> None:
-    verdict = world.run(chain_step, Chained(given=given(0, 0, 0), inputs=2), ranks=2)[0]
+def test_an_input_that_is_given_twice_leaves_open_where_the_other_went(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(given=given(0, 0, 0), inputs=2), ranks=2)[0]
     assert verdict.verdict == "unknown"
     assert verdict.law("boundaries").left_out == (INPUT,)
     assert verdict.law("boundaries").reasons == (Reason.WIRING,)
 
 
-def test_a_message_that_is_given_twice_leaves_open_where_the_other_went(world: World) -> None:
-    both = world.run(chain_step, Chained(given=given(1, 0, 0), inputs=2), ranks=2)[0]
+def test_a_message_that_is_given_twice_leaves_open_where_the_other_went(simulated: World) -> None:
+    both = simulated.run(chain_step, Chained(given=given(1, 0, 0), inputs=2), ranks=2)[0]
     assert both.verdict == "unknown"
     assert both.law("boundaries").left_out == (OUTPUT,)
-    beside = world.run(chain_step, Chained(built, given(1, 0, 0), inputs=2), ranks=2)[0]
+    beside = simulated.run(chain_step, Chained(built, given(1, 0, 0), inputs=2), ranks=2)[0]
     assert beside.verdict == "unknown", str(beside)
     assert beside.law("boundaries").left_out == (OUTPUT,)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_tensor_in_two_places_is_right(ranks: int, world: World) -> None:
-    verdict = world.run(chain_step, Chained(given=given(ranks - 1, 0, 0)), ranks=ranks)[0]
+def test_one_tensor_in_two_places_is_right(ranks: int, simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(given=given(ranks - 1, 0, 0)), ranks=ranks)[0]
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
-def test_labels_among_the_inputs_went_into_the_loss(world: World) -> None:
-    verdict = world.run(chain_step, Chained(given=given(0, 0, 0), inputs=2, labels=True), ranks=1)[0]
+def test_labels_among_the_inputs_went_into_the_loss(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(given=given(0, 0, 0), inputs=2, labels=True), ranks=1)[0]
     assert (verdict.verdict, verdict.law("boundaries").note) == ("pass", ""), str(verdict)
 
 
-def test_data_of_another_use_is_told_and_is_no_fault(world: World) -> None:
-    verdict = world.run(chain_step, Chained(given=given(0, 0), inputs=2), ranks=1)[0]
+def test_data_of_another_use_is_told_and_is_no_fault(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(given=given(0, 0), inputs=2), ranks=1)[0]
     assert verdict.verdict == "pass"
     golden(verdict.law("boundaries").note)
 
@@ -126,16 +121,16 @@ def test_positions_that_are_others_than_were_sent_are_open_and_a_rank_s_own_are_
     assert verdict.law("boundaries").left_out == (OUTPUT,) * by_stage
 
 
-def test_what_is_altered_and_passed_on_is_no_other_place_s(world: World) -> None:
-    verdict = world.run(chain_step, Chained(lambda rank: Onward(), altered, inputs=2), ranks=3)[0]
+def test_what_is_altered_and_passed_on_is_no_other_place_s(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(lambda rank: Onward(), altered, inputs=2), ranks=3)[0]
     assert verdict.verdict == "fail"
     assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("altered", 1), str(verdict)
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_order_that_is_another_in_every_call_is_told(at: int, world: World) -> None:
+def test_an_order_that_is_another_in_every_call_is_told(at: int, simulated: World) -> None:
     """Arguments may be given by name in any order, so that it is no fault; but readers know what was taken as meant."""
-    verdict = world.run(chain_step, Chained(given=given(at, 1, 0), inputs=2), ranks=2)[0]
+    verdict = simulated.run(chain_step, Chained(given=given(at, 1, 0), inputs=2), ranks=2)[0]
     assert verdict.verdict == "pass"
     golden(verdict.law("boundaries").note)
 

@@ -14,7 +14,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import FlatShard, HandedBack, WhiteBox, watch
 from pipeproof.observers.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
 from tests.support.golden import golden
-from tests.support.steps import pairs
+from tests.support.steps import loss_fn, pairs
 
 
 @dataclass(frozen=True)
@@ -229,10 +229,6 @@ def test_parts_that_are_no_whole() -> None:
 
 COUNT, WIDTH = 4, 4
 Made = dict[Any, FlatShard]
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
 
 
 def build_model() -> nn.Module:

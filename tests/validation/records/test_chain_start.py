@@ -18,6 +18,7 @@ from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
 from tests.support.golden import golden
+from tests.support.sweeps import each_once
 
 COUNT, BOUND_S = 3, 3.0
 Options = Mapping[str, Any]
@@ -51,8 +52,7 @@ UNLIKE: dict[str, list[Options]] = {
 }
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.parametrize(*each_once(case=UNLIKE, clips=[False, True]))
 def test_both_values_are_named(case: str, clips: bool, simulated: World) -> None:
     options = UNLIKE[case]
     both = options

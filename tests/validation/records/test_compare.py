@@ -12,6 +12,7 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordedOperation, RecordError
 from tests.support.golden import golden
+from tests.support.sweeps import each_once, some
 
 EXPECTED = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
 REVERSED = expected_record(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))
@@ -61,7 +62,7 @@ def test_the_tier_is_that_of_the_numbers_compared(dtype: str, floors: bool) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["gpt-tied", "twice", "pair", "frozen"])
+@pytest.mark.parametrize("model", some(["gpt-tied", "twice", "pair", "frozen"], left=["pair", "frozen"]))
 def test_schedules_that_add_in_another_order_agree_over_several_steps(model: str) -> None:
     text = f"r2 s2 m4 split=1,1 model={model} plan=train+train+train seed=1"
     one, other = (expected_record(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
@@ -94,8 +95,7 @@ FAULTS: Mapping[str, tuple[Callable[[RecordedOperation], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(*each_once(name=FAULTS, number=[0, 1]))
 def test_every_number_that_is_wrong_is_a_failure_with_its_place(name: str, number: int) -> None:
     change, where = FAULTS[name]
     wrong = changed(EXPECTED, number, **change(EXPECTED.operations[number]))

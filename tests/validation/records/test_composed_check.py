@@ -292,7 +292,7 @@ class PutOff(nn.Module):
 
 def test_what_a_stage_has_besides_tensors_is_left_alone() -> None:
     put_off, stages = PutOff(), layers(torch.tanh, torch.sin)
-    with check_step(dict(enumerate([*stages, put_off])), DATA, against=Composed(MSE), rename=named) as check:
+    with check_step(dict(enumerate([*stages, put_off])), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
         Job([*stages, put_off]).step()
         put_off.add_up()
         check.gradients()
@@ -302,13 +302,9 @@ def test_what_a_stage_has_besides_tensors_is_left_alone() -> None:
     golden(str(check.verdict).splitlines()[0])
 
 
-def named(stage: int, name: str) -> str:
-    return f"{stage}.{name}"
-
-
 def test_a_microbatch_that_never_ran_is_named() -> None:
     stages = layers(torch.tanh, torch.sin)
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename=named) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
         Job(stages, DATA[:2]).step()
         check.gradients()
     cause = check.verdict.cause[0]

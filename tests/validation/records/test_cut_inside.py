@@ -24,11 +24,6 @@ WIDTH, ROWS = 8, 6
 LOSS = nn.functional.mse_loss
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(kind="simulated", silent=True)
-
-
 class Heads(nn.Module):
     """What it is given is mixed within each head: it is told how many a rank has."""
 
@@ -80,8 +75,8 @@ def checked(context: RankContext, kind: str) -> Verdict:
     return check.verdict
 
 
-def test_a_right_stage_passes(world: World) -> None:
-    verdict = world.run(checked, "", ranks=2)[0]
+def test_a_right_stage_passes(simulated: World) -> None:
+    verdict = simulated.run(checked, "", ranks=2)[0]
     assert verdict.verdict == "pass", str(verdict)
 
 
@@ -95,14 +90,14 @@ def test_a_right_stage_passes(world: World) -> None:
         ("order", "ranks that have a stage together are given its microbatches in another order"),
     ],
 )
-def test_what_may_be_right_is_unknown_and_it_is_said_why(kind: str, told: str, world: World) -> None:
-    verdict = world.run(checked, kind, ranks=2)[0]
+def test_what_may_be_right_is_unknown_and_it_is_said_why(kind: str, told: str, simulated: World) -> None:
+    verdict = simulated.run(checked, kind, ranks=2)[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert told in str(verdict)
 
 
-def test_ranks_that_give_unlike_outputs_are_wrong(world: World) -> None:
-    verdict = world.run(checked, "unsummed", ranks=2)[0]
+def test_ranks_that_give_unlike_outputs_are_wrong(simulated: World) -> None:
+    verdict = simulated.run(checked, "unsummed", ranks=2)[0]
     assert verdict.law("boundaries").outcome == "fail", str(verdict)
     golden("\n".join(cause.detail for cause in verdict.cause), numbers=False)
     assert "not-repeatable" not in str(verdict)

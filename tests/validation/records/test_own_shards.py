@@ -1,5 +1,7 @@
 """Stages that ``fully_shard`` cut among ranks, held against themselves."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,13 +39,12 @@ pytestmark = pytest.mark.long
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(kind="simulated", silent=True)
+def verdicts(simulated: World, way: Sharded, ranks: int = 4, steps: int = 2) -> list[Verdict]:
+    return simulated.run(partial(sharded_steps, steps=steps), way, ranks=ranks)[0]
 
 
-def verdicts(world: World, way: Sharded, ranks: int = 4) -> list[Verdict]:
-    return world.run(sharded_steps, way, ranks=ranks)[0]
+def first(simulated: World, way: Sharded) -> Verdict:
+    return verdicts(simulated, way, steps=1)[0]
 
 
 WAYS = [
@@ -63,63 +64,63 @@ PLAIN = (WAYS[0], WAYS[2], *WAYS[3:5], *WAYS[6:8], WAYS[9])  # as others are, th
 
 
 @pytest.mark.parametrize("way", some(WAYS, left=PLAIN))
-def test_right_steps_pass(way: Sharded, world: World) -> None:
-    for verdict in verdicts(world, way):
+def test_right_steps_pass(way: Sharded, simulated: World) -> None:
+    for verdict in verdicts(simulated, way):
         assert verdict.verdict == "pass", str(verdict)
         compared = {law.name: law.checked for law in verdict.laws}
         assert all(compared[law] for law in ("boundaries", "gradient", "updated-parameters"))
 
 
 @pytest.mark.parametrize("way", sampled([Sharded(copies=2), Sharded(tensor=2, sequence=True)], 2))
-def test_shards_may_have_copies_and_be_cut_inside(way: Sharded, world: World) -> None:
-    for verdict in verdicts(world, way, ranks=8):
+def test_shards_may_have_copies_and_be_cut_inside(way: Sharded, simulated: World) -> None:
+    for verdict in verdicts(simulated, way, ranks=8, steps=1):
         assert verdict.verdict == "pass", str(verdict)
 
 
-def test_gradients_of_narrow_weights_are_added_up_as_they_are_kept(world: World) -> None:
+def test_gradients_of_narrow_weights_are_added_up_as_they_are_kept(simulated: World) -> None:
     """Reduced in fp32, microbatch by microbatch, two ranks' bf16 gradients give one sum."""
-    verdict = verdicts(world, Sharded(MixedPrecisionPolicy(BF16, FP32)))[0]
+    verdict = first(simulated, Sharded(MixedPrecisionPolicy(BF16, FP32)))
     law = next(one for one in verdict.laws if one.name == "gradient")
     assert law.exact == law.checked
 
 
 @pytest.mark.parametrize("tensor", sampled([2, 1], 2))
-def test_a_part_that_is_wrong_is_named_with_its_rank(tensor: int, world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=PART, tensor=tensor))[0]
+def test_a_part_that_is_wrong_is_named_with_its_rank(tensor: int, simulated: World) -> None:
+    verdict = first(simulated, Sharded(plant=PART, tensor=tensor))
     wrong = [(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"]
     assert wrong == [(3, "1.0.weight")], str(verdict)
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.factor, cause.parameter) == ("scale", 3, 3.0, "1.0.weight")
 
 
-def test_gradients_of_the_step_before_are_named_in_shards(world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=Plant(kept=lambda rank: rank >= 2)))[1]
+def test_gradients_of_the_step_before_are_named_in_shards(simulated: World) -> None:
+    verdict = verdicts(simulated, Sharded(plant=Plant(kept=lambda rank: rank >= 2)))[1]
     told = [(cause.kind, cause.rank, cause.stage) for cause in verdict.cause]
     assert told == [("stale-gradient", 2, 1)], str(verdict)
 
 
-def test_other_causes_say_nothing_of_what_is_put_together(world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=DROPPED, tensor=2))[0]
+def test_other_causes_say_nothing_of_what_is_put_together(simulated: World) -> None:
+    verdict = first(simulated, Sharded(plant=DROPPED, tensor=2))
     assert verdict.verdict == "fail", str(verdict)
     assert verdict.cause, str(verdict)
     assert "put together" not in str(verdict)
 
 
-def test_a_microbatch_that_is_lost_is_named_where_it_was(world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=DROPPED))[0]
+def test_a_microbatch_that_is_lost_is_named_where_it_was(simulated: World) -> None:
+    verdict = first(simulated, Sharded(plant=DROPPED))
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 3, 1, (1,)), str(verdict)
 
 
-def test_sums_that_ranks_of_one_replica_do_not_form_are_named(world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=NORM, tensor=2, sequence=True))[0]
+def test_sums_that_ranks_of_one_replica_do_not_form_are_named(simulated: World) -> None:
+    verdict = first(simulated, Sharded(plant=NORM, tensor=2, sequence=True))
     wrong = {(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"}
     assert wrong == {(rank, f"{rank // 2}.3.{name}") for rank in range(4) for name in ("weight", "bias")}, str(verdict)
 
 
 @pytest.mark.parametrize("tensor", sampled([2, 1], 2))
-def test_a_part_that_the_optimizer_moved_otherwise_is_named(tensor: int, world: World) -> None:
-    verdict = verdicts(world, Sharded(plant=UPDATE, tensor=tensor))[0]
+def test_a_part_that_the_optimizer_moved_otherwise_is_named(tensor: int, simulated: World) -> None:
+    verdict = first(simulated, Sharded(plant=UPDATE, tensor=tensor))
     assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.parameter) == ("update", 3, "1.0.weight"), str(verdict)
@@ -148,12 +149,12 @@ def in_flat_parts(context: RankContext, fault: str) -> Verdict:
     return check.verdict
 
 
-def test_gradients_may_be_in_other_parts_than_weights(world: World) -> None:
-    verdict = world.run(in_flat_parts, "", ranks=2)[0]
+def test_gradients_may_be_in_other_parts_than_weights(simulated: World) -> None:
+    verdict = simulated.run(in_flat_parts, "", ranks=2)[0]
     assert verdict.verdict == "pass", str(verdict)
-    wrong = world.run(in_flat_parts, "wrong", ranks=2)[0]
+    wrong = simulated.run(in_flat_parts, "wrong", ranks=2)[0]
     assert {(one.rank, one.law) for one in wrong.mismatches} == {(1, "gradient")}
-    lost = world.run(in_flat_parts, "lost", ranks=2)[0].law("gradient")
+    lost = simulated.run(in_flat_parts, "lost", ranks=2)[0].law("gradient")
     assert (lost.outcome, sorted(lost.left_out)) == ("unknown", ["bias", "weight"])
     assert lost.reasons == (Reason.PARTS,)
 
@@ -186,14 +187,14 @@ def refused(context: RankContext, kind: str) -> Verdict:
         ("kept", "weights that train are whole under fully_shard, as where it keeps them after the backward"),
     ],
 )
-def test_what_cannot_be_put_together_is_refused(kind: str, why: str, world: World) -> None:
-    verdict = world.run(refused, kind, ranks=4)[0]
+def test_what_cannot_be_put_together_is_refused(kind: str, why: str, simulated: World) -> None:
+    verdict = simulated.run(refused, kind, ranks=4)[0]
     assert (verdict.verdict, [law.outcome for law in verdict.laws]) == ("unknown", ["unknown"]), str(verdict)
     assert why in verdict.laws[0].note
 
 
-def test_whole_weights_that_an_evaluation_leaves_are_let_go_when_the_step_begins(world: World) -> None:
-    assert world.run(refused, "evaluated", ranks=4)[0].verdict == "pass"
+def test_whole_weights_that_an_evaluation_leaves_are_let_go_when_the_step_begins(simulated: World) -> None:
+    assert simulated.run(refused, "evaluated", ranks=4)[0].verdict == "pass"
 
 
 def cut_between(context: RankContext) -> Verdict:
@@ -222,8 +223,8 @@ def cut_between(context: RankContext) -> Verdict:
     return check.verdict
 
 
-def test_stages_that_pass_on_parts_are_refused(world: World) -> None:
-    verdict = world.run(cut_between, ranks=4)[0]
+def test_stages_that_pass_on_parts_are_refused(simulated: World) -> None:
+    verdict = simulated.run(cut_between, ranks=4)[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.RERUN,)
     golden(verdict.law("comparable").note)
@@ -252,5 +253,5 @@ def parts_stay(context: RankContext) -> list[bool]:
     return [passed, same, type(stage) is kind, {*stage.__dict__} == members, hooks_of(stage) == hooks]
 
 
-def test_the_stage_stays_what_it_was(world: World) -> None:
-    assert world.run(parts_stay, ranks=STAGES) == [[True] * 5] * STAGES
+def test_the_stage_stays_what_it_was(simulated: World) -> None:
+    assert simulated.run(parts_stay, ranks=STAGES) == [[True] * 5] * STAGES

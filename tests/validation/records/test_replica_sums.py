@@ -27,16 +27,13 @@ from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.sweeps import SWEEP, each_once
 
 pytestmark = pytest.mark.long
 
 WIDTH, ROWS, COUNT, STAGES = 8, 4, 3, 2
 LOSS = nn.functional.mse_loss
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
-
-
-def named(stage: int, name: str) -> str:
-    return f"{stage}.{name}"
 
 
 def data(replica: int) -> list[tuple[Tensor, Tensor]]:
@@ -67,7 +64,9 @@ def pipelines(context: RankContext, fault: str, averaged: bool, same: bool = Fal
     kept = {one: torch.ones_like(one) for one in stage.parameters()} if fault == "kept" and number == 0 else {}
     for parameter, old in kept.items():
         parameter.grad = old
-    with check_step({number: stage}, microbatches, against=Composed(LOSS), rename=named, timeout_s=20) as check:
+    with check_step(
+        {number: stage}, microbatches, against=Composed(LOSS), rename="{}.{}".format, timeout_s=20
+    ) as check:
         inputs, outputs, losses = list[Tensor](), list[Tensor](), list[float]()
         for x, target in microbatches:
             if number:
@@ -112,8 +111,7 @@ def checked(world: World, fault: str = "", *, averaged: bool = True, same: bool 
     return found
 
 
-@pytest.mark.parametrize("averaged", [True, False])
-@pytest.mark.parametrize("kind", ["simulated", "world"])
+@pytest.mark.parametrize(*each_once(kind=["simulated", "world"], averaged=[True, False]))
 def test_replicas_that_average_and_that_add_up_are_right(
     kind: str, averaged: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -126,12 +124,12 @@ def test_replicas_that_average_and_that_add_up_are_right(
     ("fault", "averaged", "kind", "ranks"),
     [
         ("unreduced", True, "not-reduced", {1, 3}),
-        ("unreduced", False, "not-reduced", {1, 3}),
+        pytest.param("unreduced", False, "not-reduced", {1, 3}, marks=SWEEP),
         ("unscaled", True, "scale", {0, 2}),
         ("one rank", True, "scale", {2}),
         ("early", True, "not-reduced", {0, 2}),
         ("kept", True, "stale-gradient", {0, 2}),
-        ("others", True, "misplaced", {0, 1, 2, 3}),
+        pytest.param("others", True, "misplaced", {0, 1, 2, 3}, marks=SWEEP),
         ("others", False, "misplaced", {0, 1, 2, 3}),
     ],
 )
@@ -225,7 +223,7 @@ def in_one(context: RankContext) -> Verdict:
     parameters = [one for stage in stages.values() for one in stage.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     by = Composed(LOSS, optimizer=optimizer)
-    with check_step(stages, microbatches, against=by, rename=named, timeout_s=20) as check:
+    with check_step(stages, microbatches, against=by, rename="{}.{}".format, timeout_s=20) as check:
         for x, target in microbatches:
             (LOSS(stages[1](stages[0](x)), target) / COUNT).backward()
         for one in parameters:

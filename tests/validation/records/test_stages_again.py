@@ -9,17 +9,13 @@ from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 
-def named(stage: int, name: str) -> str:
-    return f"{stage}.{name}"
-
-
 def test_a_loss_may_have_weights_of_its_own_and_look_at_a_stages() -> None:
     stages, own = layers(torch.tanh, torch.sin), nn.Parameter(torch.tensor(2.0))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return MSE(output * own, target) + sum(one.square().sum() for one in stages[1].parameters()) * 0.1
 
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename=named) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename="{}.{}".format) as check:
         Job(stages, loss_fn=loss_fn).step()
         before = own.grad, own.grad.clone() if own.grad is not None else None
         check.gradients()
@@ -35,7 +31,7 @@ def test_a_hook_on_a_gradient_is_not_called_again_and_what_it_makes_is_not_known
     stages, calls = layers(torch.tanh, torch.sin), []
     stages[0].layer.weight.register_hook(lambda one: calls.append(one) or one)
     stages[1].layer.weight.register_hook(lambda one: one * 0.5)
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename=named) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
         Job(stages).step()
         before = len(calls)
         check.gradients()
@@ -49,7 +45,7 @@ def test_microbatches_with_the_same_inputs_in_another_order_are_refused_and_pass
     data = [(torch.ones(4, 8), torch.full((4, 8), m / 4)) for m in range(3)]
     for given, outcome in ((data, "pass"), (data[::-1], "unknown")):
         stages = layers(torch.tanh, torch.sin)
-        with check_step(dict(enumerate(stages)), given, against=Composed(MSE), rename=named) as check:
+        with check_step(dict(enumerate(stages)), given, against=Composed(MSE), rename="{}.{}".format) as check:
             Job(stages, data).step()
             check.gradients()
         assert check.verdict.verdict == outcome, str(check.verdict)

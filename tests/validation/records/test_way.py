@@ -89,11 +89,6 @@ def too_large(rank: int) -> float:
     return 3e38
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(kind="simulated", silent=True)
-
-
 LATE = Contract(accumulation=Accumulation(late=True))
 RIGHT = {
     "averaged, the first is padding": Dividing((2, 2), 2, padded=(0, 0)),
@@ -114,25 +109,25 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("way", RIGHT.values(), ids=RIGHT)
-def test_each_way_of_dividing_passes_as_it_is_said(way: Dividing, world: World) -> None:
-    verdict = world.run(step, way, ranks=len(way.counts))[0]
+def test_each_way_of_dividing_passes_as_it_is_said(way: Dividing, simulated: World) -> None:
+    verdict = simulated.run(step, way, ranks=len(way.counts))[0]
     assert verdict.verdict == "pass", str(verdict)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_loss_that_is_scaled_is_right(ranks: int, world: World) -> None:
-    verdict = world.run(chain_step, Chained(scale=one_scale), ranks=ranks)[0]
+def test_a_loss_that_is_scaled_is_right(ranks: int, simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(scale=one_scale), ranks=ranks)[0]
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert verdict.law("updated-parameters").checked == 2 * ranks
 
 
-def test_each_rank_by_its_own_scale_is_wrong(world: World) -> None:
-    verdict = world.run(chain_step, Chained(scale=each_its_own), ranks=2)[0]
+def test_each_rank_by_its_own_scale_is_wrong(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(scale=each_its_own), ranks=2)[0]
     assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "scales-differ", 0), str(verdict)
 
 
-def test_a_step_that_is_skipped_moves_nothing(world: World) -> None:
-    verdict = world.run(chain_step, Chained(scale=too_large, far=1e4), ranks=2)[0]
+def test_a_step_that_is_skipped_moves_nothing(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(scale=too_large, far=1e4), ranks=2)[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("updated-parameters").outcome == "pass"
     assert Reason.NOT_FINITE in verdict.law("boundaries").reasons, str(verdict)
@@ -153,8 +148,8 @@ def overflowing(rank: int) -> nn.Module:
     return Overflowing() if rank else Both()
 
 
-def test_a_step_that_one_rank_alone_skips_is_wrong_on_the_others(world: World) -> None:
-    verdict = world.run(chain_step, Chained(overflowing, scale=one_scale), ranks=2)[0]
+def test_a_step_that_one_rank_alone_skips_is_wrong_on_the_others(simulated: World) -> None:
+    verdict = simulated.run(chain_step, Chained(overflowing, scale=one_scale), ranks=2)[0]
     assert (verdict.verdict, verdict.law("updated-parameters").outcome) == ("fail", "fail"), str(verdict)
     assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("step-skipped", 0), str(verdict)
     golden("\n".join(cause.detail for cause in verdict.cause), numbers=False)
@@ -177,8 +172,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", [*WRONG])
-def test_another_division_is_wrong(name: str, world: World) -> None:
-    verdict = world.run(step, WRONG[name], ranks=len(WRONG[name].counts))[0]
+def test_another_division_is_wrong(name: str, simulated: World) -> None:
+    verdict = simulated.run(step, WRONG[name], ranks=len(WRONG[name].counts))[0]
     assert verdict.verdict == "fail", str(verdict)
     assert verdict.cause[0].kind == "scale"
 
@@ -198,9 +193,9 @@ UNSAID = {
 
 
 @pytest.mark.parametrize("name", [*UNSAID])
-def test_what_a_contract_does_not_say_is_asked_for(name: str, world: World) -> None:
+def test_what_a_contract_does_not_say_is_asked_for(name: str, simulated: World) -> None:
     way, sentence = UNSAID[name]
-    verdict = world.run(step, way, ranks=len(way.counts))[0]
+    verdict = simulated.run(step, way, ranks=len(way.counts))[0]
     assert verdict.verdict == "unknown", str(verdict)
     assert sentence in str(verdict)
 

@@ -7,19 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
 from tests.support import two_ranks
 from tests.support.golden import golden
-from tests.support.steps import pairs
+from tests.support.steps import loss_fn, pairs
 
 COUNT = 4
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
 
 
 def build_model() -> nn.Module:

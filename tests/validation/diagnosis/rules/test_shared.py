@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
@@ -19,14 +19,10 @@ from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.rules.shared import by_sender, on_rank
 from pipeproof.foreign import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import pairs
+from tests.support.steps import loss_fn, pairs
 
 COUNT = 6
 Names = Callable[[str], bool]
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
 
 
 def build_model() -> nn.Module:

@@ -15,6 +15,7 @@ from pipeproof.worlds.simulated.guide import Guide
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.sweeps import SWEEP
 
 Job = Callable[[RankContext], object]
 
@@ -132,7 +133,7 @@ def after_a_barrier(context: RankContext, job: Job) -> object:
 
 
 @pytest.mark.parametrize(
-    "job", [polls, counts, *(pytest.param(job, marks=pytest.mark.long) for job in (passes_on, overwrites))]
+    "job", [polls, counts, pytest.param(passes_on, marks=pytest.mark.long), pytest.param(overwrites, marks=SWEEP)]
 )
 def test_as_many_differ_as_where_all_are_tried(job: Job, simulated: World) -> None:
     simulated.most = 500

@@ -12,6 +12,7 @@ from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.sweeps import each_once
 
 Deed = Callable[[Tensor], object]
 
@@ -98,9 +99,9 @@ def race_of(world: World, job: Callable[..., object], *arguments: object) -> Rac
     return race
 
 
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
-@pytest.mark.parametrize("job", [sent, received, reduced], ids=lambda job: job.__name__)
-@pytest.mark.parametrize("transport", [Transport.UNLIMITED, Transport.PAIR])
+@pytest.mark.parametrize(
+    *each_once(deed=DEEDS, job=[sent, received, reduced], transport=[Transport.UNLIMITED, Transport.PAIR])
+)
 def test_what_is_done_to_a_buffer_on_its_way_is_told(
     job: Callable[..., object], deed: Deed, transport: Transport, simulated: World
 ) -> None:

@@ -57,7 +57,7 @@ def stuck(world: World, *job: Any, ranks: int) -> bool:
 
 @pytest.mark.long
 @given(program=programs())
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 def test_static_models_and_simulated_runs_say_the_same(kept_simulated: World, program: Program) -> None:
     assume(not any(message_order(program)))  # what uses a message before it is posted waits for nothing that runs
     for transport, found in deadlocks(program).items():
@@ -68,7 +68,7 @@ def test_static_models_and_simulated_runs_say_the_same(kept_simulated: World, pr
 
 @pytest.mark.long
 @given(program=programs(), room=st.integers(1, 3))
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 def test_so_they_do_where_messages_are_kept(kept_simulated: World, program: Program, room: int) -> None:
     assume(not any(message_order(program)))
     try:
