@@ -45,6 +45,7 @@ LAWS = (
     "eval",  # evaluation between steps: its losses, and all of these in the step after it
 )
 
+_LOCATE = ("microbatches", "boundaries", "initial-weights")  # laws that decide nothing where results do
 Scenarios = frozenset[str]
 
 
@@ -114,6 +115,8 @@ class Judge:
             self.ledger.held = self.ledger.exact if number else frozenset()
             self._operation(number, laws)
         self.ledger.join(self._evidence)
+        if self._required.results_decide and not self.ledger.failed:
+            self.ledger.miss_empty(_LOCATE, "nothing was compared there; every result is right")
         tell_of_unmoved(self.ledger, self._trained)
 
     def _later_laws(self, number: int) -> set[str]:
@@ -165,8 +168,8 @@ class Judge:
         if decide and self._required.plan[number] == "accumulate" and not results.failed:
             self.ledger.join(results)  # the update that uses its gradients shows whether they are right
             return
-        if right:
-            self._set_aside("every result is right")
+        if right or (decide and results.undecided_alone):
+            self._set_aside("every result is right" if right else "no result is wrong")
         elif decide and self._required.plan[number] == "train":
             calls = self._calls_of_right_stages(number, results)
             evidence.set_aside(calls, self._scenarios, "gradients of the stage are right")

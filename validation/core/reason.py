@@ -34,7 +34,7 @@ class Reason(StrEnum):
     LOSS_SCALE = "loss-scale", "Losses are scaled or divided as no contract says.", "Say loss_scale= or loss_divisor=."
     NOT_FINITE = "not-finite", "A number that the law needs is not finite.", "Check a step that does not overflow."
     ROUNDING = "rounding", "Rounding may be as large as a fault.", "Check a step in fp32, or a longer one."
-    NOTHING = "nothing", "The law saw nothing, or zeros alone.", "Check a step in which it is not zero."
+    NOTHING = "nothing", "The law saw nothing, or zeros alone.", "Check a step in which it is seen, and not zero."
     UNREPORTED = "unreported", "The step does not show it.", "Hand it back, or watch the modules."
     UNCOMPARED = "uncompared", "Some of it was not compared.", "Hand back all of it."
     OPTIMIZER = "optimizer", "The optimizer's step is not known.", "Pass the optimizer that steps these weights."

@@ -232,6 +232,7 @@ class Whole:
                 ledger.skip(law, f"stage {self.only} alone was run again in this step")
             if self.only != self.chain.last:
                 return
+        wrong = any(one.law in ("presence", "gradient") for one in ledger.mismatches)
         known = len(self._losses) == self.chain.microbatches and self.chain.last not in lost
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
         at, summed = (Comparison(due, one, ledger) for one in (self._of_losses, self._of_norm))
@@ -243,7 +244,7 @@ class Whole:
                     nearest = min((made.loss, *self.everybodys), key=partial(_apart, told.loss))
                     whole = Comparison(replace(due, loss=nearest), self._of_losses, ledger)
                     whole.loss(told.loss, rank=rank)
-                if told.norm is not None and not lost and not unsure and self.only is None:
+                if told.norm is not None and not (lost or unsure or wrong) and self.only is None:
                     summed.norm(told.norm, rank=rank)
         if any(one.losses is not None or one.loss is not None for one in self.reported):
             if self.chain.last in lost:
@@ -252,6 +253,8 @@ class Whole:
                 ledger.doubt("loss", "the last stage was not called once for each microbatch", Reason.CALLS)
         if (lost or unsure) and any(one.norm is not None for one in self.reported):
             ledger.doubt("grad-norm", not_known(lost) if lost else unsure[0])
+        elif wrong:
+            ledger.miss("grad-norm", "gradients are wrong, and it follows from them")
 
     @property
     def _lost(self) -> list[int]:

@@ -333,11 +333,9 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
         return Likeness(kind, words=whose)
     if point is not None:
         return Likeness("other", label=Label(point), words=words)
-    error = seen.distance(expected)
-    distance = f"relative error about {error:.1g}"
     if nearest_sketch(seen, column.known) == microbatch:
-        return Likeness("noisy", words=f"its own with something added: {distance}")
-    return Likeness("different", words=f"no microbatch's{told}: {distance}", error=None if told else error)
+        return Likeness("noisy", words="near its own, and not it")
+    return Likeness("different", words=f"no microbatch's{told}", error=None if told else seen.distance(expected))
 
 
 def _sent(column: Column, seen: Sketch, context: Context) -> tuple[Point | None, str]:

@@ -9,7 +9,6 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.foreign.chain import Chain
 from pipeproof.foreign.own_calls import StageSeen
 from pipeproof.foreign.sources import Data
-from pipeproof.observers.calls import Call
 
 Value = TypeVar("Value")
 _IDLE = "calls that add nothing: {} of stage {}"
@@ -71,9 +70,5 @@ def _first(seen: StageSeen, numbers: Sequence[int], idle: frozenset[int], every:
     if not left or sorted(numbers[k] for k in left[1:]) != every:
         return frozenset()
     again = {numbers[k]: seen.calls[k] for k in left[1:]}.get(numbers[left[0]])
-    same = again is not None and _flows(again) == _flows(seen.calls[left[0]])
+    same = again is not None and again.output_gradients == seen.calls[left[0]].output_gradients
     return frozenset() if same else frozenset(left[:1])
-
-
-def _flows(call: Call) -> dict[int, bytes]:
-    return {number: one.digest for number, one in call.output_gradients.items()}

@@ -59,7 +59,7 @@ def own_causes(
     local = replace(local, mismatches=mismatches)
     if local.verdict == "unknown" and (times := _one_multiple(mismatches)) is not None:
         alone = wrong[0].parameter if len(wrong) == 1 else None
-        detail = f"about {times:.3g} times"
+        detail = f"about {times:.6g} times"
         return replace(local, cause=(Cause("scale", rank, own.stage, parameter=alone, factor=times, detail=detail),))
     due = _OwnDue(own, held, placement)
     batches = [numbers[k] for k in own.numbers]
@@ -90,7 +90,8 @@ def _one_multiple(wrong: Sequence[Mismatch]) -> float | None:
     if not sizes or len(sizes) < len(wrong) or any((one.cosine or 0.0) < _ALONG for one in sizes):
         return None
     times = median(one.factor or math.nan for one in sizes)
-    return times if all(near(one.factor, times) for one in sizes) else None
+    far = max(one.error or 0.0 for one in wrong)
+    return times if 2 * abs(times - 1) >= far and all(near(one.factor, times) for one in sizes) else None
 
 
 @dataclass(frozen=True)

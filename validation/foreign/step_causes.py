@@ -1,6 +1,5 @@
 """What is wrong with a foreign step, explained: the one door to the diagnosis, which loads where there is something."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.core.execution import flow
@@ -26,7 +25,8 @@ def explain(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:
         return verdict.without_cause(one.run.crash)
     observed = one.found.observed(known)
     lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
-    evidence = evidence_of(verdict, _from_the_first_wrong(lines), one.found, beside)
+    along = sorted(lines, key=lambda line: _first_wrong(line, told=line is lines[0]))
+    evidence = evidence_of(verdict, along, one.found, beside)
     verdict = hold_to_old_weights(verdict, lambda: evidence)
     evidence = replace(evidence, verdict=verdict)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
@@ -39,14 +39,6 @@ def explain(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:
         return with_notes(explanation, notes)
 
     return sought(verdict, told)
-
-
-def _from_the_first_wrong(lines: Sequence[Line]) -> list[Line]:
-    """The lines of ranks with the same stages, from that on of which a tensor is wrong nearest to where data comes in.
-
-    Where none is, from the first one on.
-    """
-    return sorted(lines, key=lambda line: _first_wrong(line, told=line is lines[0]))
 
 
 def _first_wrong(line: Line, *, told: bool) -> tuple[float, ...]:

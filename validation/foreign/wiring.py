@@ -102,16 +102,16 @@ def _called_too_often(chain: Chain) -> Iterator[str]:
 
 
 def _called_too_seldom(chain: Chain) -> Iterator[str]:
-    """Where stages had fewer calls than there are microbatches, on nothing that was sent: perhaps on several at once.
+    """Where stages had fewer calls than there are microbatches, and some on nothing that was sent: perhaps on several.
 
-    Where any is on what was sent, microbatches are missing.
+    Where all are on what was sent, microbatches are missing.
     """
     sent, count = _sent(chain), chain.microbatches
     for stage, seen in chain.stages.items():
         given = [{one.digest for one in call.inputs} for call in seen.calls]
-        if 0 < len(given) < count and all(given) and sent.isdisjoint(set[bytes]().union(*given)):
+        if 0 < len(given) < count and all(given) and any(map(sent.isdisjoint, given)):
             times = some(len(given), "time")
-            told = f"stage {stage} was called {times} for {count} microbatches, on nothing that was sent"
+            told = f"stage {stage} was called {times} for {count} microbatches, also on what nobody sent"
             told += ": if that is several at once, call it for each microbatch in the step that is checked"
             yield Reason.CALLS.doubt(told)
 
