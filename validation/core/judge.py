@@ -17,7 +17,7 @@ from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import NOWHERE, Ledger
 from pipeproof.core.limits import FP32, Precision, precision_of
 from pipeproof.core.measured import Measured
-from pipeproof.core.measured_floors import MeasuredFloors
+from pipeproof.core.measured_floors import MeasuredFloors, is_wider
 from pipeproof.core.measuring import ran_of
 from pipeproof.core.nudged import doubt_rounding
 from pipeproof.core.oracle import Answer
@@ -68,13 +68,6 @@ class Where(TypedDict, total=False):
     stage: int
 
 
-def _wider(seen: Tensor, due: Tensor) -> bool:
-    """Whether ``seen`` is of a type that has more digits than that of ``due``."""
-    if not (seen.is_floating_point() and due.is_floating_point()) or seen.shape != due.shape:
-        return False
-    return torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
-
-
 class Judge:
     """Asks the oracle for each operation of the plan, and compares."""
 
@@ -116,7 +109,9 @@ class Judge:
             self._operation(number, laws)
         self.ledger.join(self._evidence)
         if self._required.results_decide and not self.ledger.failed:
-            self.ledger.miss_empty(_LOCATE, "nothing was compared there; every result is right")
+            for one in self.ledger.laws():
+                if one.name in _LOCATE and one.outcome == "unknown" and not one.checked:
+                    self.ledger.miss(one.name, one.note)
         tell_of_unmoved(self.ledger, self._trained)
 
     def _later_laws(self, number: int) -> set[str]:
@@ -168,7 +163,8 @@ class Judge:
         if decide and self._required.plan[number] == "accumulate" and not results.failed:
             self.ledger.join(results)  # the update that uses its gradients shows whether they are right
             return
-        if right or (decide and results.undecided_alone):
+        wrong = any(law.outcome == "fail" for law in results.laws())
+        if right or (decide and results.failed and not wrong):
             self._set_aside("every result is right" if right else "no result is wrong")
         elif decide and self._required.plan[number] == "train":
             calls = self._calls_of_right_stages(number, results)
@@ -248,7 +244,7 @@ class Judge:
         found, narrow = dict[str, Tensor](), dict[str, Tensor]()
         for site, seen in self._observed.gradients(number).items():
             due = answer.expected.gradients.get(site)
-            if seen is None or due is None or answer.floors is None or not _wider(seen, due):
+            if seen is None or due is None or answer.floors is None or not is_wider(seen, due):
                 continue
             wide = answer.floors.added_in(seen.dtype, site)
             if wide is not None and error(seen, wide) <= precision_of(seen.dtype).least:

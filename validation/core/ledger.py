@@ -105,11 +105,6 @@ class Ledger:
         return any(one.outcomes & {"fail", "unknown"} for law, one in self._entries.items() if law not in self._skipped)
 
     @property
-    def undecided_alone(self) -> bool:
-        """Whether something is neither right nor wrong, and nothing is wrong."""
-        return self.failed and not any("fail" in self._entries[law].outcomes for law in self._entries)
-
-    @property
     def exact(self) -> frozenset[str]:
         """The laws of what every microbatch gives, if all under these was bit for bit so far."""
         own = {law: self._entries[law] for law in COMPUTED if law in self._entries and self._entries[law].checked}
@@ -127,12 +122,6 @@ class Ledger:
     def miss(self, law: str, why: str) -> None:
         """``law`` may well apply, but nothing was seen of what it is about."""
         self._skipped[law] = "not seen", Reason.UNREPORTED.doubt(why)
-
-    def miss_empty(self, laws: Sequence[str], why: str) -> None:
-        """Miss those of ``laws`` that nothing was entered under."""
-        for law in laws:
-            if law in self._entries and law not in self._skipped and not self._entries[law].checked:
-                self.miss(law, "; ".join(self._entries[law].notes) or why)
 
     def doubt(self, law: str, why: str, reason: Reason = Reason.UNCOMPARED) -> None:
         """``law`` cannot be judged: it says nothing that it was not seen to fail. ``reason``: if ``why`` has none."""

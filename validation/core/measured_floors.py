@@ -3,12 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pipeproof.core.floors import Floors
 from pipeproof.core.limits import Precision, precision_of
 from pipeproof.core.tolerance import Floor
 from pipeproof.reference.step import Site
+
+
+def is_wider(seen: Tensor, due: Tensor) -> bool:
+    """Whether ``seen`` is of a type that has more digits than that of ``due``."""
+    if not (seen.is_floating_point() and due.is_floating_point()) or seen.shape != due.shape:
+        return False
+    return torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
 
 
 @dataclass(frozen=True)
