@@ -14,9 +14,8 @@ from pipeproof.reference.step import Site
 
 def is_wider(seen: Tensor, due: Tensor) -> bool:
     """Whether ``seen`` is of a type that has more digits than that of ``due``."""
-    if not (seen.is_floating_point() and due.is_floating_point()) or seen.shape != due.shape:
-        return False
-    return torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
+    alike = seen.is_floating_point() and due.is_floating_point() and seen.shape == due.shape
+    return alike and torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
 
 
 @dataclass(frozen=True)
