@@ -90,8 +90,8 @@ def _one_multiple(wrong: Sequence[Mismatch]) -> float | None:
     if not sizes or len(sizes) < len(wrong) or any((one.cosine or 0.0) < _ALONG for one in sizes):
         return None
     times = median(one.factor or math.nan for one in sizes)
-    far = max(one.error or 0.0 for one in wrong)
-    return times if 2 * abs(times - 1) >= far and all(near(one.factor, times) for one in sizes) else None
+    beside = max(math.sqrt(max(0.0, 2 - 2 * (one.cosine or 0.0))) for one in sizes)  # of it, what is no multiple
+    return times if 2 * abs(times - 1) >= beside and all(near(one.factor, times) for one in sizes) else None
 
 
 @dataclass(frozen=True)

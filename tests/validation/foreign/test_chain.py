@@ -73,20 +73,20 @@ BROKEN: dict[str, tuple[Faults, set[str], str, int | None]] = {
     "a backward left out": (Faults(skip=[2]), {"microbatches"}, "dropped", 1),
     "a gradient doubled": (
         Faults(after=lambda here, stage: first_gradient(stage).mul_(2)),
-        {"gradient", "grad-norm"},
+        {"gradient"},
         "scale",
         1,
     ),
     "a loss divided twice": (
         Faults(2, loss=lambda here, loss: loss / COUNT),
-        {"gradient", "grad-norm"},
+        {"gradient"},
         "scale",
         None,
     ),
     "a norm that is another": (Faults(norm=lambda here, norm: norm * 2), {"grad-norm"}, "report", 1),
     "weights changed after the forwards": (
         Faults(after=lambda here, stage: scaled(stage)),
-        {"boundaries", "gradient", "grad-norm"},
+        {"boundaries", "gradient"},
         "weights-changed",
         1,
     ),
