@@ -90,7 +90,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
             methods=("gradients", "report", "wrap", "verdict"),
         ),
         Name("pipeproof", "SingleDevice", "validation/records/single_device.py"),
-        Name("pipeproof", "Composed", "validation/foreign/composed.py", own="AgainstItself"),
+        Name("pipeproof", "Composed", "validation/wings/composed/composed.py", own="AgainstItself"),
         Name("pipeproof", "colossalai.check_step", "validation/colossalai.py", own="check_step"),
         Name("pipeproof", "colossalai.record_step", "validation/colossalai.py", own="record_step"),
         Name("pipeproof", "deepspeed.check_step", "validation/deepspeed.py", own="check_step"),

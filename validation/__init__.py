@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from pipeproof.foreign.task import WhiteBoxError as WhiteBoxError
     from pipeproof.pipeline.action import ScheduleError as ScheduleError
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
-    from pipeproof.records.composed_step import Composed as Composed
     from pipeproof.records.record import RecordError as RecordError
     from pipeproof.records.run_recorder import record_run as record_run
     from pipeproof.records.single_device import SingleDevice as SingleDevice
     from pipeproof.records.step_check import check_step as check_step
     from pipeproof.records.step_record import record_step as record_step
     from pipeproof.records.step_record import write_record as write_record
+    from pipeproof.wings.composed.composed_step import Composed as Composed
     from pipeproof.worlds.rank_report import NeedsMoreRanks as NeedsMoreRanks
     from pipeproof.worlds.rank_report import RankFailed as RankFailed
     from pipeproof.worlds.world import World as World
 
 _HOMES = {
     "Case": "cases.case",
-    "Composed": "records.composed_step",
+    "Composed": "wings.composed.composed_step",
     "CaseError": "cases.case",
     "Contract": "core.contract",
     "ContractError": "core.contract",

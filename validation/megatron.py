@@ -32,11 +32,11 @@ from pipeproof.foreign.frameworks.megatron_whole import (
     forget_group,
 )
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.composed_step import Composed
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
+from pipeproof.wings.composed.composed_step import Composed
 
 __all__ = ["MegatronError", "check_step", "imports", "observed", "record_step", "validate"]
 

@@ -24,11 +24,11 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
 )
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.composed_step import Composed
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
+from pipeproof.wings.composed.composed_step import Composed
 
 __all__ = ["TorchtitanError", "check_step", "imports", "observed", "record_step", "validate"]
 

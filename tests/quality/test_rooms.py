@@ -36,7 +36,7 @@ LAYERS: Mapping[str, set[str]] = {
 # numpy in the reference: its random numbers are part of what a stage depends on.
 OUTSIDE: Mapping[str, set[str] | None] = {"plan": {"numpy"}, "run": {"torch"}, "reference": {"torch", "numpy"}}
 # The rooms of validation, the lowest first: a room imports only rooms before it.
-ROOMS = ("worlds", "observers", "core", "diagnosis", "foreign", "cases", "records", "reports", "commands")
+ROOMS = ("worlds", "observers", "core", "diagnosis", "foreign", "cases", "records", "reports", "wings", "commands")
 LOOSE = 4  # Python files in validation that are in no room, but for one that each framework's users import
 
 

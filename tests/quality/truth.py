@@ -52,8 +52,8 @@ from pipeproof.cases.specimens import CONTROLS, SPECIMENS
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, virtuals
-from pipeproof.records.composed_case import validate_composed
 from pipeproof.reports.terminal import Terminal
+from pipeproof.wings.composed.composed_case import validate_composed
 from pipeproof.worlds.world import World
 
 PARTS = (

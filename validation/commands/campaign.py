@@ -22,12 +22,12 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import observed_record
-from pipeproof.records.composed_case import check_composed, validate_composed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
+from pipeproof.wings.composed.composed_case import check_composed, validate_composed
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.kinds import SIMULATED

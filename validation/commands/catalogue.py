@@ -29,10 +29,10 @@ from pipeproof.core.cause import RACES
 from pipeproof.core.judge import LAWS
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.transports import Transport, everyday, transport_of
-from pipeproof.records.mixed_check import try_mixed, validate_mixed
 from pipeproof.reports.columns import Column, Layout, table
 from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
+from pipeproof.wings.composed.mixed_check import try_mixed, validate_mixed
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.world import World
 

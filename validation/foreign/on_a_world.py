@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.composed import AgainstItself
+from pipeproof.foreign.expectation import Expectation
 from pipeproof.foreign.mutation import Mutated
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Step
@@ -21,7 +21,7 @@ from pipeproof.worlds.world import World
 def validate(
     step: Step,
     *,
-    reference: Callable[[], nn.Module] | AgainstItself,
+    reference: Callable[[], nn.Module] | Expectation,
     microbatches: Sequence[Any],
     ranks: int | Sequence[int] | Mapping[str, int],
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,

@@ -17,9 +17,9 @@ from pipeproof.core.reason import reasons_of
 from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.composed import AgainstItself, LinkedTask
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.elsewhere import told_of_transports
+from pipeproof.foreign.expectation import Expectation, LinkedTask
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.holders import with_notes
 from pipeproof.foreign.late_weights import with_late_weights
@@ -68,7 +68,7 @@ class WhiteBox:
         self,
         step: Step,
         *,
-        reference: Callable[[], nn.Module] | AgainstItself,
+        reference: Callable[[], nn.Module] | Expectation,
         microbatches: Sequence[Any],
         ranks: int | Sequence[int] | Mapping[str, int],
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
@@ -99,9 +99,9 @@ class WhiteBox:
         Raises ``WhiteBoxError``, ``ContractError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher
         started fewer. All else that goes wrong is in the verdict.
         """
-        began, build = perf_counter(), reference.whole if isinstance(reference, AgainstItself) else reference
+        began, build = perf_counter(), reference.whole if isinstance(reference, Expectation) else reference
         task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.with_words(words))
-        if isinstance(reference, AgainstItself):
+        if isinstance(reference, Expectation):
             task = LinkedTask.of(task, reference)
         else:
             task.contract.reads(_READ, "beside a whole model, which tells them")

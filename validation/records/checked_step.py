@@ -1,7 +1,7 @@
 """What every check of a step in a running job is: it begins on all ranks, tells nobody but them, and ends no job."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -113,6 +113,10 @@ class CheckedStep(ABC):
     @abstractmethod
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         """Say what gradients will be added to, by the model's names: what is there by then is no part of the step."""
+
+    def moved(self, stages: Iterable[int]) -> frozenset[int]:
+        """Those of ``stages`` whose weights are known to be others than those that the step began with."""
+        return frozenset()
 
     def miss_norm(self, why: str) -> None:
         """Say why this rank does not report the norm that it was told."""

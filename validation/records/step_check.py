@@ -35,8 +35,6 @@ from pipeproof.records.as_given import (
 )
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.checked_step import CheckError as CheckError
-from pipeproof.records.composed_check import ComposedCheck
-from pipeproof.records.composed_step import Composed
 from pipeproof.records.floors_later import FloorsLater
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.last_check import LastCheck, last_check, remember
@@ -56,6 +54,7 @@ from pipeproof.records.record import Record, Recorded, RecordedOperation, Record
 from pipeproof.records.record_evidence import Step, checked, explained
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
+from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.unchecked import Unchecked
@@ -367,7 +366,7 @@ def check_step(
     modules: nn.Module | Mapping[int, nn.Module],
     microbatches: Pairs | None,
     *,
-    against: str | Path | Record | SingleDevice | Composed,
+    against: str | Path | Record | SingleDevice | StepExpectation,
     rename: Rename = own_name,
     operation: int = 0,
     timeout_s: float = 300.0,
@@ -383,10 +382,10 @@ def check_step(
     whole model, or in the record. operation: which one of the record's. timeout_s: bounds each wait for the other
     ranks, and so for the reference.
     """
-    if isinstance(against, Composed):
+    if isinstance(against, StepExpectation):
         if (turn := against.turn()) is None:
             return Unchecked()
-        check = ComposedCheck(modules, microbatches, against=against, rename=rename, timeout_s=timeout_s, turn=turn)
+        check = against.check_of(modules, microbatches, rename=rename, timeout_s=timeout_s, turn=turn)
         if operation:
             check.refuse(
                 f"operation is {operation}: a step that is held against itself is one, so leave operation= out"

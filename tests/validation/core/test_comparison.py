@@ -21,7 +21,6 @@ from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor, error
 from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.foreign.unmeasured import Unmeasured
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline import PipelineSchedule
 from pipeproof.records.case_record import expected_record
@@ -30,6 +29,7 @@ from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from pipeproof.wings.composed.unmeasured import Unmeasured
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.two_ranks import (

@@ -18,9 +18,9 @@ from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.digest import digest
 from pipeproof.observers.routes import RouteObserver
-from pipeproof.records.composed_step import Composed
-from pipeproof.records.early_step import EarlyStep
 from pipeproof.records.record import RecordError
+from pipeproof.wings.composed.composed_step import Composed
+from pipeproof.wings.composed.early_step import EarlyStep
 from pipeproof.worlds.fence import Fence
 from tests.support.golden import golden
 

@@ -15,12 +15,11 @@ from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.observers.shards import held_whole
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.composed_check import ComposedCheck
-from pipeproof.records.composed_step import Composed
 from pipeproof.records.rank_part import AdapterNames, Rename, own_name
 from pipeproof.records.record import RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
+from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.unchecked import Unchecked
 
@@ -90,7 +89,7 @@ class JobSight:
             self._check.refuse(NOT_GIVEN)
         try:
             if self._step.completes_at_its_end(self._steps):
-                if isinstance(self._check, ComposedCheck) and self._check.moved(self._step.stages):
+                if self._check.moved(self._step.stages):
                     self._check.refuse(_STEPPED)
                 self.complete()
         except WhiteBoxError as unfinished:
@@ -114,13 +113,13 @@ class JobStep:
 
     step: FrameworkStep
     microbatches: Pairs | None
-    against: SingleDevice | Composed
+    against: SingleDevice | StepExpectation
     given: Sequence[Content] = ()
 
 
 @contextmanager
 def checking(
-    step: Callable[[], JobStep], *, timeout_s: float, composed: Composed | None = None
+    step: Callable[[], JobStep], *, timeout_s: float, composed: StepExpectation | None = None
 ) -> Iterator[CheckedStep]:
     """The check of what ``step`` gives. What that raises is the verdict's, and no other rank waits for this one.
 
@@ -141,7 +140,7 @@ def checking(
         sight, watched = JobSight(check, made), False
         with check.noting():
             stack.enter_context(made.step.watching(sight))
-            if isinstance(made.against, Composed):
+            if isinstance(made.against, StepExpectation):
                 stack.enter_context(sight.watching(made.against.optimizers))
             stack.enter_context(_begun(made.step, check))
             watched = True
@@ -150,17 +149,17 @@ def checking(
             sight.end()
 
 
-def _check_of(made: JobStep | None, composed: Composed | None, timeout_s: float, turn: int) -> CheckedStep:
+def _check_of(made: JobStep | None, composed: StepExpectation | None, timeout_s: float, turn: int) -> CheckedStep:
     """The check of a step; where none could be ``made``, one that tells others why."""
-    against: SingleDevice | Composed = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
+    against: SingleDevice | StepExpectation = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
     stages: Mapping[int, nn.Module] = {}
     microbatches: Pairs | None = None
     name: Rename = own_name
     if made is not None:
         against = made.against.adding_up(made.step.accumulation)
         stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
-    if isinstance(against, Composed):
-        return ComposedCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s, turn=turn)
+    if isinstance(against, StepExpectation):
+        return against.check_of(stages, microbatches, rename=name, timeout_s=timeout_s, turn=turn)
     return StepCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s)
 
 

@@ -1,0 +1,48 @@
+"""Messages that arrive as each other are told where they did, by what flows back and by the targets."""
+
+import pytest
+
+from pipeproof.cases.case import Case
+from pipeproof.core.verdict import Verdict
+from pipeproof.wings.composed.composed_case import validate_composed
+from pipeproof.worlds.world import World
+from tests.support.golden import golden
+from tests.support.sweeps import some
+
+
+def of_links(specimen: str, stages: int, simulated: World, schedule: str = "gpipe") -> Verdict:
+    split = ",".join("1" for _ in range(stages))
+    case = f"{schedule} r{stages} s{stages} m4 split={split} model=mlp plan=train seed=0 specimen={specimen}"
+    return validate_composed(Case.parse(case), simulated)
+
+
+@pytest.mark.parametrize("stages", some([2, 3, 4], left=[3]))
+def test_activations_that_crossed_are_wrong_where_they_came_and_nowhere_else(stages: int, simulated: World) -> None:
+    verdict = of_links("activations-crossed", stages, simulated)
+    assert [(law.name, law.wrong) for law in verdict.laws if law.outcome == "fail"] == [("boundaries", 2)]
+    assert [(one.stage, one.microbatch) for one in verdict.mismatches] == [(1, 0), (1, 1)]
+    (cause,) = verdict.cause
+    assert (cause.rank, cause.stage, cause.microbatches) == (1, 1, (0, 1))
+    assert "wrong-message" in {other.kind for (other, *_) in verdict.alternatives}
+    follows = next(line for line in str(verdict).splitlines() if "loss, presence, gradient" in line)
+    golden(follows)
+
+
+@pytest.mark.parametrize("stages", some([2, 3], left=[2]))
+def test_gradients_that_crossed_are_wrong_where_they_came(stages: int, simulated: World) -> None:
+    verdict = of_links("gradients-crossed", stages, simulated)
+    assert {(one.stage, one.rank) for one in verdict.mismatches} == {(0, 0)}
+
+
+@pytest.mark.parametrize("stages", some([2, 3], left=[2]))
+def test_targets_that_are_others_are_not_messages_that_crossed(stages: int, simulated: World) -> None:
+    verdict = of_links("microbatches-swapped", stages, simulated)
+    assert [(cause.kind, cause.stage) for cause in verdict.cause] == [("swapped-data", stages - 1)]
+
+
+@pytest.mark.parametrize("stages", some([2, 3], left=[2]))
+def test_what_one_stage_takes_for_another_in_its_backward_alone_is_told_there(stages: int, simulated: World) -> None:
+    """What flows back goes astray, and the targets do not agree with it."""
+    verdict = of_links("backward-of-another", stages, simulated)
+    assert "mispaired" in {cause.kind for cause in verdict.cause}, str(verdict)
+    assert {one.stage for one in verdict.mismatches if one.law == "boundaries"} == {0}

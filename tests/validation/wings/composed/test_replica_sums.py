@@ -1,0 +1,338 @@
+"""Replicas of a pipeline, held against themselves: what each adds up is summed over all of them."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeproof import Composed, check_step
+from pipeproof.core.reason import Reason
+from pipeproof.core.tolerance import Floor
+from pipeproof.core.verdict import Verdict
+from pipeproof.observers.sketch import Sketch
+from pipeproof.records.rank_part import RankStages, own_name
+from pipeproof.wings.composed import replica_sums
+from pipeproof.wings.composed.own_shards import OwnShards
+from pipeproof.wings.composed.peers import Peers
+from pipeproof.wings.composed.replica_sums import ReplicaSums
+from pipeproof.worlds.side_store import exchange
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.golden import golden
+from tests.support.sweeps import SWEEP, each_once
+
+pytestmark = pytest.mark.long
+
+WIDTH, ROWS, COUNT, STAGES = 8, 4, 3, 2
+LOSS = nn.functional.mse_loss
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+
+
+def data(replica: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(5 + replica)
+    return [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(COUNT)]
+
+
+def stage_of(number: int) -> nn.Module:
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def reduce(stage: nn.Module, peers: Any, by: float) -> None:
+    """Sum gradients over ``peers``, if any are given, and divide them."""
+    for parameter in stage.parameters():
+        assert parameter.grad is not None
+        if peers is not None:
+            dist.all_reduce(parameter.grad, group=peers)
+        parameter.grad /= by
+
+
+def pipelines(context: RankContext, fault: str, averaged: bool, same: bool = False) -> Verdict:
+    """Two stages by hand, in as many replicas as there are ranks for; they average gradients, or add them up."""
+    number, replica, replicas = context.rank % STAGES, context.rank // STAGES, context.ranks // STAGES
+    peers = [dist.new_group([STAGES * k + p for k in range(replicas)]) for p in range(STAGES)][number]
+    peers = dist.group.WORLD if fault == "others" else peers
+    stage, microbatches, other = stage_of(number), data(0 if same else replica), context.rank ^ 1
+    kept = {one: torch.ones_like(one) for one in stage.parameters()} if fault == "kept" and number == 0 else {}
+    for parameter, old in kept.items():
+        parameter.grad = old
+    with check_step(
+        {number: stage}, microbatches, against=Composed(LOSS), rename="{}.{}".format, timeout_s=20
+    ) as check:
+        inputs, outputs, losses = list[Tensor](), list[Tensor](), list[float]()
+        for x, target in microbatches:
+            if number:
+                x = torch.empty(ROWS, WIDTH)
+                dist.recv(x, other)
+            inputs.append(x.requires_grad_(number > 0))
+            output = stage(inputs[-1])
+            if number:
+                losses.append(LOSS(output, target).item())
+                output = LOSS(output, target) / (COUNT if averaged else COUNT * replicas)
+            else:
+                dist.send(output.detach(), other)
+            outputs.append(output)
+        for parameter in kept if replica else ():
+            parameter.grad = None
+        for m, (x, output) in enumerate(zip(inputs, outputs, strict=True)):
+            if fault == "early" and number == 0 and m == COUNT - 1:
+                reduce(stage, peers, replicas if averaged else 1)
+            flow = torch.empty(ROWS, WIDTH)
+            if not number:
+                dist.recv(flow, other)
+            output.backward(None if number else flow)
+            if x.grad is not None:
+                dist.send(x.grad, other)
+        if (fault, number) not in (("unreduced", 1), ("early", 0)):
+            reduce(stage, peers, replicas if averaged and (fault, number) != ("unscaled", 0) else 1)
+        if fault == "unreduced" and number == 1 and averaged:
+            reduce(stage, None, replicas)
+        if fault == "noise" and context.rank == 2:
+            next(stage.parameters()).grad += torch.randn(WIDTH, WIDTH)  # type: ignore[operator]  # it has one
+        if fault == "one rank" and context.rank == 2:
+            next(stage.parameters()).grad *= 2  # type: ignore[operator]  # it has one
+        check.gradients()
+        check.report(losses=losses or None)
+    return check.verdict
+
+
+def checked(world: World, fault: str = "", *, averaged: bool = True, same: bool = False) -> Verdict:
+    verdicts = world.run(pipelines, fault, averaged, same, ranks=2 * STAGES)
+    assert len({str(verdict) for verdict in verdicts}) == 1, "all ranks have one verdict"
+    found: Verdict = verdicts[0]
+    return found
+
+
+@pytest.mark.parametrize(*each_once(kind=["simulated", "world"], averaged=[True, False]))
+def test_replicas_that_average_and_that_add_up_are_right(
+    kind: str, averaged: bool, request: pytest.FixtureRequest
+) -> None:
+    verdict = checked(request.getfixturevalue(kind), averaged=averaged)
+    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 16), str(verdict)
+    assert verdict.law("loss").checked == 2 * COUNT
+
+
+@pytest.mark.parametrize(
+    ("fault", "averaged", "kind", "ranks"),
+    [
+        ("unreduced", True, "not-reduced", {1, 3}),
+        pytest.param("unreduced", False, "not-reduced", {1, 3}, marks=SWEEP),
+        ("unscaled", True, "scale", {0, 2}),
+        ("one rank", True, "scale", {2}),
+        ("early", True, "not-reduced", {0, 2}),
+        ("kept", True, "stale-gradient", {0, 2}),
+        pytest.param("others", True, "misplaced", {0, 1, 2, 3}, marks=SWEEP),
+        ("others", False, "misplaced", {0, 1, 2, 3}),
+    ],
+)
+def test_what_is_wrong_between_replicas_is_named(
+    fault: str, averaged: bool, kind: str, ranks: set[int], simulated: World
+) -> None:
+    verdict = checked(simulated, fault, averaged=averaged)
+    assert verdict.law("gradient").outcome == "fail", str(verdict)
+    assert {mismatch.rank for mismatch in verdict.mismatches if mismatch.law == "gradient"} == ranks
+    assert verdict.cause[0].kind == kind, str(verdict)
+    told = [cause.detail for cause in verdict.cause if cause.kind == "scale"]
+    assert set(told) <= {"2 times"}, "the factor by which its gradients are too large"
+
+
+def test_where_nothing_tells_what_is_wrong_between_replicas_that_is_said(simulated: World) -> None:
+    verdict = checked(simulated, "noise")
+    assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+    golden(verdict.undecided[0], numbers=False)
+
+
+def test_replicas_of_whom_nobody_tells_what_they_run_are_not_judged(simulated: World) -> None:
+    verdict = checked(simulated, same=True)
+    assert verdict.verdict == "unknown"
+    golden(str(verdict).splitlines()[0])
+
+
+def in_ddp(context: RankContext, hook: Hook | None = None, factor: float = 1.0) -> Verdict:
+    """A model of one stage on each rank, whose gradients DDP averages, through a ``hook``; one comes out so wrong."""
+    stage = stage_of(0)
+    replicas = DistributedDataParallel(stage)
+    if hook is not None:
+        replicas.register_comm_hook(None, hook)  # type: ignore[no-untyped-call]  # in torch
+    microbatches = data(context.rank)
+    with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
+        losses = []
+        for number, (x, target) in enumerate(microbatches):
+            replicas.require_backward_grad_sync = number == COUNT - 1
+            loss = LOSS(replicas(x), target)
+            losses.append(loss.item())
+            (loss / COUNT).backward()
+        stage[0].weight.grad *= factor
+        check.gradients()
+        check.report(losses=losses)
+    return check.verdict
+
+
+def test_the_module_inside_ddp_is_a_stage(world: World) -> None:
+    verdict = world.run(in_ddp, ranks=2)[0]
+    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 8), str(verdict)
+
+
+def halved_digits(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages, and rounds coarsely."""
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket).then(
+        lambda done: done.value().mul(64).round().div(64)
+    )
+
+
+def left(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduces nothing."""
+    done = torch.futures.Future[Tensor]()
+    done.set_result(bucket.buffer())
+    return done
+
+
+TO_FP16 = default_hooks.fp16_compress_hook
+
+
+@pytest.mark.parametrize(
+    ("hook", "factor", "verdict", "cause"),
+    [
+        (None, 1 + 5e-5, "unknown", []),  # more than two runs differ by
+        (TO_FP16, 1.0, "pass", []),
+        (TO_FP16, -1.0, "fail", ["scale"]),
+        (halved_digits, 1.0, "unknown", []),
+        (left, 1.0, "fail", ["not-reduced"]),
+    ],
+)
+def test_what_a_hook_of_ddp_rounds_is_no_fault_and_hides_none(
+    hook: Hook | None, factor: float, verdict: str, cause: list[str], world: World
+) -> None:
+    found: Verdict = world.run(in_ddp, hook, factor, ranks=2)[0]
+    assert (found.verdict, found.law("gradient").outcome) == (verdict, verdict), str(found)
+    assert [one.kind for one in found.cause[:1]] == cause
+    assert (Reason.HOOKS in found.law("gradient").reasons) == (hook is halved_digits)
+
+
+def in_one(context: RankContext) -> Verdict:
+    """Two stages on each rank, whose gradients are averaged; rank 1 takes a step that is too long."""
+    stages, microbatches = {number: stage_of(number) for number in range(STAGES)}, data(context.rank)
+    parameters = [one for stage in stages.values() for one in stage.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    by = Composed(LOSS, optimizer=optimizer)
+    with check_step(stages, microbatches, against=by, rename="{}.{}".format, timeout_s=20) as check:
+        for x, target in microbatches:
+            (LOSS(stages[1](stages[0](x)), target) / COUNT).backward()
+        for one in parameters:
+            assert one.grad is not None
+            dist.all_reduce(one.grad)
+            one.grad /= context.ranks
+        check.gradients()
+        optimizer.param_groups[0]["lr"] *= 1 + context.rank
+        optimizer.step()
+        check.report()
+    return check.verdict
+
+
+def test_a_step_that_is_wrong_on_one_rank_is_not_everywhere(simulated: World) -> None:
+    verdict = simulated.run(in_one, ranks=2)[0]
+    assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "update", 1), str(verdict)
+
+
+def twice(context: RankContext) -> list[int]:
+    """How many groups there are after one checked step, and after another."""
+    found = []
+    for _ in range(2):
+        in_ddp(context)
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
+def test_groups_are_made_once(world: World) -> None:
+    (one, other), _ = world.run(twice, ranks=2)
+    assert one == other
+
+
+def stuck(context: RankContext) -> tuple[Verdict, float]:
+    """On rank 1 the check raises while it sums; and how long it takes."""
+    if context.rank:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replica_sums, "sketch", broken)
+            return timed(context)
+    return timed(context)
+
+
+def broken(one: Tensor) -> Sketch:
+    raise MemoryError("no room for a sketch")
+
+
+def timed(context: RankContext) -> tuple[Verdict, float]:
+    began = monotonic()
+    return in_ddp(context), monotonic() - began
+
+
+def test_who_raises_while_it_sums_leaves_nobody_waiting() -> None:
+    with World() as world:
+        (one, one_s), (other, other_s) = world.run(stuck, ranks=2, timeout_s=40)
+    assert {one.verdict, other.verdict} == {"unknown"}
+    assert one.law("comparable").reasons == other.law("comparable").reasons == (Reason.CRASH,)
+    assert {verdict.law("comparable").note.partition(":")[0] for verdict in (one, other)} == {"rank 1"}
+    assert max(one_s, other_s) < 20, "nobody waits for the group's own bound"
+
+
+def bounds(context: RankContext) -> list[Any]:
+    """How long those wait for each other who sum."""
+    found, made = [], dist.new_group
+
+    def noted(*given: Any, **named: Any) -> Any:
+        found.append(named.get("timeout"))
+        return made(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        in_ddp(context)
+    return found
+
+
+def test_sums_wait_no_longer_than_the_check() -> None:
+    with World() as world:
+        assert world.run(bounds, ranks=2) == [[timedelta(seconds=20)]] * 2
+
+
+def begun_anew(context: RankContext, folder: str) -> list[tuple[str, int]]:
+    """The verdict on a step, and how many groups there are; and the same after the job's ranks met anew."""
+    found = [(in_ddp(context).verdict, len(dist.distributed_c10d._world.pg_map))]
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", context.ranks)  # type: ignore[attr-defined]  # not in torch's __all__
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.ranks)
+    return [*found, (in_ddp(context).verdict, len(dist.distributed_c10d._world.pg_map))]
+
+
+def test_ranks_that_meet_anew_have_new_groups(tmp_path: Path) -> None:
+    with World() as world:
+        found = world.run(begun_anew, str(tmp_path), ranks=2, timeout_s=60)
+    assert found == [[("pass", 2), ("pass", 2)]] * 2
+
+
+def floors(context: RankContext, opposite: bool) -> tuple[Floor, Floor]:
+    """What rounding of one replica, and what is nothing but rounding there, is of the sum of two."""
+    own = OwnShards(RankStages({0: nn.Linear(2, 1, bias=False)}, own_name))
+    peers = Peers(context.rank, [[0]] * context.ranks, 20)
+    sums = ReplicaSums(exchange(), peers, own)
+    sign = -1.0 if context.rank and opposite else 1.0
+    sums.summed({"weight": torch.tensor([[3.0 * sign, 4.0 * sign + 0.001 * context.rank]])})
+    return sums.floor("weight", Floor(1e-7, 1e-6, 0.5)), sums.floor("weight", Floor(0.0, 0.0, 0.0, size=1e-6))
+
+
+@pytest.mark.parametrize("opposite", [True, False])
+def test_rounding_of_what_replicas_cancel_is_large_beside_what_is_left(opposite: bool, world: World) -> None:
+    grown = 10 / (0.001 if opposite else 10)
+    for own, noise in world.run(floors, opposite, ranks=2):
+        assert own.rounding == pytest.approx(1e-6 * grown, rel=1e-3)
+        assert own.permutation == pytest.approx(1e-7 * grown, rel=1e-3)
+        assert own.fault == pytest.approx(0.5 * 5 / (0.001 if opposite else 10), rel=1e-3)
+        assert not noise.noise
+        assert noise.rounding == pytest.approx(2e-6 / (0.001 if opposite else 10), rel=1e-3)

@@ -1,0 +1,43 @@
+"""What a step of a running job may be held against that is neither a record nor a model beside the job."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeproof.foreign.expectation import Expectation
+from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.rank_part import Rename
+from pipeproof.records.step_record import Pairs
+from pipeproof.reference.accumulation import Accumulation
+
+
+class StepExpectation(Expectation):
+    """It checks some of a job's steps, as it is told, each with a check of its own."""
+
+    @abstractmethod
+    def turn(self) -> int | None:
+        """The number of the next step among those that are checked; None where it is not. Every call is a step."""
+
+    @abstractmethod
+    def check_of(
+        self,
+        modules: nn.Module | Mapping[int, nn.Module],
+        microbatches: Pairs | None,
+        *,
+        rename: Rename,
+        timeout_s: float,
+        turn: int,
+    ) -> CheckedStep:
+        """The check of a step, the one of this ``turn``; the rest is as for ``check_step``."""
+
+    @property
+    @abstractmethod
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All of this rank's; none where nobody says."""
+
+    @abstractmethod
+    def adding_up(self, accumulation: Accumulation | None) -> Self:
+        """The same, of a job that adds gradients up like this, where the contract does not say how."""

@@ -1,0 +1,1 @@
+"""Capabilities that stand on the core and that the core does not know: each lies in a folder of its own."""

@@ -1,0 +1,17 @@
+"""The composed check: a step is held against itself, link by link, so that no rank needs more than its own stages.
+
+The same laws, with another expectation. Let stage ``s`` compute ``y = f_s(x, w)``, and let a step run microbatches
+``m`` through stages ``0 .. S-1``. On each rank the check runs its own stages again, on the inputs ``x`` that they had
+and from the output gradients ``dy`` that came back to them, and holds
+
+- what a stage gave against ``f_s(x, w)``, and what it handed back against ``dy . df_s/dx``;
+- what a stage received, in both directions, against what its neighbour sent;
+- the loss, and what flows back from it, against ``loss_fn`` on what the last stage gave;
+- each gradient against the sum over its microbatches of ``dy . df_s/dw``, over stages that share a weight and over
+  replicas, divided as the contract says.
+
+By induction over stages every input is then what one device would have had: stage 0 had the data, and stage ``s + 1``
+had what stage ``s`` gave, which is ``f_s`` of what it had. By induction back from the loss the same holds of every
+output gradient, and so of every gradient. What stands outside of the induction is a stage's own code: it is both sides
+of its links.
+"""
