@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from pipeproof.records.step_check import check_step as check_step
     from pipeproof.records.step_record import record_step as record_step
     from pipeproof.records.step_record import write_record as write_record
-    from pipeproof.wings.composed.composed_step import Composed as Composed
+    from pipeproof.wings.composed.step import Composed as Composed
     from pipeproof.worlds.rank_report import NeedsMoreRanks as NeedsMoreRanks
     from pipeproof.worlds.rank_report import RankFailed as RankFailed
     from pipeproof.worlds.world import World as World
 
 _HOMES = {
     "Case": "cases.case",
-    "Composed": "wings.composed.composed_step",
+    "Composed": "wings.composed.step",
     "CaseError": "cases.case",
     "Contract": "core.contract",
     "ContractError": "core.contract",

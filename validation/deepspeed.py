@@ -17,7 +17,7 @@ from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.wings.composed.composed_step import Composed
+from pipeproof.wings.composed.step import Composed
 
 __all__ = ["DeepSpeedError", "check_step", "imports", "observed", "record_step", "validate"]
 

@@ -28,7 +28,7 @@ from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
-from pipeproof.wings.composed.composed_step import Composed
+from pipeproof.wings.composed.step import Composed
 
 __all__ = ["TorchtitanError", "check_step", "imports", "observed", "record_step", "validate"]
 

@@ -105,6 +105,7 @@ def test_a_job_that_is_checked_goes_on_with_the_same_bits(
 
 
 WEIGHT = torch.nn.Parameter(torch.ones(2))
+NO_COPY = "masters has what is no copy of a weight: expected copies of its shape, by weight"
 
 
 @pytest.mark.parametrize(
@@ -112,12 +113,8 @@ WEIGHT = torch.nn.Parameter(torch.ones(2))
     [
         ({"scaler": 2.0}, "scaler is 2.0: expected a torch.amp.GradScaler, or one that has get_scale()"),
         ({"masters": [1]}, "masters is [1]: expected a mapping of weights to their copies, such as dict(zip(...))"),
-        (
-            {"masters": {"weight": WEIGHT}},
-            "masters has a copy of 'weight': expected it of a weight, and not of its name",
-        ),
-        ({"masters": {WEIGHT: 1.0}}, "masters has a float for a weight of shape [2]: expected its copy"),
-        ({"masters": {WEIGHT: torch.ones(3)}}, "masters has shape [3] for a weight of shape [2]: expected its copy"),
+        *(({"masters": one}, NO_COPY) for one in ({"weight": WEIGHT}, {WEIGHT: 1.0}, {WEIGHT: torch.ones(3)})),
+        *(({"optimizer": one}, f"optimizer is {one}: expected this rank's torch.optim.Optimizer") for one in (3, [3])),
         ({"every": 0}, "every is 0: expected a number of steps, from 1"),
         ({"every": "often"}, "every is 'often': expected a number of steps, from 1"),
         ({"stages": "some"}, 'stages is \'some\': expected "all" or "one by one"'),

@@ -27,7 +27,7 @@ from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
-from pipeproof.wings.composed.composed_case import check_composed, validate_composed
+from pipeproof.wings.composed.case import check_composed, validate_composed
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.kinds import SIMULATED

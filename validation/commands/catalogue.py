@@ -32,7 +32,7 @@ from pipeproof.pipeline.transports import Transport, everyday, transport_of
 from pipeproof.reports.columns import Column, Layout, table
 from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
-from pipeproof.wings.composed.mixed_check import try_mixed, validate_mixed
+from pipeproof.wings.composed.mixed import try_mixed, validate_mixed
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.world import World
 

@@ -19,8 +19,8 @@ from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.digest import digest
 from pipeproof.observers.routes import RouteObserver
 from pipeproof.records.record import RecordError
-from pipeproof.wings.composed.composed_step import Composed
-from pipeproof.wings.composed.early_step import EarlyStep
+from pipeproof.wings.composed.collect import EarlyStep
+from pipeproof.wings.composed.step import Composed
 from pipeproof.worlds.fence import Fence
 from tests.support.golden import golden
 
@@ -200,7 +200,7 @@ def test_a_type_that_was_not_seen_everywhere_is_not_told() -> None:
 def test_steps_of_optimizers_that_were_not_seen_are_told_of() -> None:
     early, module = EarlyStep(), nn.Linear(2, 2)
     early.open(module.parameters())
-    with planted("records.early_step.is_inside_a_backward"):
+    with planted("wings.composed.collect.is_inside_a_backward"):
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     early.close()
     with pytest.raises(RecordError, match=PLANTED):

@@ -30,14 +30,12 @@ from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.step_parts import ended_otherwise, not_compared
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.again import undisturbed
-from pipeproof.wings.composed.begun import Begun
 from pipeproof.wings.composed.chain import Chain
-from pipeproof.wings.composed.chain_start import ChainStart, names_in, placement_of, problems_of, saying_how_often
+from pipeproof.wings.composed.collect import Begun, EarlyStep, WatchedStages
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.wings.composed.composed_verdict import verdict_of
 from pipeproof.wings.composed.cut_inside import cut_by_hand, of_parts
-from pipeproof.wings.composed.early_step import EarlyStep
 from pipeproof.wings.composed.extra_calls import ExtraCalls
 from pipeproof.wings.composed.held_gradients import all_dense, length_in_pieces
 from pipeproof.wings.composed.links import Link
@@ -53,9 +51,9 @@ from pipeproof.wings.composed.replica_weights import RENAMED, not_one
 from pipeproof.wings.composed.shares import StageShares, enter_equal, weights_here
 from pipeproof.wings.composed.sources import Data
 from pipeproof.wings.composed.stages_again import UNEQUAL, StagesAgain
-from pipeproof.wings.composed.watched_stages import WatchedStages
+from pipeproof.wings.composed.start import ChainStart, names_in, placement_of, problems_of, saying_how_often
+from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.wings.composed.way import Way
-from pipeproof.wings.composed.weights_after import WeightsAfter, masters_of
 from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport
@@ -106,7 +104,7 @@ class ComposedCheck(CheckedStep):
         self._data: Data = []
         self._told: list[Told] = []
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
-        self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, None))
+        self._after = WeightsAfter(self._own, self._ledger)
         self._begun, self._early = Begun(against.keep), EarlyStep()
         self._scale = 1.0  # what losses were scaled by as the step began
         self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
@@ -189,7 +187,7 @@ class ComposedCheck(CheckedStep):
         self.begin(self._own.gradients)
         self._early.open(one for module in self._own.modules.values() for one in module.parameters())
         self._scale = self._by.scale
-        self._after = WeightsAfter(self._own, self._ledger, masters_of(self._own, self._by.masters))
+        self._after = WeightsAfter(self._own, self._ledger, self._by.masters)
         last = max(stage for one in every for stage in one.stages)
         self._only = self._by.only(self._turn, last + 1)
         for stage, module in self._own.modules.items():
@@ -332,7 +330,8 @@ class ComposedCheck(CheckedStep):
             return
         if self._by.needs_norm and (self._lost or self._unsure):
             why = not_known(self._lost) if self._lost else next(iter(self._unsure.values()))
-            self._after.give_up(why, asked=bool(optimizers))
+            if optimizers:
+                self._after.give_up(why)
             return
         if self._by.needs_norm:
             every = self._gather(sizes, "the norms of gradients, by which they are clipped, or a step is skipped")
@@ -351,7 +350,7 @@ class ComposedCheck(CheckedStep):
     def _part(self, about: RankReport) -> ChainPart:
         begun = self._shards.named(self._weights)
         own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told), weights=begun)
-        own = replace(own, causes=(*own.causes, *self._after.causes(rank=self._exchange.rank)))
+        own = replace(own, causes=(*own.causes, *self._after.causes))
         return ChainPart(about, own, self._why, self._crash, self._no_norm)
 
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:

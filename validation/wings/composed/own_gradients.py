@@ -12,7 +12,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.reason import Reason
 from pipeproof.records.rank_part import RankStages
-from pipeproof.wings.composed.begun import Begun
+from pipeproof.wings.composed.collect import Begun
 from pipeproof.wings.composed.composed_parts import HOOKED, OwnPart, not_known
 from pipeproof.wings.composed.held_gradients import AllowedOf, differing, has_hooks
 from pipeproof.wings.composed.own_causes import HeldGradients, own_causes

@@ -1,7 +1,4 @@
-"""Which stage each module is that ranks handed back: as the contract says, by the model's names, or as a runtime told.
-
-Names and calls are of one rank's modules, in the order in which it handed them back.
-"""
+"""Which stage each module is that ranks handed back: the contract says, or the model's names, a trace, or the ranks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,14 +17,17 @@ _UNKNOWN = (
     "{} handed back modules, and nothing tells in which order they are the stages: say stages= of the contract, give "
     "Composed a build=, which makes the whole model on the meta device, or hand back a trace"
 )
-_NO_NAMES = "they have no parameters; let a module with parameters be a part of each stage"
+_STRANGER = (
+    "{} handed back a module with {}, and the model of build= does not tell which stage that is: say names=, if its "
+    "weights have other names there, or stages= of the contract"
+)
 
 
 @dataclass(frozen=True)
 class Modules:
     """What a rank handed back: the ``names`` of each module's parameters in the whole model, and what passed it.
 
-    ``told``: the stage of each, as the runtime says; None where it does not.
+    ``told``: the stage of each, as a trace has it; None where there is none.
     """
 
     names: Sequence[frozenset[str]]
@@ -74,26 +74,16 @@ def _declared(rank: int, one: Modules, said: Sequence[Sequence[int]]) -> Sequenc
 
 def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> list[list[int]]:
     """By the order in which the model has the names of each; of replicas all have the same."""
-    known = {*whole}
+    known = frozenset(whole)
     found = dict[frozenset[str], Stage]()
-    strangers = list[frozenset[str]]()
-    flows = dict[int, Flow]()
     for rank, one in enumerate(every):
-        for chunk, (held, flow) in enumerate(zip(one.names, one.flows or [Flow()] * len(one.names), strict=True)):
-            own = held & known
-            flows.setdefault(found[own].index if own in found else len(found), flow)
-            strangers += [] if own else [held]
+        for chunk, names in enumerate(one.names):
+            own = names & known
+            if not own:
+                raise HandBackError(Reason.STAGES.doubt(_STRANGER.format(step, min(names, default="no weights"))))
             found.setdefault(own, Stage(len(found), rank, Part((), ()), dict(enumerate(sorted(own))), {}, chunk))
-    if len(strangers) > 1:
-        names = sorted(strangers[0] | strangers[1])
-        why = f"the model of build= does not have {names[0]}: say its name there, by names=" if names else _NO_NAMES
-        raise HandBackError(f"{step} handed back several modules whose place nothing tells: {why}")
-
-    def fed(one: Stage, other: Stage) -> bool:
-        return flows[one.index].feeds(flows[other.index])
-
-    index = {stage.held: stage.index for stage in in_order([*found.values()], [*whole], frozenset, fed)}
-    return [[index[held & known] for held in one.names] for one in every]
+    index = {stage.held: stage.index for stage in in_order([*found.values()], [*whole], frozenset, lambda *_: False)}
+    return [[index[names & known] for names in one.names] for one in every]
 
 
 def _by_ranks(every: Sequence[Modules], places: Sequence[int], step: str) -> list[list[int]]:

@@ -247,7 +247,7 @@ def of_the_model(model: Any, microbatches: Pairs) -> Any:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (unwatched, "module 0 that unwatched handed back was not watched: call watch(module)"),
+        (unwatched, "unwatched handed back module 0, which was not watched: call watch(module)"),
         (alone, "alone handed back gradients alone: hand back its modules, too"),
         (with_outputs, "with_outputs handed back outputs, which no whole model is there to give"),
         (by_index, "by_index handed back a part of a gradient by its index: expected a FlatShard"),

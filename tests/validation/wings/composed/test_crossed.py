@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.cases.case import Case
 from pipeproof.core.verdict import Verdict
-from pipeproof.wings.composed.composed_case import validate_composed
+from pipeproof.wings.composed.case import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.sweeps import some

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.composed_step import Composed
+from pipeproof.wings.composed.step import Composed
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
 
 Back = Callable[[Tensor, Tensor], Any]  # what an inner stage gave, and what flows back to it

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.composed_step import Composed
+from pipeproof.wings.composed.step import Composed
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, Sent, checked, layers
 
 

@@ -16,9 +16,9 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.composed_step import Composed
 from pipeproof.wings.composed.own_shards import OwnShards
 from pipeproof.wings.composed.shares import WeightHere, enter_equal, equal_weights, weights_here
+from pipeproof.wings.composed.step import Composed
 from tests.support.pipeline_here import MSE, Job, checked, layers
 
 EQUAL = "stages 0 and 2 begin with equal weights: pass build=, or say ties, which tell whether they are one"

@@ -97,24 +97,13 @@ def test_what_was_handed_back_may_not_contradict_the_contract(one: Modules, said
         stage_numbers([one, one], Replicas.along(2, 4), (), "mine", said)
 
 
-@pytest.mark.parametrize("bare", [0, 1, 2])
-def test_a_stage_without_parameters_is_where_tensors_passed_it(bare: int) -> None:
-    flows = [FIRST, passed("AB", "AB"), passed("AB", "CD")]  # the second gives what it is given
-    names = iter([frozenset({"a"}), frozenset({"b"})])
-    every = [Modules([frozenset() if at == bare else next(names)], [flow]) for at, flow in enumerate(flows)]
-    if bare != 1:
-        every[1] = replace(every[1], flows=[SECOND])
-        every[2] = replace(every[2], flows=[THIRD])
-    assert numbers(every, Replicas.along(3, 4), WHOLE) == [[0], [1], [2]]
-
-
 def test_where_nothing_tells_that_is_said_with_the_cure() -> None:
     for flows in (([FIRST, THIRD], [SECOND]), BACKWARD, ([THIRD], [passed("A-", "cd")], [FIRST])):
         with pytest.raises(HandBackError, match="mine handed back modules, and nothing tells in which") as error:
             numbers(of_flows(*flows), Replicas.along(len(flows), 4))
         assert reasons_of(*error.value.args) == (Reason.STAGES,)
-    with pytest.raises(HandBackError, match="the model of build= does not have a: say its name there, by names="):
-        numbers(V_SHAPED, Replicas.along(2, 4), ["words", "c", "head"])
-    bare = [Modules([frozenset()]), Modules([frozenset()])]
-    with pytest.raises(HandBackError, match="they have no parameters"):
-        numbers(bare, Replicas.along(2, 4), WHOLE)
+    bare = Modules([frozenset(), frozenset({"a"})])
+    for every, told in (([bare, *V_SHAPED], "no weights"), (V_SHAPED, "a")):
+        with pytest.raises(HandBackError, match=f"mine handed back a module with {told}, .* or stages= of") as error:
+            numbers(every, Replicas.along(len(every), 4), ["words", "c", "head"])
+        assert reasons_of(*error.value.args) == (Reason.STAGES,)

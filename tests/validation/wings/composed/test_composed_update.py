@@ -1,23 +1,31 @@
-"""Optimizers of all kinds in a step that is held against itself: none of them is blamed for what a copy cannot do."""
+"""What optimizers of all kinds make of weights and master copies: none is blamed for what a copy cannot do."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pipeproof.core.cause import Cause
 from pipeproof.core.contract import Contract
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
+from pipeproof.records.rank_part import RankStages
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.composed_step import Composed
+from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed.update import WeightsAfter
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, layers
 
 COUNT = 4  # parameters
+HOOKED = "makes of gradients is not known: its step has hooks, or was replaced by another function"
 
 
 class Boosted(SGD):
@@ -150,11 +158,11 @@ def test_what_an_optimizer_makes_of_gradients_is_known(case: str) -> None:
 
 
 UNKNOWN: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], str]] = {
-    "hooks before": (hooked, "what SGD makes of gradients is not known: it has hooks around its step"),
-    "hooks after": (hooked_after, "what SGD makes of gradients is not known: it has hooks around its step"),
-    "hooks inside": (hooked_inside, "what Around makes of gradients is not known: it has hooks around its step"),
-    "another step": (replaced, "its step was replaced by another function"),
-    "weights that it knows": (lambda own: Elsewhere(own, 0.1), "a copy of Elsewhere moved the weights themselves"),
+    "hooks before": (hooked, f"what SGD {HOOKED}"),
+    "hooks after": (hooked_after, f"what SGD {HOOKED}"),
+    "hooks inside": (hooked_inside, f"what Around {HOOKED}"),
+    "another step": (replaced, f"what SGD {HOOKED}"),
+    "weights that it knows": (lambda own: Elsewhere(own, 0.1), "its copy moved the weights themselves"),
 }
 
 
@@ -185,7 +193,7 @@ def test_hooks_of_all_optimizers_are_hooks_too() -> None:
         verdict, _ = step_of(lambda own: SGD(own, lr=0.1))
     finally:
         hook.remove()
-    assert_said_of_the_update_alone(verdict, "it has hooks around its step")
+    assert_said_of_the_update_alone(verdict, HOOKED)
 
 
 class Counted(Layer):
@@ -198,3 +206,128 @@ def test_an_optimizer_that_was_given_is_not_asked_for() -> None:
     verdict, _ = step_of(lambda own: SGD(own, lr=0.1), stages=stages, max_norm=0.1)
     law = verdict.law("updated-parameters")
     assert (law.outcome, law.reasons) == ("unknown", (Reason.LINK,)), str(verdict)
+
+
+WIDTH, ROWS = 8, 4
+
+
+def step(context: RankContext, told: str, harm: str) -> Verdict:
+    """One step of a stage of three layers, the last of them frozen; two optimizers take a step, and one may be told."""
+    torch.manual_seed(context.rank)
+    stage = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    stage[2].requires_grad_(False)
+    both: Sequence[Optimizer] = [
+        torch.optim.SGD(stage[0].parameters(), lr=0.1),
+        torch.optim.AdamW(stage[1].parameters(), lr=0.1),
+    ]
+    by = {"both": both, "first": both[0]}[told]
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(2)]
+    other = 1 - context.rank
+    against = Composed(MSE, optimizer=by)
+    with check_step({context.rank: stage}, data, against=against, rename="{}.{}".format, timeout_s=20) as check:
+        for x, target in data:
+            if context.rank:
+                x = torch.empty(ROWS, WIDTH)
+                dist.recv(x, other)
+                x.requires_grad_()
+                (MSE(stage(x), target) / len(data)).backward()
+                dist.send(x.grad, other)
+            else:
+                y, flow = stage(x), torch.empty(ROWS, WIDTH)
+                dist.send(y.detach(), other)
+                dist.recv(flow, other)
+                y.backward(flow)
+        check.gradients()
+        for one in both:
+            one.step()
+        with torch.no_grad():
+            if harm == "frozen":
+                stage[2].weight.mul_(0.5)
+            if harm == "second":
+                stage[1].weight.mul_(0.5)
+    return check.verdict
+
+
+def test_what_several_optimizers_hold_is_compared(world: World) -> None:
+    verdict = world.run(step, "both", "", ranks=2)[0]
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("updated-parameters").checked == 8
+    verdict = world.run(step, "both", "second", ranks=2)[0]
+    assert {one.parameter for one in verdict.mismatches} == {"0.1.weight", "1.1.weight"}
+
+
+@pytest.mark.parametrize(
+    ("told", "harm", "those"),
+    [
+        ("first", "", ["0.1.bias", "0.1.weight", "1.1.bias", "1.1.weight"]),
+        ("both", "frozen", ["0.2.weight", "1.2.weight"]),
+    ],
+    ids=["it trains", "it is frozen, and moves"],
+)
+def test_what_no_optimizer_is_known_to_hold_is_not_known(told: str, harm: str, those: list[str], world: World) -> None:
+    law = world.run(step, told, harm, ranks=2)[0].law("updated-parameters")
+    assert (law.outcome, sorted(law.left_out), law.reasons) == ("unknown", those, (Reason.OPTIMIZER,))
+
+
+def masters(change: Callable[[nn.Linear, dict[str, Tensor]], None], *, early: bool) -> tuple[list[Any], list[Cause]]:
+    """What is said of a stage and the copies of its weights, after a ``change`` before the step or in it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Linear(3, 3).bfloat16()
+    copies = {name: one.detach().float() * (1 + 2**-12) for name, one in module.named_parameters()}
+    ledger = Ledger(["updated-parameters"])
+    if early:
+        change(module, copies)
+    weights = dict(module.named_parameters())
+    at = WeightsAfter(RankStages({1: module}, "{}.{}".format), ledger, {weights[name]: copies[name] for name in copies})
+    with torch.no_grad():
+        if early:
+            module.bias.copy_(copies["bias"])  # once it is copied back, nobody sees it
+        else:
+            change(module, copies)
+    at.give_up("it steps elsewhere")
+    at.enter({}, rank=2)
+    return [(one.parameter, one.seen) for one in ledger.mismatches], at.causes
+
+
+def moved(module: nn.Linear, copies: dict[str, Tensor]) -> None:
+    for one in copies.values():
+        one.mul_(1.5)
+
+
+def one_copied(module: nn.Linear, copies: dict[str, Tensor]) -> None:
+    moved(module, copies)
+    module.weight.copy_(copies["weight"])
+
+
+def one_otherwise(module: nn.Linear, copies: dict[str, Tensor]) -> None:
+    one_copied(module, copies)
+    module.bias.mul_(3.0)
+
+
+def bias_off(module: nn.Linear, copies: dict[str, Tensor]) -> None:
+    copies["bias"] += 1.0
+
+
+WEIGHT, BIAS = "1.weight", "1.bias"
+STILL = "as before the step, while the master copy moved"
+COPIES: dict[str, tuple[Any, bool, list[Any], str | None, str]] = {
+    "not copied back": (moved, False, [(WEIGHT, "after the step"), (BIAS, "after the step")], None, STILL),
+    "one not copied back": (one_copied, False, [(BIAS, "after the step")], BIAS, STILL),
+    "one moved": (one_otherwise, False, [(BIAS, "after the step")], BIAS, "after the step, not the master copy"),
+    "of others": (bias_off, True, [(BIAS, "when the step began")], BIAS, "as the step began, not the master copy"),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_weight_is_its_master_copy_in_its_own_type_before_the_step_and_after_it(case: str) -> None:
+    change, early, wrong, parameter, told = COPIES[case]
+    mismatches, (cause,) = masters(change, early=early)
+    assert mismatches == [(name, f"another {when}") for name, when in wrong]
+    assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("master-weights", 2, 1, parameter)
+    assert cause.detail.removeprefix("1.weight, 1.bias: ").startswith(told)
+
+
+def test_a_copy_may_have_more_digits_than_its_weight() -> None:
+    assert masters(lambda *_: None, early=False) == ([], [])

@@ -32,7 +32,6 @@ _MODEL = (
     "nobody builds the whole model here: the step is given what build= of Composed makes on the meta device, or None; "
     "let it make the weights of its own stages"
 )
-_UNWATCHED = "module {} that {} handed back was not watched: call watch(module) before its first call, and hand it back"
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,19 @@ class Composed(AgainstItself):
         origin = Origin(nn.Module() if model is None else model)
         with noted_messages(), watching(watcher), FirstUse(()) as first_use:
             try:
-                with _told_of_its_model(model):
-                    handed = understood(order.step(model, own), order.name, order.contract)
+                handed = understood(order.step(model, own), order.name, order.contract)
+            except Exception as error:
+                if ("NoneType" if model is None else "meta") in str(error):
+                    error.add_note(_MODEL)
+                raise
             finally:
                 watcher.close()
             made = _Made(context.rank, order, handed, origin, watcher, sent_messages())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
         stages = made.stages(whole, bound_s)
         said = replace(self.contract, accumulation=handed.accumulation, loss_scale=handed.loss_scale)
-        by = replace(self, contract=said)
         named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
-        check = ComposedCheck(stages, given, against=by, rename=named, timeout_s=bound_s)
+        check = ComposedCheck(stages, given, against=replace(self, contract=said), rename=named, timeout_s=bound_s)
         with _as_begun(stages, first_use) as moved:
             check.seen_by(watcher, moved)
             if why := first_use.weights.broken or first_use.sums.broken:
@@ -96,38 +97,36 @@ class _Made:
 
     def stages(self, whole: Sequence[str], bound_s: float) -> dict[int, nn.Module]:
         """The watched modules by the number of their stage. ``whole``: the model's names, if they are known."""
-        self._check()
-        modules = self._modules
+        if wrong := next(self._wrong(), ""):
+            raise HandBackError(f"{self.order.name} handed back {wrong}")
+        modules, contract = self._modules, self.order.contract
+        calls = [self.watcher.calls(module, warmup=contract.warmup) or [] for module in modules]
         names = [frozenset(self._names[id(module)].values()) for module in modules]
-        warmup = self.order.contract.warmup
-        calls = [self.watcher.calls(module, warmup=warmup) or [] for module in modules]
-        told = told_by(self.handed.actions(self.rank), calls)
-        mine = Modules(names, [Flow.of(one) for one in calls], told), self.sent
+        mine = Modules(names, [Flow.of(one) for one in calls], told_by(self.handed.actions(self.rank), calls))
         every: list[tuple[Modules, Mapping[Message, Sent]]] = exchange().gather(
-            mine, what="the modules that were handed back", bound_s=bound_s
+            (mine, self.sent), what="the modules that were handed back", bound_s=bound_s
         )
         sent = {message: what for _, messages in every for message, what in messages.items()}
         for call in (call for one in calls for call in one):
             call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
-        modules_of, order = [one for one, _ in every], self.order
-        own = stage_numbers(modules_of, order.replicas, whole, order.name, order.contract.stages)[self.rank]
+        known = self.order.replicas, whole, self.order.name, contract.stages
+        own = stage_numbers([one for one, _ in every], *known)[self.rank]
         if len({*own}) < len(modules):
             raise HandBackError(f"{self.order.name} handed back a stage twice: expected each of its modules once")
         return dict(zip(own, modules, strict=True))
 
-    def _check(self) -> None:
-        """Raise ``HandBackError`` for what cannot be run again, or compared."""
-        handed, step = self.handed, self.order.name
+    def _wrong(self) -> Iterator[str]:
+        """What was handed back and cannot be run again, or compared."""
+        handed = self.handed
         if not handed.modules and handed.gradients is not None:
-            raise HandBackError(f"{step} handed back gradients alone: hand back its modules, too, for they run again")
+            yield "gradients alone: hand back its modules, too, for they run again"
         for number, module in enumerate(handed.modules):
             if self.watcher.watched(module) is None:
-                raise HandBackError(_UNWATCHED.format(number, step))
+                yield f"module {number}, which was not watched: call watch(module) before its first call"
         if handed.outputs:
-            raise HandBackError(f"{step} handed back outputs, which no whole model is there to give: leave them out")
-        for one in (handed.by_parameter or {}).values():
-            if isinstance(one, tuple):
-                raise HandBackError(f"{step} handed back a part of a gradient by its index: expected a FlatShard")
+            yield "outputs, which no whole model is there to give: leave them out"
+        if any(isinstance(one, tuple) for one in (handed.by_parameter or {}).values()):
+            yield "a part of a gradient by its index: expected a FlatShard"
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
@@ -163,17 +162,6 @@ class _Made:
         for module in stages.values():
             for name, one in module.named_parameters(remove_duplicate=False):
                 yield self.name(module, name), one
-
-
-@contextmanager
-def _told_of_its_model(model: nn.Module | None) -> Iterator[None]:
-    """What a step raises that wants another model than it is given says what that is."""
-    try:
-        yield
-    except Exception as error:
-        if ("NoneType" if model is None else "meta") in str(error):
-            error.add_note(_MODEL)
-        raise
 
 
 @contextmanager

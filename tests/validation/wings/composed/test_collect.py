@@ -1,0 +1,135 @@
+"""What a rank cannot collect of a step is said in a sentence: calls of microbatches, and weights as they were."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof import Composed, check_step
+from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import Verdict
+from tests.support.golden import golden
+from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
+
+UNSEEN = "compile it by torch.compile and pass what that returns, or compile the modules in it"
+Update = Callable[[torch.optim.Optimizer], None]
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(self.inner(x))
+
+
+def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
+    inner = layers(torch.tanh)[0]
+    with check_step(inner, DATA, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(inner.forward(x), target) / 3).backward()
+        check.gradients()
+    golden(str(check.verdict).splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [("in place", UNSEEN), ("beside", UNSEEN), ("blocks", "PASS"), ("returned", "PASS")],
+)
+def test_of_a_compiled_module_it_is_said_what_to_pass(how: str, sentence: str) -> None:
+    given = called = nn.Sequential(*layers(torch.tanh))
+    if how == "in place":
+        given.compile(backend="eager")
+    elif how == "blocks":
+        for block in given:
+            block.compile(backend="eager")
+    else:
+        called = torch.compile(given, backend="eager")  # type: ignore[assignment]  # it is a module, too
+        given = called if how == "returned" else given
+    with check_step(given, DATA, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(called(x), target) / 3).backward()
+        check.gradients()
+    assert sentence in str(check.verdict), str(check.verdict)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_module_that_is_called_several_times_for_a_microbatch_is_refused(several: bool) -> None:
+    inner = layers(torch.tanh)[0]
+    around = (lambda x: inner(x) * inner(x + 1)) if several else Around(inner)
+    data = [((x, x + 1), target) for x, target in DATA] if several else DATA
+    with check_step(inner, data, against=Composed(MSE)) as check:
+        for x, target in DATA:
+            (MSE(around(x), target) / 3).backward()
+        check.gradients()
+    assert check.verdict.law("comparable").reasons == (Reason.CALLS,), str(check.verdict)
+    golden(check.verdict.law("comparable").note)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_stage_that_ran_without_gradients_is_unknown_unless_it_is_frozen(trained: bool) -> None:
+    first, last = layers(torch.tanh, torch.sin)
+    first.requires_grad_(trained)
+    with check_step({0: first, 1: last}, DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            with torch.no_grad():
+                sent = first(x)
+            (MSE(last(sent), target) / 3).backward()
+        check.gradients()
+    assert check.verdict.verdict == ("unknown" if trained else "pass"), str(check.verdict)
+    assert ("call requires_grad_(False)" in str(check.verdict)) == trained
+
+
+def verdict_of(update: Update, *, midst: bool = False, own: bool = True) -> Verdict:
+    """Of a step in which ``update`` comes before ``gradients()``, or in the ``midst`` of all backwards as well.
+
+    ``own``: it is of the step's own weights.
+    """
+    job = Job(layers(torch.tanh, torch.sin))
+    optimizer = torch.optim.SGD(nn.ModuleList(job.stages if own else layers(torch.tanh)).parameters(), lr=0.1)
+    with check_step(dict(enumerate(job.stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+        for m, pair in enumerate(DATA):
+            job._train(m, *pair)
+            if midst or m == len(DATA) - 1:
+                update(optimizer)
+        check.gradients()
+        check.report()
+    return check.verdict
+
+
+def alone(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def and_cleared(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("update", [alone, and_cleared])
+def test_a_step_that_was_over_too_early_is_not_judged(update: Update) -> None:
+    verdict = verdict_of(update)
+    assert verdict.verdict == "unknown", str(verdict)
+    golden(str(verdict).splitlines()[0])
+
+
+def test_a_step_in_the_midst_of_backwards_is_a_fault() -> None:
+    assert {one.kind for one in verdict_of(alone, midst=True).cause} == {"weights-changed"}
+
+
+def test_a_step_of_other_weights_is_nobody_s_business() -> None:
+    assert verdict_of(alone, own=False).verdict == "pass"
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_steps_inside_backwards_are_not_judged(microbatches: int) -> None:
+    job = Job(layers(torch.tanh, torch.sin), DATA[:microbatches])
+    for one in nn.ModuleList(job.stages).parameters():
+        optimizer = torch.optim.SGD([one], lr=0.1)
+        one.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    verdict = checked(job)
+    assert verdict.verdict == "unknown", str(verdict)
+    golden(str(verdict).splitlines()[0])

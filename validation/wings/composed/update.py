@@ -1,0 +1,238 @@
+"""What a step made of a rank's weights, beside what a copy of its optimizer makes of the same gradients."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._pytree import tree_leaves
+
+from pipeproof.core.cause import Cause
+from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.limits import precision_among
+from pipeproof.core.reason import Reason
+from pipeproof.core.tolerance import same_bits
+from pipeproof.core.verdict import raised
+from pipeproof.observers.digest import digest
+from pipeproof.observers.shards import added_up, held_here
+from pipeproof.pipeline.sizes import first_few
+from pipeproof.records.rank_part import RankStages
+from pipeproof.records.record import RecordError
+from pipeproof.reference.copied import copied
+from pipeproof.wings.composed.unmeasured import Unmeasured
+
+LAW = "updated-parameters"
+_MASTER = "its master copy, in its own type"
+_BY_ELEMENT = (  # what these make of an element depends on no other
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """Weights by the model's names, ``before`` and ``after`` the optimizer's step; of shards, this rank's part."""
+
+    before: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+
+
+class WeightsAfter:
+    """Compares the weights of ``own`` after the step with what copies of its optimizers make of them.
+
+    ``masters``: the copies in a wider type that optimizers hold in place of weights, by weight. Optimizers move these,
+    and each weight must be its copy in its own type, before the step and after it.
+    ``foreseen``: somebody asked what optimizers make of weights. ``causes``: why weights are not their copies.
+    """
+
+    def __init__(self, own: RankStages, ledger: Ledger, masters: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        self.foreseen = False
+        self.causes: list[Cause] = []
+        self._own, self._ledger = own, ledger
+        self._update: Update | None = None
+        copies = {id(weight): copy for weight, copy in (masters or {}).items()}
+        self._masters = {name: copies[id(one)] for name, one in own.parameters.items() if id(one) in copies}
+        self._before = {name: own.parameters[name].detach().clone() for name in self._masters}
+        self._unlike = {name for name in self._masters if not self._is_copied(name)}  # when the step begins
+
+    def foresee(
+        self,
+        optimizers: Sequence[Optimizer],
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Any],
+        *,
+        factor: float | None,
+    ) -> None:
+        """Work out what ``optimizers`` are going to make of ``parameters``, both by the model's names.
+
+        Gradients are multiplied by ``factor`` first; None: the step is skipped. Masters get theirs from ``gradients``.
+        """
+        held = {name: self._masters.get(name, one) for name, one in parameters.items()}
+        given = {name: one for name, one in gradients.items() if name in self._masters}
+        kinds = " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
+        try:
+            self._update = expected_update(optimizers, held, given, factor)
+            self.foreseen = True
+        except RecordError as error:
+            self.give_up(f"what {kinds} makes of gradients is not known: {error}")
+        except Exception as error:  # no one type: it is the user's code
+            self.give_up(f"a copy of {kinds} cannot take its step: it raised {raised(error)}")
+
+    def give_up(self, why: str) -> None:
+        """Say ``why`` it is not known what optimizers make of weights."""
+        self._ledger.doubt(LAW, why, Reason.OPTIMIZER)
+        self.foreseen = True
+
+    def enter(self, begun: Mapping[int, Mapping[str, bytes]], *, rank: int) -> None:
+        """Enter what became of them. ``begun``: digests of the weights before the step, by stage and name in it."""
+        if not self.foreseen:
+            return
+        if self._update is not None:
+            before, after = self._update.before, self._update.after
+            due = Due("train", (), (), before=before, parameters=after)
+            at = Comparison(due, Unmeasured(precision_among(before.values())), self._ledger)
+            for name, one in self._own.parameters.items():
+                if name in after:
+                    at.parameter(name, self._masters.get(name, one), rank=rank, stage=self._own.places[name])
+            self._leave_out(after, begun)
+        self._enter_masters(rank)
+
+    def _leave_out(self, after: Mapping[str, Tensor], begun: Mapping[int, Mapping[str, bytes]]) -> None:
+        trained, moved = list[str](), list[str]()
+        for stage, before in begun.items():
+            for name, one in self._own.modules[stage].named_parameters(remove_duplicate=False):
+                if (full := self._own.rename(stage, name)) not in after:
+                    if one.requires_grad:
+                        trained.append(full)
+                    elif digest(held_here(one)) != before[name]:
+                        moved.append(full)
+        self._ledger.leave_out(LAW, trained, "optimizer= does not hold them", Reason.OPTIMIZER)
+        self._ledger.leave_out(LAW, moved, "they moved, and optimizer= does not hold them", Reason.OPTIMIZER)
+
+    def _enter_masters(self, rank: int) -> None:
+        wrong: dict[int, list[str]] = {}
+        for name in self._masters:
+            stage = self._own.places[name]
+            at = Heading.at(LAW, 0, frozenset(), parameter=name, rank=rank, stage=stage)
+            when = "when the step began" if name in self._unlike else "after the step"
+            holds = name not in self._unlike and self._is_copied(name)
+            self._ledger.hold(at, holds, f"another {when}", _MASTER)
+            if not holds:
+                wrong.setdefault(stage, []).append(name)
+        for stage, names in wrong.items():
+            single, told = names[0] if len(names) == 1 else None, self._told(names)
+            detail = told if single else f"{first_few(names)}: {told}"
+            self.causes.append(Cause("master-weights", rank=rank, stage=stage, parameter=single, detail=detail))
+
+    def _told(self, names: Sequence[str]) -> str:
+        """What happened to these weights, if the same happened to all."""
+        if self._unlike.issuperset(names):
+            return "as the step began, not the master copy in its own type"
+        still = all(same_bits(self._own.parameters[name].detach(), self._before[name]) for name in names)
+        if still and self._unlike.isdisjoint(names):
+            return "as before the step, while the master copy moved"
+        return "after the step, not the master copy in its own type"
+
+    def _is_copied(self, name: str) -> bool:
+        weight = self._own.parameters[name].detach()
+        return same_bits(held_here(self._masters[name]).detach().to(weight.dtype), weight)
+
+
+def expected_update(
+    optimizers: Sequence[Optimizer],
+    parameters: Mapping[str, Tensor],
+    given: Mapping[str, Any],
+    factor: float | None,
+) -> Update:
+    """What copies of ``optimizers`` make of copies of ``parameters``, before they step themselves.
+
+    ``given``: gradients that are not in ``.grad`` yet, by name. It takes the memory of weights and states once more.
+    Raises ``RecordError`` where a copy does not do what the optimizer does.
+    """
+    parts = [part for one in optimizers for part in _with_inner(one)]
+    for part in parts:
+        _check(part)
+    own = {id(one) for part in parts for group in part.param_groups for one in group["params"]}
+    some = {name: one for name, one in parameters.items() if id(one) in own}
+    before = {name: held_here(one).detach().clone() for name, one in some.items()}
+    if factor is None:
+        return Update(before, before)
+    copies, twins = _twins(some, parts)
+    for name, copy in copies.items():
+        gradient = given[name] if name in given else some[name].grad
+        here = None if gradient is None else held_here(added_up(gradient, some[name])).detach()
+        copy.grad = None if here is None else here.to(copy.dtype) * factor
+    with torch.enable_grad():
+        for one in optimizers:  # which step those inside them
+            twins[id(one)].step()
+    moved = [name for name, one in some.items() if not same_bits(held_here(one).detach(), before[name])]
+    with torch.no_grad():
+        for name in moved:
+            held_here(some[name]).copy_(before[name])
+    if moved:
+        raise RecordError("its copy moved the weights themselves, which are put back")
+    return Update(before, {name: copy.detach() for name, copy in copies.items()})
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer``, and those that its attributes hold."""
+    found = [optimizer]
+    for one in found:
+        inner = [leaf for leaf in tree_leaves([*vars(one).values()]) if isinstance(leaf, Optimizer)]
+        found += [leaf for leaf in inner if all(leaf is not other for other in found)]
+    return found
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Raise ``RecordError`` where a copy does not do what ``optimizer`` does: its class's step, on what is here."""
+    own, kind = vars(optimizer), type(optimizer)
+    hooks = [own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")]
+    hooks += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    step = own.get("step")  # one that a schedule of the learning rate puts there counts its calls, and no more
+    counts = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is kind.step
+    if any(hooks) or not (step is None or counts):
+        raise RecordError("its step has hooks, or was replaced by another function")
+    weights = (one for group in optimizer.param_groups for one in group["params"])
+    if kind not in _BY_ELEMENT and any(held_here(one) is not one for one in weights):
+        raise RecordError("it has shards, and may look at whole weights")
+
+
+def _twins(
+    parameters: Mapping[str, Tensor], parts: Sequence[Optimizer]
+) -> tuple[dict[str, nn.Parameter], dict[int, Optimizer]]:
+    """Copies of ``parameters`` by name, and of ``parts`` by id, with all attributes but hooks: torch's own lose some.
+
+    In place of shards they have what this rank holds of them.
+    """
+    blank = {id(one): type(one).__new__(type(one)) for one in parts}
+    instead: dict[int, object] = {**blank}
+    attributes = [_attributes(one) for one in parts]
+    given: Any = dict(parameters), attributes
+    for one in tree_leaves(given):
+        if isinstance(one, Tensor) and (here := held_here(one)) is not one:
+            here = here.detach().clone()
+            instead[id(one)] = nn.Parameter(here, one.requires_grad) if isinstance(one, nn.Parameter) else here
+    copies, attributes = copied(given, instead=instead)
+    for part, own in zip(parts, attributes, strict=True):
+        blank[id(part)].__dict__.update(own)
+    return copies, blank
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a copy has. A hook may hold the whole job, and a step that was put in place is the original's."""
+    own = {name: one for name, one in vars(optimizer).items() if name != "step"}
+    return {name: OrderedDict() if name.endswith("_hooks") else one for name, one in own.items()}
