@@ -64,7 +64,7 @@ from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
-_OF_THE_LOSS = "the loss trains more than what the last stage gives: let that stage's module use it"
+_OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage's module hold them"
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,12 @@ class ComposedCheck(CheckedStep):
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
                 raise RecordError(Reason.HIDDEN.doubt(unseen))
-        seen = self._watched.seen(self._exchange.rank, calls)
-        every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")
+        untold = self._one_name is None and self._by.contract.ties is None
+        weights = weights_here(self._shards, self._weights, self._first) if untold else {}
+        mine = self._watched.seen(self._exchange.rank, calls), weights
+        both = self._gather(mine, "what stages received and sent in the checked step")
+        every: list[Mapping[int, StageSeen]] = [seen for seen, _ in both]
+        self._unsure = enter_equal(self._ledger, [held for _, held in both], self._only)
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
         return every, calls
@@ -312,9 +316,6 @@ class ComposedCheck(CheckedStep):
         hooks = self._watched.comm_hooks(self._own)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
-        if self._one_name is None and self._by.contract.ties is None:
-            every = self._gather(weights_here(self._shards, self._weights, self._first), "which weights are equal")
-            self._unsure = enter_equal(self._ledger, every, self._only)
         both, own = (self._exchange, self._first), self._own.places
         self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._division.divided(sums | self._shares.join(None if self._why else sums))

@@ -23,12 +23,12 @@ from pipeproof.worlds.drawing import draw_some
 class LossDue:
     """What is due of one call: its loss, undivided, and the gradient of each output, by number.
 
-    ``leaves``: the tensors that the loss trains besides what the stage gives.
+    ``trained``: the tensors that the loss trains besides what the stage gives, with their gradients.
     """
 
     loss: Tensor | None = None
     flows: Mapping[int, Tensor] = field(default_factory=dict)
-    leaves: Sequence[Tensor] = ()
+    trained: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 @dataclass
@@ -83,9 +83,10 @@ class LossLink:
         again = repeats(made)
         wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
         more = leaves_of(loss, wanting.values())
-        flows = torch.autograd.grad(loss / self.divisor, [*wanting.values()], allow_unused=True) if wanting else ()
-        came = {n: flow for n, flow in zip(wanting, flows, strict=True) if flow is not None}
-        return LossDue(loss.detach(), came, more)
+        every = [*wanting.values(), *more]
+        flows = torch.autograd.grad(loss / self.divisor, every, allow_unused=True) if every else ()
+        came = {n: flow for n, flow in zip(wanting, flows, strict=False) if flow is not None}
+        return LossDue(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
 
 
 def _are_seen(due: LossDue, call: Call) -> bool:

@@ -39,9 +39,11 @@ from pipeproof.wings.composed.envelope import Envelope, Made
 from pipeproof.wings.composed.link import Link, Point, seen_at
 from pipeproof.wings.composed.loss_link import LossDue, LossLink
 
-_GENERATORS = "pass it in generators= of Composed"
-_KEPT = "{} draws from a state of random numbers that is kept elsewhere: pass who keeps it in generators= of Composed"
-_DRAWS = "{} draws from a {} of {} that is not part of it: " + _GENERATORS
+_RAISED = "run again, stage {} raised {}"
+_KEPT = (
+    "stage {} draws from a state of random numbers that is kept elsewhere: pass who keeps it in generators= of Composed"
+)
+_DRAWS = "{} draws from a {} of {} that is not part of it: pass it in generators= of Composed"
 _ATTRIBUTES = (
     "stage {} gives the same again only where attributes are put back that changed since: {}; call its module with "
     "what it needs of them"
@@ -80,16 +82,16 @@ class StageRerun:
         self._reference = Reference(self.model, owner=dict.fromkeys(names, stage), recipe=recipe)
         self._sums: dict[Site, Gradient] = {}
         self.links: list[Link] = []
-        self.loss_leaves: Sequence[Tensor] = ()  # what the loss trains besides what the stage gives
+        self.trained: Mapping[int, Tensor] = {}  # by id, what the loss trains besides what the stage gives
         self.pairs: dict[int, int | None] = {}  # of calls with another flow from the loss: by whose target it was made
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self.speaks = False  # to other ranks: then it is run no more than they run it
         self._in_training = dict[bool, bool]()  # whether a call in evaluation mode gives the same in training mode
-        self._ran = set[int]()
         # Of the call that runs:
         self._now: int | None = None
         self._noted, self._more, self._due = dict[Point, Tensor](), dict[int, Tensor](), LossDue()
         self._then: Mapping[torch.device, Tensor] = {}  # random numbers where its backward begins
+        self._output: object = None
         self._disturb = False
 
     def run(self) -> None:
@@ -104,7 +106,9 @@ class StageRerun:
                     made = self._made(self._reference, k, onto=self._sums if in_place and self._calls[k].ran else {})
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 self._note_form(k, self._noted)
-                found[k] = Link({}, obstacle=self.other_form or self._told_of(error))
+                kept = isinstance(error, KeptElsewhere)
+                told = _KEPT.format(self.stage) if kept else _RAISED.format(self.stage, raised(error))
+                found[k] = Link({}, obstacle=self.other_form or told)
                 continue
             if speaking is not None:
                 self.speaks, now = speaking.spoke, states_on(self._then)
@@ -113,19 +117,26 @@ class StageRerun:
             found[k] = Link({}, obstacle=self.other_form) if self.other_form else self._link(k, made)
             if made.contribution is not None and self._calls[k].ran and not self.other_form:
                 self._add(made.contribution, in_place=in_place)
+                self._add_of_loss(k, found[k])
         self.links = [found[k] for k in range(len(self._calls))]
         if drawing and not self.speaks:
             self.doubt(_IN_BACKWARD.format(self.stage))
-
-    def _told_of(self, error: Exception) -> str:
-        stage = f"stage {self.stage}"
-        return _KEPT.format(stage) if isinstance(error, KeptElsewhere) else f"run again, {stage} raised {raised(error)}"
 
     def _add(self, contribution: Contribution, *, in_place: bool) -> None:
         if in_place:
             self._sums |= {site: one for site, one in contribution.gradients.items() if one is not None}
         else:
             self._sums = self._reference.accumulate([contribution], orders={self.stage: [0]}, onto=self._sums)
+
+    def _add_of_loss(self, k: int, link: Link) -> None:
+        """Add what the loss of call ``k`` gives to weights of this stage, in the multiple that came back to it."""
+        came = next((at for at in link.gives if at[0] == RECEIVED), None)
+        factor = 1.0 if came is None else self._factor(k, came, link) or 1.0
+        names = {id(one): name for name, one in self.model.named_parameters()}
+        for one, gradient in self._due.trained:
+            if (name := names.get(id(one))) is not None:
+                more = Contribution(0.0, {(self.stage, name): gradient * factor})
+                self._sums |= self._reference.accumulate([more], orders={self.stage: [0]}, onto=self._sums)
 
     @property
     def gradients(self) -> dict[str, Gradient]:
@@ -171,13 +182,13 @@ class StageRerun:
     def factors(self) -> list[float | None]:
         """How many times what is due came back from the loss: one number, None if several, none if nothing is due."""
         every = [(k, at) for k, link in enumerate(self.links) for at, due in link.gives.items() if due.norm]
-        found = [self._factor(k, at) for k, at in every if at[0] == RECEIVED]
+        found = [self._factor(k, at, self.links[k]) for k, at in every if at[0] == RECEIVED]
         alike = all(near(one, found[0]) for one in found)
         return found[:1] if alike else [None]
 
-    def _factor(self, k: int, at: Point) -> float | None:
-        due, seen = self.links[k].gives[at], seen_at(self._calls[k], at)
-        if seen is not None and seen.distance(due) <= self.links[k].allowed.get(at, 0.0):
+    def _factor(self, k: int, at: Point, link: Link) -> float | None:
+        due, seen = link.gives[at], seen_at(self._calls[k], at)
+        if seen is not None and seen.distance(due) <= link.allowed.get(at, 0.0):
             return 1.0
         factor = None if seen is None else seen.factor(due)
         return None if factor is None else plain(factor, precision_of(due.dtype).least)
@@ -255,16 +266,9 @@ class StageRerun:
         if k is not None:
             if self._loss is not None:
                 self._due = self._loss.due(k, output, call=self._calls[k], model=self.model, disturb=self._disturb)
-                if k not in self._ran and self._is_of_another(k):
-                    self.pairs[k] = self._loss.target_of(output, self._calls[k])
-            self._ran.add(k)
+                self._output = output
             self._then = states_on(self._kept(k).state.drawn)
         return found
-
-    def _is_of_another(self, k: int) -> bool:
-        """Whether what came back to a call is no multiple of what is due from its loss."""
-        pairs = [(self._calls[k].output_gradients.get(n), sketch(one)) for n, one in self._due.flows.items()]
-        return any(seen is not None and seen.digest != due.digest and seen.factor(due) is None for seen, due in pairs)
 
     def _made(self, reference: Reference, k: int, *, onto: Mapping[Site, Gradient] = MappingProxyType({})) -> Made:
         """Run call ``k``. What it contributes is added to ``onto``, in place."""
@@ -285,8 +289,9 @@ class StageRerun:
 
     def _link(self, k: int, made: Made) -> Link:
         gives = {at: sketch(one, known=seen_at(self._calls[k], at)) for at, one in made.tensors.items()}
-        self.loss_leaves = self.loss_leaves or self._due.leaves
-        loss = self._due.loss
+        self.trained = {**self.trained, **{id(one): one for one, _ in self._due.trained}}
+        loss, output = self._due.loss, self._output
+        self._output = None
         own = Link(gives, mode_matters=self._mode_matters(k))
         own = own if loss is None else replace(own, loss=loss.item(), loss_type=loss.dtype)
         link = self._received(k, made.more, own)
@@ -294,6 +299,9 @@ class StageRerun:
         other = [at for at, one in seen.items() if one is not None and one.digest != gives[at].digest]
         if not other:
             return link
+        came = [at for at in other if at[0] == RECEIVED]
+        if self._loss is not None and any(self._is_of_another(seen[at], gives[at]) for at in came):
+            self.pairs[k] = self._loss.target_of(output, self._calls[k])
         if drawn := self.model.drawn_from:
             kind = type(drawn[1])
             maker = kind.__module__.partition(".")[0]
@@ -302,6 +310,11 @@ class StageRerun:
         if names and not self.speaks and self._gives(k, self._kept(k).state.with_attributes()):
             return Link({}, obstacle=_ATTRIBUTES.format(self.stage, first_few(names)))
         return self._measured(k, link, made, other)
+
+    @staticmethod
+    def _is_of_another(seen: Sketch | None, due: Sketch) -> bool:
+        """Whether what came back to a call is no multiple of what is due from its loss."""
+        return seen is not None and seen.factor(due) is None
 
     def _note_form(self, k: int, made: Mapping[Point, Tensor]) -> None:
         for (where, number), one in made.items():
@@ -346,15 +359,11 @@ class StageRerun:
         envelope = self._envelope(k, made)
         strange = frozenset(at for at in other if envelope.is_strange(at))
         limits = {at: envelope.limit(at, made.tensors[at]) for at in other}
-        distances = {at: self._distance(k, at, link.gives[at]) for at in other}
-        if any(distances[at] > limits[at] for at in other):  # two runs are nearer than that
+        pairs = [(at, seen_at(self._calls[k], at)) for at in other]
+        if any(seen is None or seen.distance(link.gives[at]) > limits[at] for at, seen in pairs):  # two runs are nearer
             envelope.widen()
             limits = {at: envelope.limit(at, made.tensors[at]) for at in other}
         return replace(link, limits={**link.limits, **limits}, strange=strange)
-
-    def _distance(self, k: int, at: Point, due: Sketch) -> float:
-        seen = seen_at(self._calls[k], at)
-        return math.inf if seen is None else seen.distance(due)
 
     _found: Envelope | None = None
 

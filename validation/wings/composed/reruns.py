@@ -11,7 +11,7 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.reason import Reason
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.observers.calls import Call
-from pipeproof.observers.own_losses import OwnLoss
+from pipeproof.observers.own_losses import OwnLoss, weights_among
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
@@ -128,8 +128,10 @@ class Reruns:
 
     @property
     def of_the_loss(self) -> list[str]:
-        """The weights that the loss trains itself, by their shapes."""
-        return [f"one of shape {list(one.shape)}" for own in self.stages for one in own.loss_leaves]
+        """The weights that the loss trains, and that no stage of this rank holds, by their shapes."""
+        held = {id(one) for module in self.modules.values() for one in module.parameters()}
+        trained = [one for own in self.stages for key, one in own.trained.items() if key not in held]
+        return [f"one of shape {list(one.shape)}" for one in trained]
 
     def exchanged_targets(self, rank: int) -> list[Cause]:
         """The microbatches whose losses were made with targets of others, where each that is wrong was."""
@@ -156,7 +158,8 @@ class Reruns:
         """Note why it is not known what a stage gives, though it is rerun."""
         if self.in_parts and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
             own.doubt(doubt)
-        if (loss := self.own_losses.get(own.stage)) is not None:
+        weights = weights_among(own.trained.values(), self.modules[own.stage])
+        if (loss := self.own_losses.get(own.stage)) is not None and not loss.is_of(weights):
             where = "the weights of" if loss.weights else "what was given to"
             at = f" at {loss.stack[0].place}" if loss.stack else ""
             own.doubt(Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, own.stage)))
