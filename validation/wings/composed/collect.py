@@ -22,7 +22,7 @@ from pipeproof.reference.step import dense
 from pipeproof.wings.composed.comm_hooks import CommHook, hooks_of
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.own_calls import StageSeen, counting, on_its_own, with_own_loss
-from pipeproof.wings.composed.own_links import OwnStage
+from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.wiring import several_calls
 from pipeproof.worlds.fence import Fence
 from pipeproof.worlds.stack import Stack
@@ -139,7 +139,7 @@ class Begun:
         return begun is None or not torch.equal(begun.to(now.device), now)
 
     def check_called(self, own: RankStages, calls: Mapping[int, Sequence[Call]], microbatches: int) -> None:
-        """Raise ``RecordError`` for a stage that computes in no ``calls`` that are seen, or in ones on its own outputs."""
+        """Raise ``RecordError`` for a stage that computes in no ``calls`` that are seen, or on what it gave itself."""
         for stage, module in own.modules.items():
             trained = {own.rename(stage, n): one.grad for n, one in module.named_parameters() if one.requires_grad}
             if not calls[stage] and (not trained or any(self.has_grown(*pair) for pair in trained.items())):
@@ -155,7 +155,7 @@ class Begun:
                 yield _SILENT.format(stage)
 
     def note_elsewhere(
-        self, own: RankStages, left: Mapping[str, Any], stage: OwnStage, wrote: Callable[[Tensor], bool]
+        self, own: RankStages, left: Mapping[str, Any], stage: StageRerun, wrote: Callable[[Tensor], bool]
     ) -> None:
         """Note where gradients are not what backwards through ``stage`` give.
 

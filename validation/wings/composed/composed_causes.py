@@ -10,7 +10,6 @@ from pipeproof.diagnosis.rules.loss_scale import clipped_late
 from pipeproof.observers.observed import INPUT, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.wings.composed.chain import Chain
-from pipeproof.wings.composed.first_run import DRAWS_AGAIN
 
 _NOT_RUN = "the stage did not run it, or not with gradients"
 _OF_ALL = frozenset({"scale", "sign", "not-unscaled", "unscaled-twice", "scales-differ", "unscaled-after-norm"})
@@ -66,12 +65,6 @@ def repeated(cause: Cause, flow: Passed, *, moved: bool) -> Cause:
     if cause.kind != "computation" or not made or "B" in (cause.action or ""):
         return cause
     return replace(cause, kind="weights-changed" if moved else "not-repeatable")
-
-
-def drawn_again(cause: Cause) -> Cause:
-    """``cause`` of a stage that draws again in its backwards: what these compute is another for that."""
-    wrong = cause.kind == "computation" and "B" in (cause.action or "")
-    return replace(cause, kind="randomness", detail=f"{DRAWS_AGAIN}; {cause.detail}") if wrong else cause
 
 
 def on_the_wire(cause: Cause, flow: Passed, *, last: int) -> Cause:

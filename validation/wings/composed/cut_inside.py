@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import MADE
 from pipeproof.reference.step import Site
-from pipeproof.wings.composed.own_links import OwnStage
 from pipeproof.wings.composed.replica_weights import Weights
+from pipeproof.wings.composed.rerun import StageRerun
 
 _DRAWS = "stage {} draws random numbers, and layers that are cut among ranks draw others than it does put together"
 _ALIKE = (
@@ -51,7 +51,7 @@ def cut_by_hand(ranks: Sequence[Weights], replicas: Sequence[int]) -> str:
     return ""
 
 
-def in_doubt(own: OwnStage, others: Sequence[Sequence[Call]]) -> str:
+def in_doubt(own: StageRerun, others: Sequence[Sequence[Call]]) -> str:
     """Why it is not known what ``own`` gives; empty if it is.
 
     ``others``: its calls on each other rank of the replica.

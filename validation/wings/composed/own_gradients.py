@@ -14,15 +14,15 @@ from pipeproof.core.reason import Reason
 from pipeproof.records.rank_part import RankStages
 from pipeproof.wings.composed.collect import Begun
 from pipeproof.wings.composed.composed_parts import HOOKED, OwnPart, not_known
+from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.held_gradients import AllowedOf, differing, has_hooks
 from pipeproof.wings.composed.own_causes import HeldGradients, own_causes
-from pipeproof.wings.composed.own_links import OwnStage
 from pipeproof.wings.composed.own_shards import OwnShards
 from pipeproof.wings.composed.part_sums import sketched
 from pipeproof.wings.composed.rank_lines import RankLines
 from pipeproof.wings.composed.replica_sums import ReplicaSums
+from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.shares import StageShares
-from pipeproof.wings.composed.way import Way
 
 Gradients = Mapping[str, Tensor | None]
 _UNREACHED = " has parameters to be trained, and none of its calls gives one a gradient: is its graph cut inside?"
@@ -46,7 +46,7 @@ class OwnGradients:
     shards: OwnShards
     replicas: ReplicaSums
     shares: StageShares
-    way: Way
+    way: Division
     lines: RankLines
     placement: Sequence[int]
     by_scale: Callable[[Cause], Cause]
@@ -55,22 +55,20 @@ class OwnGradients:
     only: int | None = None
 
     def compared(
-        self, part: OwnPart, stage: OwnStage, numbers: Sequence[int], due: Gradients, seen: Mapping[str, Any]
+        self, part: OwnPart, stage: StageRerun, numbers: Sequence[int], due: Gradients, seen: Mapping[str, Any]
     ) -> OwnPart:
         """``part`` with what is wrong with the gradients of ``stage``, and why.
 
         ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
         """
         names = {full: name for full, name in self._comparable(stage).items() if full not in part.unsure}
-        if stage.first_run.draws_again:
-            part = replace(part, drawing=part.drawing | {stage.stage})
         if not stage.closed:
             return part
         self._skip_untrained(stage)
         wanting = [name for name, one in stage.model.named_parameters() if one.requires_grad]
         if wanting and stage.unreached == wanting:
             self.ledger.remark("presence", f"stage {stage.stage}{_UNREACHED}")
-        allowed = AllowedOf(FP32, stage, names, self.replicas.floor, self.replicas.apart, seen, due)
+        allowed = AllowedOf(FP32, stage, names, self.replicas.floor, self.replicas.size, seen, due)
         before = len(self.ledger.mismatches)
         wanted = Due("train", (), (), gradients={name: due[name] for name in names})
         otherwise = self._hooked(names, seen, wanted, allowed)
@@ -96,7 +94,7 @@ class OwnGradients:
         whole = {full: one for full, one in self.way.undivided(due).items() if full in wrong - shared}
         return self._explained(part, stage, numbers, alone, whole, seen)
 
-    def _skip_untrained(self, stage: OwnStage) -> None:
+    def _skip_untrained(self, stage: StageRerun) -> None:
         """Where one stage alone is run again, and has nothing to train of its own, no law about that applies."""
         every = {self.own.rename(stage.stage, name): one for name, one in stage.model.named_parameters()}
         alone = {name: one for name, one in every.items() if name not in self.shares.stages_of(every)}
@@ -121,7 +119,7 @@ class OwnGradients:
                 found[name] = Reason.HOOKS.doubt(hook.told)
         return found
 
-    def _comparable(self, stage: OwnStage) -> dict[str, str]:
+    def _comparable(self, stage: StageRerun) -> dict[str, str]:
         """The gradients of a stage that are compared here: by the model's names, those in the stage."""
         every = {self.own.rename(stage.stage, name): name for name in stage.gradients}
         names = {full: name for full, name in every.items() if not self.shards.is_empty(full)}
@@ -146,7 +144,7 @@ class OwnGradients:
     def _explained(
         self,
         part: OwnPart,
-        stage: OwnStage,
+        stage: StageRerun,
         numbers: Sequence[int],
         names: Mapping[str, str],
         due: Gradients,

@@ -120,15 +120,9 @@ class ReplicaSums:
         precision = replace(narrow, least=found.precision.least)
         return replace(found, rounding=max(found.rounding, more), precision=precision, sums=found)
 
-    def apart(self, name: str, other: Tensor, own: Tensor) -> tuple[float, float]:
-        """How far apart another run's gradient is and this replica's ``own``, and the norm of that.
-
-        Where it was used up for the sum, sketches tell.
-        """
-        if name not in self.alone:
-            return error(other, own), length_in_pieces(own)
-        part = self.own.part(name, other)
-        return sketch(other if part is None else part).distance(self.alone[name]), self._lengths[name].own
+    def size(self, name: str, own: Tensor) -> float:
+        """The norm of what this replica has summed up; ``own``: that, if it was not used up for the sum of all."""
+        return self._lengths[name].own if name in self.alone else length_in_pieces(own)
 
     def _of_sum(self, name: str, own: Floor) -> Floor:
         lengths = self._lengths.get(name)

@@ -1,4 +1,4 @@
-"""Messages that arrive as each other are told where they did, by what flows back and by the targets."""
+"""The loss is a link: its targets tell which microbatch a call was meant for, and so which messages crossed."""
 
 import pytest
 
