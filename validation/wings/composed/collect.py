@@ -41,9 +41,8 @@ _WRITTEN = (
 )
 _EARLY = (
     "an optimizer took its step before gradients() was called: call gradients() after the last backward, and before "
-    "gradients are clipped and weights updated"
+    "gradients are clipped and weights updated; take no steps inside backwards"
 )
-_INSIDE = "an optimizer takes its steps inside backwards, as from a hook on each gradient: check a step without these"
 
 
 class WatchedStages:
@@ -206,12 +205,11 @@ class EarlyStep:
         """
         if self._fence.broken:
             raise RecordError(f"the steps of optimizers were not seen: {self._fence.broken}")
-        if self._inside:
-            raise RecordError(_INSIDE)
         then = self._then
-        if then is not None and all(
+        over = then is not None and all(
             one.grad is None or (one.grad is gradient and _version(gradient) == was) for one, gradient, was in then
-        ):
+        )
+        if self._inside or over:
             raise RecordError(_EARLY)
 
 

@@ -28,9 +28,7 @@ _LOST = (
     "the loss lead to, or check against a SingleDevice"
 )
 _ONE_BY_ONE = "one by one"
-# What only a running job has, by the fields that say it.
-_OF_A_JOB = dict.fromkeys(("optimizer", "masters", "scaler", "generators"), "is a rank's own, and no rank runs yet")
-_OF_A_JOB |= dict.fromkeys(("every", "stages"), "is about many steps")
+_OF_A_JOB = ("optimizer", "masters", "scaler", "generators", "every", "stages")
 _READ = ("loss_divisor", "loss_scale", "accumulation", "warmup", "ties", "names", "stages")
 
 
@@ -75,7 +73,7 @@ class AgainstItself(StepExpectation):
         """The same, of a step that is run to be checked, with what was said beside it. Raises ``WhiteBoxError``."""
         for one in fields(self):
             if one.name in _OF_A_JOB and getattr(self, one.name) != one.default:
-                raise WhiteBoxError(f"{one.name}= of Composed {_OF_A_JOB[one.name]}: leave it out, or use check_step")
+                raise WhiteBoxError(f"{one.name}= of Composed is for a running job: leave it out, or use check_step")
         twice = ["contract"] if DEFAULTS not in (contract, self.contract) else []
         twice += ["loss_fn"] if None not in (loss_fn, self.loss_fn) else []
         if twice:

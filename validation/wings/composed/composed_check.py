@@ -54,7 +54,7 @@ from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.reruns import RerunNote, Reruns
 from pipeproof.wings.composed.shares import StageShares, enter_equal, weights_here
 from pipeproof.wings.composed.sources import Data
-from pipeproof.wings.composed.start import ChainStart, names_in, placement_of, problems_of, saying_how_often
+from pipeproof.wings.composed.start import ChainStart, names_in, placement_of, problems_of
 from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.drawing import drawing_apart
@@ -168,8 +168,7 @@ class ComposedCheck(CheckedStep):
             self._start = ChainStart.of(self._given, self._own, self._by, together=self._shards.together)
             whole = self._by.whole()
             self._one_name = None if whole is None else names_in(whole)
-        with saying_how_often(self._by, self._exchange.rank):
-            arrivals: list[Arrival] = self._arrivals()
+        arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
         if problems := problems or wrong:

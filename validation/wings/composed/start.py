@@ -1,7 +1,6 @@
 """What ranks bring to a step that is held against itself, and whether it is one chain of stages."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.sources import TARGETS
-from pipeproof.worlds.side_store import RanksAbsent
 
 _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
 
@@ -81,18 +79,6 @@ def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[i
     if gone := sorted({*range(max(ranks, default=0) + 1)} - ranks.keys()):
         return {0: f"nobody has stage {gone[0]}: number the stages from 0, along the data path"}
     return {}
-
-
-@contextmanager
-def saying_how_often(against: AgainstItself, rank: int) -> Iterator[None]:
-    """Ranks that do not come may have been told to check other steps: say which steps this ``rank`` checks."""
-    try:
-        yield
-    except RanksAbsent as absent:
-        if not absent.late and rank not in absent.reasons:  # there is a better reason
-            raise
-        own = f"rank {rank} was told every={against.every}, and all ranks must be told the same"
-        raise RanksAbsent({one: f"{why}; {own}" for one, why in absent.reasons.items()}, late=absent.late) from None
 
 
 def names_in(model: nn.Module) -> dict[str, str]:

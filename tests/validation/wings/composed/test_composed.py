@@ -89,7 +89,7 @@ OTHERS = {
     "of torch": "stage 0 draws from a Generator of torch that is not part of it",
     "of numpy": "stage 0 draws from a Generator of numpy that is not part of it",
     "of Python": "stage 0 draws from a Random of random that is not part of it",
-    "tracker": "stage 0 draws from random numbers that somebody else keeps",
+    "tracker": "stage 0 draws from a state of random numbers that is kept elsewhere",
     "of a loss": "the loss draws from a Generator of numpy that is not part of it",
 }
 
@@ -173,8 +173,8 @@ def mine(model: None, microbatches: list[Any]) -> None:
         ({}, {"optimizer": torch.optim.SGD}, "optimizer= with a Composed, which holds a step up to its gradients"),
         ({}, {"contract": Contract(outputs=dict)}, "outputs of the contract is not read where a step is held against"),
         ({"contract": Contract(max_norm=1.0)}, {}, "max_norm of the contract is not read where a step is held against"),
-        ({"every": 2}, {}, "every= of Composed is about many steps"),
-        ({"generators": [random.Random(0)]}, {}, "generators= of Composed is a rank's own, and no rank runs yet"),
+        ({"every": 2}, {}, "every= of Composed is for a running job"),
+        ({"generators": [random.Random(0)]}, {}, "generators= of Composed is for a running job"),
         ({"build": 3}, {}, "build is a int"),
         ({}, {"microbatches": [torch.zeros(1)]}, "microbatch 0 is a Tensor: expected a pair of inputs and target"),
     ],

@@ -101,18 +101,6 @@ def flows(context: RankContext) -> None:
         torch.distributed.recv(torch.empty(4, 8), context.rank + 1)
 
 
-def steps(context: RankContext) -> list[str]:
-    """Two steps; rank 1 checks only the first."""
-    by = Composed(LOSS, every=1 + context.rank)
-    return [str(one_step(context, stage_of(context.rank), by)) for _ in range(2)]
-
-
-def test_who_is_waited_for_in_vain_may_have_been_told_otherwise(simulated: World) -> None:
-    (first, second), _ = simulated.run(steps, ranks=2)
-    golden(first.splitlines()[0])
-    golden(second.splitlines()[0])
-
-
 def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
     by, began = Composed(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
     found = one_step(context, stage_of(context.rank), by, given if context.rank else None)
