@@ -297,7 +297,7 @@ class ComposedCheck(CheckedStep):
         self._division = division.with_factors([factor for note in notes for factor in note.factors])
         if unknown := self._division.doubt(self._ledger, len(self._run.microbatches)):
             self.refuse(unknown)
-        for own in again.stages if not self._division.declared or self._division.adds_up else ():
+        for own in again.stages:
             own.times(self._division.times)
         return self._shards.lying(left, [every[rank][1] for rank in self._peers.ranks])
 
