@@ -340,9 +340,8 @@ class ComposedCheck(CheckedStep):
         if self._only is not None:
             return
         if self._by.needs_norm and (self._lost or self._unsure):
-            why = not_known(self._lost) if self._lost else next(iter(self._unsure.values()))
             if optimizers:
-                self._after.give_up(why)
+                self._after.give_up(not_known(self._lost) if self._lost else next(iter(self._unsure.values())))
             return
         if self._by.needs_norm:
             every = self._gather(sizes, "the norms of gradients, by which they are clipped, or a step is skipped")
