@@ -15,9 +15,9 @@ from pipeproof.records.step_record import Pairs
 from pipeproof.reference.snapshot import Snapshot
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.crossed import crossed
-from pipeproof.wings.composed.cut_inside import in_doubt
 from pipeproof.wings.composed.obstacles import draws_in_backward
 from pipeproof.wings.composed.own_links import OwnStage
+from pipeproof.wings.composed.shards import in_doubt
 from pipeproof.wings.composed.sources import TARGETS
 from pipeproof.wings.composed.way import Way, targets_of, wanting
 
