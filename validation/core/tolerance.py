@@ -73,6 +73,27 @@ class Floor:
             return self
         return replace(self, precision=narrow, rounding=max(self.rounding, narrow.unit), led=math.inf)
 
+    def of_sum(self, part: float, *, parts: int, whole: float) -> "Floor":
+        """That of a sum of so many ``parts``, all about as large as this one, whose norm is ``part``; ``whole``: its.
+
+        Each addition rounds once, to either side, so that an order may be off from another by the root of their number.
+        """
+        if not whole:
+            return self
+        size, grown = self.size * parts, part * parts / whole
+        if self.noise and whole <= self.precision.factor * size:
+            return replace(self, size=size)
+        order = self.precision.unit * math.sqrt(parts) / 2 * (parts > 1)
+        return replace(
+            self,
+            permutation=max(self.permutation * grown, order),
+            rounding=max(self.rounding * grown, size / whole),
+            nudged=self.nudged * grown,
+            fault=part / whole,
+            size=0.0,
+            sums=None if self.sums is None else self.sums.of_sum(part, parts=parts, whole=whole),
+        )
+
     @property
     def largest(self) -> float:
         return max(self.permutation, self.rounding)

@@ -15,7 +15,7 @@ from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense
 from pipeproof.wings.composed.own_calls import on_its_own
-from pipeproof.wings.composed.own_links import OwnStage
+from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.wiring import several_calls
 
 _CALLED = (
@@ -82,7 +82,7 @@ class Begun:
                 yield f"stage {stage}{_SILENT}"
 
     def note_elsewhere(
-        self, own: RankStages, left: Mapping[str, Any], stage: OwnStage, wrote: Callable[[Tensor], bool]
+        self, own: RankStages, left: Mapping[str, Any], stage: StageRerun, wrote: Callable[[Tensor], bool]
     ) -> None:
         """Note that nobody knows what a stage gives whose gradients come from elsewhere than autograd.
 

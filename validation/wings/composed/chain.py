@@ -19,7 +19,7 @@ from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
-from pipeproof.wings.composed.links import Link
+from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.outside import as_far_as_known, why_unsure
 from pipeproof.wings.composed.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
 from pipeproof.wings.composed.sources import TARGETS, Data, Source, Sources, is_target

@@ -10,7 +10,6 @@ from pipeproof.diagnosis.rules.loss_scale import clipped_late
 from pipeproof.observers.observed import INPUT, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.wings.composed.chain import Chain
-from pipeproof.wings.composed.first_run import DRAWS_AGAIN
 
 _NOT_RUN = "the stage did not run it, or not with gradients"
 _OF_ALL = frozenset({"scale", "sign", "not-unscaled", "unscaled-twice", "scales-differ", "unscaled-after-norm"})
@@ -68,12 +67,6 @@ def repeated(cause: Cause, flow: Passed, *, moved: bool) -> Cause:
     return replace(cause, kind="weights-changed" if moved else "not-repeatable")
 
 
-def drawn_again(cause: Cause) -> Cause:
-    """``cause`` of a stage that draws again in its backwards: what these compute is another for that."""
-    wrong = cause.kind == "computation" and "B" in (cause.action or "")
-    return replace(cause, kind="randomness", detail=f"{DRAWS_AGAIN}; {cause.detail}") if wrong else cause
-
-
 def on_the_wire(cause: Cause, flow: Passed, *, last: int) -> Cause:
     """``cause``; what came in a narrower type than another stage sent it in was cast between the two.
 
@@ -85,6 +78,23 @@ def on_the_wire(cause: Cause, flow: Passed, *, last: int) -> Cause:
         for one in wrong
     )
     return replace(cause, kind="cast-on-wire") if cause.kind == "rounded" and wrong and came else cause
+
+
+def of_messages(causes: Sequence[Cause], chain: Chain) -> list[Cause]:
+    """``causes``; where a stage got back gradients of others, and the loss their targets, messages arrived as others'.
+
+    What a stage was given then tells no more what it was meant for, and all that follows agrees on that.
+    """
+    target = next((one for one in causes if one.kind == "swapped-data" and one.stage == chain.last), None)
+    those = [one for one in causes if one.kind == "mispaired" and one.stage not in (None, chain.last)]
+    back = next((one for one in those if target is not None and one.microbatches == target.microbatches), None)
+    if back is None or back.stage is None:
+        return list(causes)
+    stage = back.stage + 1
+    rank, action = chain.stages[stage].rank, f"{stage}F{back.microbatches[0]}"
+    told = f"what came back to stage {back.stage}, and the targets, are those of others: messages between them crossed"
+    moved = replace(back, rank=rank, stage=stage, action=action, detail=told)
+    return [moved if one is back else one for one in causes if one is not target]
 
 
 def _together(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:

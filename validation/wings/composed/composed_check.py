@@ -22,6 +22,7 @@ from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import contents
+from pipeproof.observers.shards import Shard
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.checked_step import CheckedStep
@@ -29,6 +30,7 @@ from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, own_name,
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.step_parts import ended_otherwise, not_compared
 from pipeproof.records.step_record import Pairs
+from pipeproof.reference.accumulation import PLAIN
 from pipeproof.reference.again import undisturbed
 from pipeproof.wings.composed.begun import Begun
 from pipeproof.wings.composed.chain import Chain
@@ -36,23 +38,23 @@ from pipeproof.wings.composed.chain_start import ChainStart, names_in, placement
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.wings.composed.composed_verdict import verdict_of
+from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.early_step import EarlyStep
 from pipeproof.wings.composed.extra_calls import ExtraCalls
 from pipeproof.wings.composed.gradients import OwnGradients
 from pipeproof.wings.composed.held_gradients import all_dense, length_in_pieces
 from pipeproof.wings.composed.lines import RankLines
-from pipeproof.wings.composed.links import Link
+from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.own_backwards import together
 from pipeproof.wings.composed.own_calls import StageSeen, hidden
-from pipeproof.wings.composed.own_links import OwnStage
 from pipeproof.wings.composed.peers import Peers
+from pipeproof.wings.composed.rerun import StageRerun
+from pipeproof.wings.composed.reruns import RerunNote, Reruns
 from pipeproof.wings.composed.shards import OwnShards, Part, lengths_of, other_data
 from pipeproof.wings.composed.sources import Data
-from pipeproof.wings.composed.stages_again import UNEQUAL, StagesAgain
 from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.wings.composed.ties import StageShares
 from pipeproof.wings.composed.watched_stages import WatchedStages
-from pipeproof.wings.composed.way import Way
 from pipeproof.wings.composed.weights import RENAMED, cut_by_hand, enter_equal, not_one, weights_here
 from pipeproof.wings.composed.weights_after import WeightsAfter, masters_of
 from pipeproof.wings.composed.wiring import refusals
@@ -99,7 +101,7 @@ class ComposedCheck(CheckedStep):
         self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
         self._start = ChainStart(None)
         self._starts: Sequence[ChainStart] = ()
-        self._way = Way(against)
+        self._division = Division(PLAIN)
         self._shards = OwnShards(self._own)
         self._lines = RankLines()
         self._data: Data = []
@@ -223,18 +225,21 @@ class ComposedCheck(CheckedStep):
         if lines.together > 1 and (obstacle := other_data(calls.get(first, ()), others.get(first, ()))):
             self.refuse(obstacle)
         modules, chain = self._shards.modules(self._peers), chain.with_due_gradients()
-        again = StagesAgain(self._way, modules, calls, self._given, chain, self._only, lines.together > 1, others)
-        again.own_losses = self._watched.own_losses
-        here = self._once_more(again, named)
-        self._way, self._lost, chain, stages = again.way, again.lost, again.chain, again.stages
+        self._division = self._divided()
+        loss_fn, only = self._by.loss_fn, self._only
+        again = Reruns(self._division, modules, calls, self._given, chain, loss_fn, only, self._shards.sums(modules))
+        again.in_parts, again.others, again.own_losses = lines.together > 1, others, self._watched.own_losses
+        here = self._rerun(again, named)
+        stages = again.stages
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
         own_seen = {k: chain.stages[k] for k in calls}
         part = OwnPart(self._ledger, own_seen, in_parts=lines.together > 1, unsure=self._unsure)
+        part = replace(part, causes=tuple(again.exchanged_targets(self._exchange.rank)))
         sums = self._shards, self._replicas, self._shares
         placement = placement_of(lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
-        gradients = OwnGradients(self._own, self._ledger, *sums, self._way, lines, placement, self._by_scale)
+        gradients = OwnGradients(self._own, self._ledger, *sums, self._division, lines, placement, self._by_scale)
         gradients = replace(gradients, begun=self._begun, lost=self._lost, only=self._only)
         for own in stages:
             part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
@@ -268,44 +273,50 @@ class ComposedCheck(CheckedStep):
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
                 raise RecordError(Reason.HIDDEN.doubt(unseen))
-        seen = self._watched.seen(self._exchange.rank, calls)
-        every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")
+        untold = self._one_name is None and self._by.contract.ties is None
+        weights = weights_here(self._shards, self._weights, self._first) if untold else {}
+        mine = self._watched.seen(self._exchange.rank, calls), weights
+        both = self._gather(mine, "what stages received and sent in the checked step")
+        every: list[Mapping[int, StageSeen]] = [seen for seen, _ in both]
+        self._unsure = enter_equal(self._ledger, [held for _, held in both], self._only)
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
         return every, calls
 
-    def _once_more(self, again: StagesAgain, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
+    def _rerun(self, again: Reruns, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
         """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
-        lines, said = self._lines, self._by.contract
         left = self._own.gradients if named is None else named
         with self.noting():
-            own = lines.own_divisor(said.loss_divisor, self.microbatches)
-            again.way = Way(self._by, self._scale, own, lines.replicas, self._alike, in_parts=again.in_parts)
-            again.way.sums = self._shards.sums(again.modules)
             again.run(self._snapshot, partial(self._begun.note_elsewhere, self._own, left))
-        mine, what = (again.told, self._shards.flat(left)), "what stages give again, and how losses are divided"
-        every, flat = map(list, zip(*self._gather(mine, what), strict=True))
-        again.agree(every, lines.of_line(every))
-        here = self._shards.lying(left, [flat[rank] for rank in self._peers.ranks])
-        if again.unsaid:
-            self.refuse(Reason.LOSS_SCALE.doubt(UNEQUAL.format(len(self._run.microbatches))))
-        again.doubt_times(self._ledger, declared=said.loss_scale is not None or self._by.scaler is not None)
-        with self.noting():
-            again.as_agreed(self._snapshot)
-        return here
+        mine, what = (again.note, self._shards.flat(left)), "what stages give again, and how losses are divided"
+        every: list[tuple[RerunNote, Mapping[str, Shard]]] = self._gather(mine, what)
+        notes = [note for note, _ in every]
+        self._lost = frozenset(stage for note in notes for stage in note.lost)
+        scaled = next((one for note in notes for one in note.scaled), self._division.scaled)
+        division = replace(self._division, scaled=scaled)
+        self._division = division.with_factors([factor for note in notes for factor in note.factors])
+        if unknown := self._division.doubt(self._ledger, len(self._run.microbatches)):
+            self.refuse(unknown)
+        for own in again.stages if not self._division.declared or self._division.adds_up else ():
+            own.times(self._division.times)
+        return self._shards.lying(left, [every[rank][1] for rank in self._peers.ranks])
 
-    def _summed(self, stages: Sequence[OwnStage]) -> dict[str, Tensor | None]:
+    def _divided(self) -> Division:
+        """How the contract divides."""
+        said, lines = self._by.contract, self._lines
+        declared = said.loss_scale is not None or self._by.scaler is not None
+        own = lines.own_divisor(said.loss_divisor, self.microbatches)
+        return Division(self._by.accumulation, self._scale, own, lines.replicas, self._alike, declared)
+
+    def _summed(self, stages: Sequence[StageRerun]) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
         hooks = self._watched.comm_hooks(self._own)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
-        if self._one_name is None and self._by.contract.ties is None:
-            every = self._gather(weights_here(self._shards, self._weights, self._first), "which weights are equal")
-            self._unsure = enter_equal(self._ledger, every, self._only)
         both, own = (self._exchange, self._first), self._own.places
         self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
-        return self._way.divided(sums | self._shares.join(None if self._why else sums))
+        return self._division.divided(sums | self._shares.join(None if self._why else sums))
 
     @property
     def _alike(self) -> bool:
@@ -317,7 +328,7 @@ class ComposedCheck(CheckedStep):
     def _scaling(self) -> LossScale | None:
         """How losses are scaled, if a scaler or the contract says so."""
         said = self._by.scaler is not None or self._by.contract.loss_scale is not None
-        return LossScale(self._way.scaled, self._by.scale, self._scale) if said else None
+        return LossScale(self._division.scaled, self._by.scale, self._scale) if said else None
 
     def _by_scale(self, cause: Cause) -> Cause:
         counts = self.microbatches, self._exchange.ranks, sum(len(one.stages) for one in self._starts)

@@ -28,9 +28,8 @@ from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.composed_causes import drawn_again, of_calls, on_the_wire, repeated, with_lost, with_own
-from pipeproof.wings.composed.first_run import DRAWS_AGAIN
-from pipeproof.wings.composed.links import Link
+from pipeproof.wings.composed.composed_causes import of_calls, of_messages, on_the_wire, repeated, with_lost, with_own
+from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.outside import enter_unsure
 from pipeproof.wings.composed.own_calls import StageSeen
 from pipeproof.wings.composed.sources import Data
@@ -79,7 +78,7 @@ class OwnPart:
     ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
     it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
     its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
-    are not those that the step began with; ``drawing``: those that draw again in their backwards. ``precision``: that
+    are not those that the step began with. ``precision``: that
     of its stages, ``summed``: that in which gradients are added up over ranks. ``weights``: what it began with.
     ``wrong``: gradients that are not what they must be, where other ranks may tell why. ``in_parts``: stages are cut
     inside. ``unsure``: why gradients are not compared, by name, as where
@@ -98,7 +97,6 @@ class OwnPart:
     foreseen: bool = False
     forms: Mapping[str, Tensor] = field(default_factory=dict)
     moved: frozenset[int] = frozenset()
-    drawing: frozenset[int] = frozenset()
     precision: Precision = FP32
     summed: Precision = FP32
     weights: Weights = field(default_factory=dict)
@@ -199,8 +197,6 @@ class Whole:
             strange = any(link.strange for link in links)  # a call gives something else each time that it is run
             if strange:
                 doubt(f"stage {stage} gives something else each time that it is run", Reason.RERUN)
-            if any(stage in part.drawing for part in self.parts):
-                doubt(f"stage {stage}: {DRAWS_AGAIN}", Reason.RERUN)
             if any(link.endless for link in links):
                 doubt(f"what stage {stage} gives is not finite", Reason.NOT_FINITE)
             elif any(one.limit == math.inf for one in self._passed[stage].crossings) and not strange:
@@ -329,7 +325,7 @@ class Whole:
         seen = [] if self.chain.sources.unsure else map(self._as_seen, found.cause)
         shown = with_lost([*of_calls(self.chain), *seen], self.chain)
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
-        causes = with_own(shown, told, evidence)
+        causes = of_messages(with_own(shown, told, evidence), self.chain)
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
         if self.chain.sources.unsure:
             undecided[_EQUAL] = None
@@ -351,8 +347,6 @@ class Whole:
             return cause
         moved = any(cause.stage in part.moved for part in self.parts)
         found = repeated(cause, flow, moved=moved)
-        if found == cause and any(cause.stage in part.drawing for part in self.parts):
-            found = drawn_again(cause)
         if found != cause and any(part.in_parts for part in self.parts):  # what is put together is other code
             return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
         return on_the_wire(found, flow, last=self.chain.last)

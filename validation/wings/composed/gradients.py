@@ -14,14 +14,14 @@ from pipeproof.core.reason import Reason
 from pipeproof.records.rank_part import RankStages
 from pipeproof.wings.composed.begun import Begun
 from pipeproof.wings.composed.composed_parts import HOOKED, OwnPart, not_known
+from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.held_gradients import AllowedOf, differing, has_hooks
 from pipeproof.wings.composed.lines import RankLines
 from pipeproof.wings.composed.own_causes import HeldGradients, own_causes
-from pipeproof.wings.composed.own_links import OwnStage
+from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.wings.composed.sums import ReplicaSums, sketched
 from pipeproof.wings.composed.ties import StageShares
-from pipeproof.wings.composed.way import Way
 
 Gradients = Mapping[str, Tensor | None]
 _BY_HOOK = "DDP's communication hook {} may have made others of them: check a run without it"
@@ -48,7 +48,7 @@ class OwnGradients:
     shards: OwnShards
     replicas: ReplicaSums
     shares: StageShares
-    way: Way
+    way: Division
     lines: RankLines
     placement: Sequence[int]
     by_scale: Callable[[Cause], Cause]
@@ -57,19 +57,17 @@ class OwnGradients:
     only: int | None = None
 
     def compared(
-        self, part: OwnPart, stage: OwnStage, numbers: Sequence[int], expected: Gradients, observed: Mapping[str, Any]
+        self, part: OwnPart, stage: StageRerun, numbers: Sequence[int], expected: Gradients, observed: Mapping[str, Any]
     ) -> OwnPart:
         """``part`` with what is wrong with the gradients of ``stage``, and why.
 
         ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
         """
         names = {full: name for full, name in self._comparable(stage).items() if full not in part.unsure}
-        if stage.first_run.draws_again:
-            part = replace(part, drawing=part.drawing | {stage.stage})
         if not stage.closed:
             return part
         self._note_untrained(stage)
-        allowed = AllowedOf(FP32, stage, names, self.replicas.floor, self.replicas.apart, observed, expected)
+        allowed = AllowedOf(FP32, stage, names, self.replicas.floor, self.replicas.size, observed, expected)
         due = Due("train", (), (), gradients={name: expected[name] for name in names})
         hooked = self._hooked(names, observed, due, allowed)
         for why in dict.fromkeys(hooked.values()):
@@ -93,7 +91,7 @@ class OwnGradients:
         whole = {full: one for full, one in self.way.undivided(expected).items() if full in wrong and full in own}
         return self._explained(part, stage, numbers, own, whole, observed) if whole else part
 
-    def _comparable(self, stage: OwnStage) -> dict[str, str]:
+    def _comparable(self, stage: StageRerun) -> dict[str, str]:
         """The gradients of a stage that are compared here: by the model's names, those in the stage."""
         every = {self.own.rename(stage.stage, name): name for name in stage.gradients}
         names = {full: name for full, name in every.items() if not self.shards.is_empty(full)}
@@ -110,7 +108,7 @@ class OwnGradients:
                 del names[name]
         return names
 
-    def _note_untrained(self, stage: OwnStage) -> None:
+    def _note_untrained(self, stage: StageRerun) -> None:
         """Note that no call gives gradients; where one stage alone is run again, it may have nothing to train."""
         every = {self.own.rename(stage.stage, name): one for name, one in stage.model.named_parameters()}
         wanting = [name for name, one in every.items() if one.requires_grad]
@@ -135,7 +133,7 @@ class OwnGradients:
     def _explained(
         self,
         part: OwnPart,
-        stage: OwnStage,
+        stage: StageRerun,
         numbers: Sequence[int],
         names: Mapping[str, str],
         wrong: Gradients,

@@ -13,8 +13,8 @@ from pipeproof.core.limits import FP32, LEAD
 from pipeproof.core.tolerance import Floor, lead, same_bits, unmeasured
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
-from pipeproof.reference.step import Gradient, Site, dense
-from pipeproof.wings.composed.own_links import OwnStage
+from pipeproof.reference.step import Gradient, dense
+from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.unmeasured import Unmeasured
 
 _PIECE = 1 << 18  # elements
@@ -56,48 +56,29 @@ def has_hooks(parameter: Tensor, gradient: object) -> bool:
 class AllowedOf(Unmeasured):
     """What rounding may do to a stage's gradients, measured where one is not as it was to the bit.
 
-    ``over``: what it does to the sum over all replicas, of a parameter's name and what it does to this one's.
-    ``apart``: of its name, another run's and its own, how far apart these are, and the norm of the latter. ``seen`` and
-    ``due``: the gradients by those names. Where another run differs as much as ``seen`` does, that is enough.
+    ``over``: what it does to the sum over all replicas, of a parameter's name and what it does to this one's. ``size``:
+    of its name and this replica's sum, the norm of that. ``seen`` and ``due``: the gradients by those names.
     """
 
-    own: OwnStage
+    own: StageRerun
     names: Mapping[str, str]
     over: Callable[[str, Floor], Floor]
-    apart: Callable[[str, Tensor, Tensor], tuple[float, float]]
+    size: Callable[[str, Tensor], float]
     seen: Mapping[str, Any]
     due: Mapping[str, Gradient]
 
     def gradient(self, name: str) -> Floor:
-        site = self.own.stage, self.names[name]
-        if self.own.speaks:
+        own = self.own.gradients[self.names[name]]
+        measured = None if own is None else self.own.floor(self.names[name], self.size(name, own))
+        if measured is None:
             return self._over(name, unmeasured(self.precision))
-        again = self._of_another_run(name, site)
-        return again or self._over_all(name, self.own.floors.gradient_by_microbatch(site))
-
-    def _of_another_run(self, name: str, site: Site) -> Floor | None:
-        """The floor of another run, where what was seen passes by it."""
-        seen, due, own = self.seen.get(name), self.due.get(name), self.own.gradients[self.names[name]]
-        if not isinstance(seen, Tensor) or due is None or own is None:
-            return None
-        other = self.own.once_more.sums.get(site)
-        apart, size = (0.0, 0.0) if other is None else self.apart(name, other, own)
-        floor = self.own.once_more.floor(site, apart=apart, size=size, narrowest=self.own.narrowest)
-        found = None if floor is None else self._over_all(name, floor)
-        return found if found is not None and found.compared(seen.detach(), due)[1] == "pass" else None
+        floor, seen, due = self._over(name, measured), self.seen.get(name), self.due.get(name)
+        # Where there are no replicas, and all that flows is as it was, sums alone may differ. How far they lead then
+        # is known of narrow types.
+        apart = floor is not measured or self.own.other or floor.precision.unit <= FP32.unit
+        if apart or not isinstance(seen, Tensor) or due is None or seen.shape != due.shape:
+            return floor
+        return replace(floor, lead=floor.led) if lead(seen.detach(), due) > LEAD * floor.precision.unit else floor
 
     def _over(self, name: str, floor: Floor) -> Floor:
         return self.over(name, floor if self.own.inside is None else floor.through(self.own.inside))
-
-    def _over_all(self, name: str, own: Floor) -> Floor:
-        """The floor over replicas. Where there are none, and all that flows is as it was, sums alone may differ.
-
-        How far they lead then is known of narrow types.
-        """
-        floor, seen, due = self._over(name, own), self.seen.get(name), self.due.get(name)
-        apart = floor is not own or self.own.other or floor.precision.unit <= FP32.unit
-        if apart or not isinstance(seen, Tensor) or due is None:
-            return floor
-        if seen.shape != due.shape or lead(seen.detach(), due) <= LEAD * floor.precision.unit:
-            return floor
-        return replace(floor, lead=self.own.floors.gradient((self.own.stage, self.names[name])).led)

@@ -11,7 +11,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
 from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.recording import RECEIVED
-from pipeproof.wings.composed.links import Link
+from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.own_calls import StageSeen
 
 _UNNAMED = frozenset({"different", "noisy"})  # what more makes of a gradient is like nothing else

@@ -11,7 +11,7 @@ from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
-from pipeproof.wings.composed.links import Link
+from pipeproof.wings.composed.link import Link
 from pipeproof.worlds.stack import Stack
 
 _PASS = "pass plain tensors, in tuples, lists or mappings, or register its class with torch.utils._pytree"

@@ -22,8 +22,7 @@ from pipeproof.reference.copied import copied
 from pipeproof.reference.pairing import Contributed, Flow
 from pipeproof.reference.step import Expected, Gradient, Site, dense
 from pipeproof.reference.traced import Traced
-from pipeproof.wings.composed.first_run import DRAWS_AGAIN
-from pipeproof.wings.composed.own_links import OwnStage
+from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.worlds.drawing import drawing_apart
 
 _ALONG = 0.9999  # the cosine from which on a gradient leads nowhere else
@@ -44,7 +43,7 @@ class HeldGradients:
 
 
 def own_causes(
-    own: OwnStage, ledger: Ledger, numbers: Sequence[int], held: HeldGradients, *, placement: Sequence[int]
+    own: StageRerun, ledger: Ledger, numbers: Sequence[int], held: HeldGradients, *, placement: Sequence[int]
 ) -> Verdict:
     """A verdict on the gradients of ``own`` that a rank has ``held``, with the causes of what is wrong with them.
 
@@ -75,9 +74,6 @@ def own_causes(
         )
         for cause in found.cause
     ]
-    if not causes and own.first_run.draws_again:
-        causes = [Cause("randomness", rank, own.stage, detail=DRAWS_AGAIN)]
-        found = replace(found, undecided=())
     return replace(found, cause=tuple(causes))
 
 
@@ -98,7 +94,7 @@ def _one_multiple(wrong: Sequence[Mismatch]) -> float | None:
 class _OwnDue:
     """What one stage must give, as a model of its own."""
 
-    own: OwnStage
+    own: StageRerun
     held: HeldGradients
     placement: Sequence[int]
 

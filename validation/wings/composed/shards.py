@@ -16,8 +16,8 @@ from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
 from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduced_in, under_fully_shard, unsharded
 from pipeproof.wings.composed.held_gradients import length_in_pieces
-from pipeproof.wings.composed.own_links import OwnStage
 from pipeproof.wings.composed.peers import Peers
+from pipeproof.wings.composed.rerun import StageRerun
 
 _GATHERED = (
     "weights that train are whole under fully_shard, as where it keeps them after the backward, or ignored by it: call "
@@ -55,7 +55,7 @@ def other_data(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> str:
     return "" if all(there == own for there in every) else _OTHER_DATA
 
 
-def in_doubt(own: OwnStage, others: Sequence[Sequence[Call]]) -> str:
+def in_doubt(own: StageRerun, others: Sequence[Sequence[Call]]) -> str:
     """Why it is not known what ``own`` gives, which is cut inside; empty if it is known.
 
     ``others``: its calls on each other rank of the replica. Put together it is other code: only where ranks gave

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.core.cause import Cause
-from pipeproof.core.tolerance import Floor, error
+from pipeproof.core.tolerance import Floor
 from pipeproof.diagnosis.naming import STALE
 from pipeproof.foreign.crossings import near
 from pipeproof.observers.shards import Shard, untiled
@@ -142,15 +142,9 @@ class ReplicaSums:
             sums=None if own.sums is None else self.floor(name, own.sums),
         )
 
-    def apart(self, name: str, other: Tensor, own: Tensor) -> tuple[float, float]:
-        """How far apart another run's gradient is and this replica's ``own``, and the norm of that.
-
-        Where it was used up for the sum, sketches tell.
-        """
-        if name not in self.alone:
-            return error(other, own), length_in_pieces(own)
-        part = self.own.part(name, other)
-        return sketch(other if part is None else part).distance(self.alone[name]), self._lengths[name].own
+    def size(self, name: str, own: Tensor) -> float:
+        """The norm of what this replica has summed up; ``own``: that, if it was not used up for the sum of all."""
+        return self._lengths[name].own if name in self.alone else length_in_pieces(own)
 
     def causes(
         self,

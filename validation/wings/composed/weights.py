@@ -10,6 +10,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.observers.digest import contents
 from pipeproof.observers.elements import bits
 from pipeproof.observers.shards import held_here
+from pipeproof.observers.sketch import FEW
 from pipeproof.reference.step import Site
 from pipeproof.wings.composed.shards import OwnShards
 
@@ -107,7 +108,7 @@ def weights_here(
         one = shards.parameters[name]
         here = held_here(one)
         elements = bits(here).view(max(1, here.numel()), -1)  # a complex one has several words
-        constant = not bool((elements != elements[:1]).any())
+        constant = not any(bool((some != elements[:1]).any()) for some in (elements[:FEW], elements))
         held[stage, first.get(name, name)] = WeightHere(part, digest, constant, one.requires_grad)
     return held
 

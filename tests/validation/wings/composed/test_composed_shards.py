@@ -227,7 +227,7 @@ def cut_between(context: RankContext) -> Verdict:
 def test_stages_that_pass_on_parts_are_refused(simulated: World) -> None:
     verdict = simulated.run(cut_between, ranks=4)[0]
     assert verdict.verdict == "unknown", str(verdict)
-    assert verdict.law("comparable").reasons == (Reason.RERUN,)
+    assert verdict.law("comparable").reasons == (Reason.RERUN,), str(verdict)
     golden(verdict.law("comparable").note)
 
 

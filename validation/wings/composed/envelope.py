@@ -1,0 +1,106 @@
+"""How far rounding may put what a stage gives, measured on one of its calls: that serves all of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pipeproof.core.limits import coarsest, precision_of
+from pipeproof.core.tolerance import Floor, error, floor_of
+from pipeproof.observers.elements import all_finite, in_fp64
+from pipeproof.observers.recording import MADE
+from pipeproof.reference.step import Contribution, Site
+from pipeproof.wings.composed.link import Point
+
+
+@dataclass(frozen=True)
+class Made:
+    """One run of a call: its tensors, what flowed by number besides what came from behind, and what it contributes."""
+
+    tensors: Mapping[Point, Tensor]
+    more: Mapping[int, Tensor]
+    contribution: Contribution | None
+
+
+@dataclass
+class Envelope:
+    """A call that was run ``once`` and ``twice``; more runs are made where these two do not explain what was seen.
+
+    ``in_fp64`` runs it in fp64, and gives None where it cannot; ``off`` gives what it contributes with weights that are
+    one rounding off. ``narrowest``: the type in which the stage computes, if that is narrower than its weights;
+    ``inside``: the one in which it is summed up over ranks.
+    """
+
+    once: Made
+    twice: Made
+    in_fp64: Callable[[], Made | None]
+    off: Callable[[], Contribution | None]
+    narrowest: torch.dtype | None = None
+    inside: torch.dtype | None = None
+    _is_wide: bool = False  # fp64 was asked
+
+    def limit(self, at: Point, made: Tensor) -> float:
+        """How far rounding may put what another call ``made`` there; infinite where that is not finite."""
+        if not all_finite(made):
+            return float("inf")
+        precision = coarsest([precision_of(one) for one in (made.dtype, self.inside) if one is not None])
+        apart = self._apart(at, self.twice)
+        if self._is_wide and self._wide is not None:
+            apart = max(apart, self._apart(at, self._wide))
+        return min(precision.most, max(precision.least, precision.factor * apart))
+
+    def widen(self) -> None:
+        """From now on, let limits be those of fp64, too."""
+        self._is_wide = True
+
+    def is_strange(self, at: Point) -> bool:
+        """Whether two runs give there what is not the same, as random numbers are."""
+        made, again = self.once.tensors.get(at), self.twice.tensors.get(at)
+        if made is None or again is None or made.shape != again.shape:
+            return True
+        return error(again, made) > self.limit(at, made)
+
+    def gradient(self, site: Site, total: Tensor, *, calls: int, size: float) -> Floor | None:
+        """The floor of a ``total`` over so many ``calls``, of this ``size``; None where the call adds nothing to it."""
+        part = None if self.twice.contribution is None else self.twice.contribution.gradients.get(site)
+        if part is None:
+            return None
+        wide = None if self._wide is None else self._wide.contribution
+        apart = part if wide is None or (double := wide.gradients.get(site)) is None else double
+        found = floor_of(part.to(total.dtype), (), apart, [part], again=lambda: self._nudged(site))
+        if self.narrowest is not None and (narrow := precision_of(self.narrowest)).unit > found.precision.unit:
+            found = replace(found, precision=replace(narrow, least=found.precision.least))
+        if apart is part and (nudged := self._nudged(site)) is not None:
+            found = replace(found, nudged=error(part, nudged))
+        return found.of_sum(in_fp64(part).norm().item(), parts=calls, whole=size)
+
+    @cached_property
+    def _wide(self) -> Made | None:
+        """What fp64 makes of the call; None where that is something else, as where it draws other random numbers."""
+        found = self.in_fp64()
+        if found is None:
+            return None
+        every = [(at, one) for at, one in self.once.tensors.items() if at[0] == MADE]
+        alike = all(self._error(one, found.tensors.get(at)) <= self._most(one) for at, one in every)
+        return found if alike else None
+
+    def _most(self, made: Tensor) -> float:
+        types = [one for one in (made.dtype, self.narrowest, self.inside) if one is not None]
+        return coarsest([*map(precision_of, types)]).most
+
+    def _apart(self, at: Point, other: Made) -> float:
+        made = self.once.tensors.get(at)
+        return 0.0 if made is None else self._error(made, other.tensors.get(at))
+
+    @staticmethod
+    def _error(made: Tensor, other: Tensor | None) -> float:
+        return 0.0 if other is None or other.shape != made.shape else error(made, other)
+
+    def _nudged(self, site: Site) -> Tensor | None:
+        return None if self._off is None else self._off.gradients.get(site)
+
+    @cached_property
+    def _off(self) -> Contribution | None:
+        return self.off()

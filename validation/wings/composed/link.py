@@ -1,0 +1,56 @@
+"""What a call of a stage gives when it is rerun: a link of the chain."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from pipeproof.observers.calls import Call
+from pipeproof.observers.recording import MADE, RECEIVED
+from pipeproof.observers.sketch import Sketch
+
+Point = tuple[str, int]  # where at a call, and the tensor's number there
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a call gives, by where and number: the tensors that it makes, and what it hands back.
+
+    ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
+    ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another in
+    each run. ``loss``: in the last stage, undivided, of this ``loss_type``. ``obstacle``: why the call cannot be rerun.
+    ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
+    """
+
+    gives: Mapping[Point, Sketch]
+    received: Mapping[int, Sketch] = field(default_factory=dict)
+    limits: Mapping[Point, float] = field(default_factory=dict)
+    strange: frozenset[Point] = frozenset()
+    loss: float | None = None
+    loss_type: torch.dtype | None = None
+    obstacle: str = ""
+    mode_matters: bool = False
+
+    @property
+    def allowed(self) -> Mapping[Point, float]:
+        """``limits``; of a call that gives something else in each run, nothing is known."""
+        return dict.fromkeys(self.gives, math.inf) if self.strange else self.limits
+
+    @property
+    def closed(self) -> bool:
+        """Whether what the call gives is known."""
+        return not self.strange and not self.obstacle
+
+    @property
+    def endless(self) -> bool:
+        """Whether it gives what is not finite, and not the same: where numbers overflow depends on their order."""
+        return not self.strange and math.inf in self.limits.values()
+
+
+def seen_at(call: Call, at: Point) -> Sketch | None:
+    """What passed there in ``call``; None if nothing did."""
+    where, number = at
+    if where == MADE:
+        return call.outputs[number] if number < len(call.outputs) else None
+    return (call.output_gradients if where == RECEIVED else call.input_gradients).get(number)

@@ -1,0 +1,98 @@
+"""The loss as a link of its own: what ``loss_fn`` makes of the last stage's output, and what flows back from it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pipeproof.observers.calls import Call
+from pipeproof.observers.elements import version
+from pipeproof.observers.own_losses import leaves_of
+from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.tensors_in import tensors_in
+from pipeproof.reference.again import Again, repeats
+from pipeproof.reference.step import LossError, differentiable
+from pipeproof.worlds.drawing import draw_some
+
+
+@dataclass(frozen=True)
+class LossDue:
+    """What is due of one call: its loss, undivided, and the gradient of each output, by number.
+
+    ``trained``: the tensors that the loss trains besides what the stage gives, with their gradients.
+    """
+
+    loss: Tensor | None = None
+    flows: Mapping[int, Tensor] = field(default_factory=dict)
+    trained: Sequence[tuple[Tensor, Tensor]] = ()
+
+
+@dataclass
+class LossLink:
+    """``loss_fn`` of each call's output and its target, divided by ``divisor``; None: the last stage gives the loss.
+
+    Outputs are leaves here, so that the loss is held against ``loss_fn`` alone, and the stage against what came back.
+    """
+
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    divisor: float
+    targets: Sequence[Any]
+    _writes: bool = True  # to what it is given, until one does not
+    _cast: bool | None = None  # whether it is cast as the calls are, once that is known
+
+    def due(self, k: int, output: object, *, call: Call, model: Again, disturb: bool = False) -> LossDue:
+        """What the loss of call ``k``, which gave ``output``, gives. ``disturb``: random numbers are others."""
+        assert call.again is not None, "the calls of a stage that is checked so are kept"
+        state = call.again.state
+        if disturb:
+            draw_some()
+
+        def made(cast: bool) -> LossDue:
+            with state.cast() if cast else nullcontext(), model.looking(state, "the loss"):
+                return self._made(output, self.targets[k])
+
+        found = made(state.casts and self._cast is not False)
+        if not state.casts or self._cast is not None or disturb:
+            return found
+        if _are_seen(found, call):
+            self._cast = True
+        elif _are_seen(other := made(False), call):
+            self._cast, found = False, other
+        return found
+
+    def target_of(self, output: object, call: Call) -> int | None:
+        """The call by whose target the loss of ``output`` gives what came back in ``call``; None if no target does."""
+        every = range(len(self.targets))
+        return next((j for j in every if _are_seen(self._made(output, self.targets[j]), call)), None)
+
+    def _made(self, output: object, target: Any) -> LossDue:
+        made = tensors_in(output)
+        leaves = {id(one): one.detach().requires_grad_(one.requires_grad) for one in made}
+        given = {key: one.clone() if self._writes else one for key, one in leaves.items()}
+        versions = {key: version(one) for key, one in given.items()}
+        own = tree_map_only(Tensor, lambda one: given.get(id(one), one), output)
+        try:
+            loss = differentiable(own if self.loss_fn is None else self.loss_fn(own, target))
+        except LossError:
+            return LossDue()
+        self._writes = any(version(one) != versions[key] for key, one in given.items())
+        again = repeats(made)
+        wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
+        more = leaves_of(loss, wanting.values())
+        every = [*wanting.values(), *more]
+        flows = torch.autograd.grad(loss / self.divisor, every, allow_unused=True) if every else ()
+        came = {n: flow for n, flow in zip(wanting, flows, strict=False) if flow is not None}
+        return LossDue(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
+
+
+def _are_seen(due: LossDue, call: Call) -> bool:
+    """Whether all that is due came to the outputs of ``call``, bit for bit."""
+
+    def is_seen(seen: Sketch | None, flow: Tensor) -> bool:
+        return seen is not None and sketch(flow, known=seen) is seen
+
+    return bool(due.flows) and all(is_seen(call.output_gradients.get(n), flow) for n, flow in due.flows.items())

@@ -1,0 +1,173 @@
+"""All stages of a rank, rerun, and what ranks tell each other of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.core.cause import Cause
+from pipeproof.core.reason import Reason
+from pipeproof.foreign.loss_of_all import LossOfAll
+from pipeproof.observers.calls import Call
+from pipeproof.observers.own_losses import OwnLoss, weights_among
+from pipeproof.pipeline.sizes import first_few
+from pipeproof.records.record import RecordError
+from pipeproof.records.step_record import Pairs
+from pipeproof.reference.model import LossFn
+from pipeproof.reference.snapshot import Snapshot
+from pipeproof.wings.composed.chain import Chain
+from pipeproof.wings.composed.division import Division
+from pipeproof.wings.composed.loss_link import LossLink
+from pipeproof.wings.composed.rerun import StageRerun
+from pipeproof.wings.composed.shards import in_doubt
+from pipeproof.wings.composed.sources import TARGETS
+
+_ALIKE = (
+    "microbatches {} have the same inputs and other targets, and what flowed back is not theirs in the order in which "
+    "they were given: whose is whose is not known; pass them in the order in which they run, or give them other inputs"
+)
+_OWN_LOSS = (
+    "a backward{} comes to {} stage {}, and not by what the stage gave, so that nobody knows what that adds; if it is "
+    "a loss of its own, let the stage itself add that gradient, or hand that loss on to the last stage"
+)
+_NO_TARGETS = "the last stage is here, and its targets are not: pass microbatches on its rank, too"
+
+
+@dataclass(frozen=True)
+class RerunNote:
+    """What a rank tells others of its stages: those of which it is not known what they give.
+
+    ``factors``: of each last stage, what came back from the loss in multiples of what is due. ``scaled``: what losses
+    are multiplied by, as its rank has it.
+    """
+
+    lost: Sequence[int]
+    factors: Sequence[float | None]
+    scaled: Sequence[float]
+
+
+@dataclass
+class Reruns:
+    """The stages of ``modules``, by number, as their ``calls`` used them.
+
+    ``given``: the microbatches, where they are known. ``only``: the one stage that is rerun, if not all are. ``sums``:
+    the type in which the gradients of a stage are added up, where its weights are narrower. ``in_parts``: stages are
+    cut inside, among ranks; so may be what passes between them. ``others``: by stage, its calls on each other rank of
+    the replica. ``own_losses``: those that stages have.
+    """
+
+    division: Division
+    modules: Mapping[int, nn.Module]
+    calls: Mapping[int, Sequence[Call]]
+    given: Pairs | None
+    chain: Chain
+    loss_fn: LossFn | LossOfAll | None
+    only: int | None = None
+    sums: Mapping[int, torch.dtype] = field(default_factory=dict)
+    in_parts: bool = False
+    others: Mapping[int, Sequence[Sequence[Call]]] = field(default_factory=dict)
+    own_losses: Mapping[int, OwnLoss] = field(default_factory=dict)
+    stages: list[StageRerun] = field(default_factory=list)
+    _last: list[StageRerun] = field(default_factory=list)  # the last stage, where it is here
+
+    def run(self, snapshot: Snapshot, note: Callable[[StageRerun, Callable[[Tensor], bool]], None]) -> None:
+        """Run them, the last one first, put the job back, and ``note`` each, with which tensors were written to.
+
+        Raises ``RecordError`` if its targets are not here, if nothing tells which of its calls has which, or if ranks
+        pass on parts of what a stage gives.
+        """
+        for stage, made in sorted(self.calls.items(), reverse=True):
+            every = range(len(made))
+            if self.only not in (None, stage):  # one call tells by what losses were divided, unless nothing flowed
+                flowed = (k for k in every if any(one.norm for one in made[k].output_gradients.values()))
+                every = range(k := next(flowed, 0), k + 1) if stage == self.chain.last and made else range(0)
+            own = self._rerun(stage, every) if every or self.only in (None, stage) else None
+            if own is not None and stage == self.chain.last:
+                self._last = [own]
+                self._check_alike(own)
+            if own is not None and self.only in (None, stage):
+                if self.in_parts and own.other_form:
+                    raise RecordError(Reason.RERUN.doubt(own.other_form))
+                self.stages.append(own)
+                self._note_doubts(own)
+        snapshot.put_back()
+        for own in self.stages:
+            note(own, snapshot.wrote)
+
+    def _rerun(self, stage: int, numbers: Sequence[int]) -> StageRerun:
+        loss, accumulation = None, replace(self.division.accumulation, bundles={})  # those go by microbatches
+        if accumulation.dtype is None and stage in self.sums:
+            accumulation = replace(accumulation, dtype=self.sums[stage])
+        if stage == self.chain.last:
+            assert not isinstance(self.loss_fn, LossOfAll), "it was made of all microbatches when the step began"
+            targets = self._targets(stage)
+            loss = LossLink(self.loss_fn, self.division.divisor, [targets[k] for k in numbers])
+        lost = self.chain.lost(stage)
+        calls = [_wanting(self.calls[stage][k], lost[k]) for k in numbers]
+        found = StageRerun(
+            stage, self.modules[stage], calls, loss=loss, accumulation=accumulation, in_parts=self.in_parts
+        )
+        found.run()
+        return found
+
+    def _targets(self, stage: int) -> list[Any]:
+        """The target of each call of the last stage."""
+        if self.given is None:
+            raise RecordError(_NO_TARGETS)
+        return [self.given[m][1] if m >= 0 else None for m in self.chain.orders[stage].numbers]
+
+    @property
+    def note(self) -> RerunNote:
+        """What other ranks must know."""
+        lost = [own.stage for own in self.stages if not own.closed]
+        return RerunNote(
+            lost, [one for own in self._last for one in own.factors], [self.division.scaled for _ in self._last]
+        )
+
+    @property
+    def of_the_loss(self) -> list[str]:
+        """The weights that the loss trains, and that no stage of this rank holds, by their shapes."""
+        held = {id(one) for module in self.modules.values() for one in module.parameters()}
+        trained = [one for own in self.stages for key, one in own.trained.items() if key not in held]
+        return [f"one of shape {list(one.shape)}" for one in trained]
+
+    def exchanged_targets(self, rank: int) -> list[Cause]:
+        """The microbatches whose losses were made with targets of others, where each that is wrong was."""
+        found: list[Cause] = []
+        for own in self._last:
+            numbers = self.chain.orders[own.stage].numbers
+            pairs = [(numbers[k], numbers[j]) for k, j in own.pairs.items() if j is not None]
+            if pairs and len(pairs) == len(own.pairs):
+                told = first_few([f"the loss of microbatch {m} has the target of microbatch {of}" for m, of in pairs])
+                which = tuple(sorted(m for m, _ in pairs))
+                found.append(Cause("swapped-data", rank, own.stage, microbatches=which, detail=told))
+        return found
+
+    def _check_alike(self, own: StageRerun) -> None:
+        """Raise ``RecordError`` where targets are perhaps those of a microbatch that has the same inputs."""
+        contents = [{number: one.digest for number, one in brought.items()} for brought in self.chain.data]
+        inputs = [{n: one for n, one in brought.items() if n < TARGETS} for brought in contents]
+        pairs = list(zip(inputs, contents, strict=True))
+        alike = [m for m, (one, whole) in enumerate(pairs) if any(one == it and whole != all_ for it, all_ in pairs)]
+        if alike and own.pairs:
+            raise RecordError(Reason.CALLS.doubt(_ALIKE.format(first_few([f"{m}" for m in alike]))))
+
+    def _note_doubts(self, own: StageRerun) -> None:
+        """Note why it is not known what a stage gives, though it is rerun."""
+        if self.in_parts and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
+            own.doubt(doubt)
+        weights = weights_among(own.trained.values(), self.modules[own.stage])
+        if (loss := self.own_losses.get(own.stage)) is not None and not loss.is_of(weights):
+            where = "the weights of" if loss.weights else "what was given to"
+            at = f" at {loss.stack[0].place}" if loss.stack else ""
+            own.doubt(Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, own.stage)))
+
+
+def _wanting(call: Call, more: frozenset[int]) -> Call:
+    """``call``, asked for a gradient of these inputs, too, when it is rerun."""
+    again = call.again
+    if again is None or not more:
+        return call
+    return replace(call, again=replace(again, wanting=again.wanting | more))
