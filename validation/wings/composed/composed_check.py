@@ -230,7 +230,7 @@ class ComposedCheck(CheckedStep):
         again = Reruns(self._division, modules, calls, self._given, chain, loss_fn, only, self._shards.sums(modules))
         again.in_parts, again.others, again.own_losses = lines.together > 1, others, self._watched.own_losses
         here = self._rerun(again, named)
-        stages = again.stages
+        chain, stages = again.chain, again.stages
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
@@ -292,6 +292,7 @@ class ComposedCheck(CheckedStep):
         every: list[tuple[RerunNote, Mapping[str, Shard]]] = self._gather(mine, what)
         notes = [note for note, _ in every]
         self._lost = frozenset(stage for note in notes for stage in note.lost)
+        again.agree(self._lines.of_line(notes))
         scaled = next((one for note in notes for one in note.scaled), self._division.scaled)
         division = replace(self._division, scaled=scaled)
         self._division = division.with_factors([factor for note in notes for factor in note.factors])

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pipeproof.core.limits import precision_of
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import raised
-from pipeproof.foreign.crossings import near
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
@@ -34,10 +33,9 @@ from pipeproof.reference.drawn_from import KeptElsewhere
 from pipeproof.reference.generators import states_on
 from pipeproof.reference.otherwise import one_place_off, widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
-from pipeproof.wings.composed.division import plain
 from pipeproof.wings.composed.envelope import Envelope, Made
 from pipeproof.wings.composed.link import Link, Point, seen_at
-from pipeproof.wings.composed.loss_link import LossDue, LossLink
+from pipeproof.wings.composed.loss_link import LossDue, LossLink, factor_at, factors_of, met, multiplied
 
 _RAISED = "run again, stage {} raised {}"
 _KEPT = (
@@ -83,7 +81,8 @@ class StageRerun:
         self._sums: dict[Site, Gradient] = {}
         self.links: list[Link] = []
         self.trained: Mapping[int, Tensor] = {}  # by id, what the loss trains besides what the stage gives
-        self.pairs: dict[int, int | None] = {}  # of calls with another flow from the loss: by whose target it was made
+        # Of calls to which no multiple of what is due came back: whose target gives that, and what else it gives.
+        self.pairs: dict[int, tuple[int, LossDue] | None] = {}
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self.speaks = False  # to other ranks: then it is run no more than they run it
         self._in_training = dict[bool, bool]()  # whether a call in evaluation mode gives the same in training mode
@@ -131,7 +130,7 @@ class StageRerun:
     def _add_of_loss(self, k: int, link: Link) -> None:
         """Add what the loss of call ``k`` gives to weights of this stage, in the multiple that came back to it."""
         came = next((at for at in link.gives if at[0] == RECEIVED), None)
-        factor = 1.0 if came is None else self._factor(k, came, link) or 1.0
+        factor = 1.0 if came is None else factor_at(self._calls[k], link, came) or 1.0
         names = {id(one): name for name, one in self.model.named_parameters()}
         for one, gradient in self._due.trained:
             if (name := names.get(id(one))) is not None:
@@ -181,27 +180,16 @@ class StageRerun:
     @property
     def factors(self) -> list[float | None]:
         """How many times what is due came back from the loss: one number, None if several, none if nothing is due."""
-        every = [(k, at) for k, link in enumerate(self.links) for at, due in link.gives.items() if due.norm]
-        found = [self._factor(k, at, self.links[k]) for k, at in every if at[0] == RECEIVED]
-        alike = all(near(one, found[0]) for one in found)
-        return found[:1] if alike else [None]
-
-    def _factor(self, k: int, at: Point, link: Link) -> float | None:
-        due, seen = link.gives[at], seen_at(self._calls[k], at)
-        if seen is not None and seen.distance(due) <= link.allowed.get(at, 0.0):
-            return 1.0
-        factor = None if seen is None else seen.factor(due)
-        return None if factor is None else plain(factor, precision_of(due.dtype).least)
+        return factors_of(self._calls, self.links)
 
     def times(self, factor: float) -> None:
-        """What is due from the loss is so many times that: to rounding, for products may have another order."""
-        if factor == 1.0:
-            return
-        for k, link in enumerate(self.links):
-            due = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm}
-            limits = {at: precision_of(one.dtype).least for at, one in due.items()}
-            more = {at: one.times(factor) for at, one in due.items()}
-            self.links[k] = replace(link, gives={**link.gives, **more}, limits={**limits, **link.limits})
+        """What is due from the loss is so many times that."""
+        self.links = [multiplied(link, factor) for link in self.links]
+
+    def take_pairs(self) -> None:
+        """Calls were meant for the microbatches whose targets they met."""
+        for k, pair in self.pairs.items():
+            self.links[k] = met(self._calls[k], self.links[k], pair[1] if pair else LossDue())
 
     @property
     def unreached(self) -> list[str]:
@@ -301,7 +289,7 @@ class StageRerun:
             return link
         came = [at for at in other if at[0] == RECEIVED]
         if self._loss is not None and any(self._is_of_another(seen[at], gives[at]) for at in came):
-            self.pairs[k] = self._loss.target_of(output, self._calls[k])
+            self.pairs[k] = self._loss.of_another(output, self._calls[k])
         if drawn := self.model.drawn_from:
             kind = type(drawn[1])
             maker = kind.__module__.partition(".")[0]
