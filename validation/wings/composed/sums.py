@@ -28,10 +28,9 @@ from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.worlds.side_store import Exchange
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
-_IN_PARTS = "{} of its gradients are parts of one sum, which ranks {} do not form"
-_IN_REPLICAS = (
-    "{} of its gradients are not the same on ranks {}, and together they are the expected ones: they were reduced "
-    "before all was added to them, over other ranks, or not at all"
+_NOT_SUMMED = (
+    "{} of its gradients are not the same on ranks {}, and together they are the expected ones: they are parts of one "
+    "sum, were reduced before all was added to them, over other ranks, or not at all"
 )
 Wrong = Mapping[Site, tuple[Sketch, Sketch]]  # of gradients that are wrong: as observed, and as expected
 
@@ -222,30 +221,25 @@ def sketched(stage: int, names: Iterable[str], observed: Mapping[str, Any], due:
 
 
 def not_summed(ranks: Sequence[Wrong], replicas: Sequence[int]) -> Iterator[Cause]:
-    """Gradients that ranks of one of the ``replicas`` each have a part of: added up, they are the expected ones.
-
-    Or replicas have, and did not add them up, or not all of them.
-    """
-    found: dict[tuple[int, tuple[int, ...], str], list[str]] = {}
-    for site in dict.fromkeys(site for wrong in ranks for site in wrong):
-        every = tuple(rank for rank, wrong in enumerate(ranks) if site in wrong)
-        for replica in sorted({*replicas}):
-            own = tuple(rank for rank in every if replicas[rank] == replica)
-            if _makes_up([ranks[rank][site] for rank in own], times=[1]):
-                found.setdefault((site[0], own, _IN_PARTS), []).append(site[1])
-        pairs, each = [ranks[rank][site] for rank in every], len({replicas[rank] for rank in every}) == len(every)
-        unlike = any(not observed.is_like(pairs[0][0]) for observed, _ in pairs)
-        if each and unlike and _makes_up(pairs, times=[1, len(pairs)]):
-            found.setdefault((site[0], every, _IN_REPLICAS), []).append(site[1])
-    for (stage, own, told), names in found.items():
+    """Gradients that differ on the ranks of one of the ``replicas``, or of all, and together are the expected ones."""
+    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for stage, name in dict.fromkeys(site for wrong in ranks for site in wrong):
+        pairs = {rank: wrong[stage, name] for rank, wrong in enumerate(ranks) if (stage, name) in wrong}
+        groups = [tuple(rank for rank in pairs if replicas[rank] == replica) for replica in sorted({*replicas})]
+        for group in groups if max(map(len, groups)) > 1 else [tuple(pairs)]:
+            if _makes_up([pairs[rank] for rank in group]):
+                found.setdefault((stage, group), []).append(name)
+    for (stage, group), names in found.items():
         alone = names[0] if len(names) == 1 else None
-        detail = told.format(len(names), ", ".join(map(str, own)))
-        yield Cause("not-reduced", rank=own[0], stage=stage, parameter=alone, detail=detail)
+        detail = _NOT_SUMMED.format(len(names), ", ".join(map(str, group)))
+        yield Cause("not-reduced", rank=group[0], stage=stage, parameter=alone, detail=detail)
 
 
-def _makes_up(pairs: Sequence[tuple[Sketch, Sketch]], times: Sequence[int]) -> bool:
-    """Whether all that ranks have, added up, is so many times what is expected of each."""
-    if len(pairs) < 2 or len({(one.shape, one.dtype) for pair in pairs for one in pair}) > 1:
+def _makes_up(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
+    """Whether what ranks have is not one, and added up, or averaged, what is expected of each."""
+    if len({(one.shape, one.dtype) for pair in pairs for one in pair}) != 1:
         return False
-    whole = reduce(Sketch.plus, (observed for observed, _ in pairs))
-    return any(all(whole.is_like(expected.times(one)) for _, expected in pairs) for one in times)
+    observed = [one for one, _ in pairs]
+    whole = reduce(Sketch.plus, observed)
+    unlike = any(not one.is_like(observed[0]) for one in observed)
+    return unlike and any(all(whole.is_like(due.times(times)) for _, due in pairs) for times in (1, len(pairs)))
