@@ -251,7 +251,6 @@ class ComposedCheck(CheckedStep):
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         parts = {part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()}
         self._foresee(parts, here)
-        narrow = self._shards.reduced_in.values()
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
@@ -260,7 +259,7 @@ class ComposedCheck(CheckedStep):
         forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
         inside = [precision_of(own.inside) for own in stages if own.inside is not None]
         precision = coarsest([precision_among(held), *inside])
-        summed = coarsest([precision, *map(precision_of, narrow)])
+        summed = coarsest([precision, *map(precision_of, self._shards.reduced_in.values())])
         return replace(part, foreseen=self._after.foreseen, forms=forms, precision=precision, summed=summed)
 
     def _heard(self) -> tuple[list[Mapping[int, StageSeen]], dict[int, list[Call]]]:
@@ -298,7 +297,7 @@ class ComposedCheck(CheckedStep):
         self._division = division.with_factors([factor for note in notes for factor in note.factors])
         if unknown := self._division.doubt(self._ledger, len(self._run.microbatches)):
             self.refuse(unknown)
-        for own in again.stages if not self._division.declared or self._division.adds_up else ():
+        for own in again.stages:
             own.times(self._division.times)
         return self._shards.lying(left, [every[rank][1] for rank in self._peers.ranks])
 

@@ -33,7 +33,7 @@ from pipeproof.reference.drawn_from import KeptElsewhere
 from pipeproof.reference.generators import states_on
 from pipeproof.reference.otherwise import one_place_off, widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
-from pipeproof.wings.composed.envelope import Envelope, Made
+from pipeproof.wings.composed.envelope import Envelope, Envelopes, Made
 from pipeproof.wings.composed.link import Link, Point, seen_at
 from pipeproof.wings.composed.loss_link import LossDue, LossLink, factor_at, factors_of, met, multiplied
 
@@ -86,6 +86,7 @@ class StageRerun:
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self.speaks = False  # to other ranks: then it is run no more than they run it
         self._in_training = dict[bool, bool]()  # whether a call in evaluation mode gives the same in training mode
+        self._envelopes = Envelopes(self._envelope)
         # Of the call that runs:
         self._now: int | None = None
         self._noted, self._more, self._due = dict[Point, Tensor](), dict[int, Tensor](), LossDue()
@@ -344,34 +345,26 @@ class StageRerun:
         if self.speaks:
             least = {at: precision_of(self.inside or made.tensors[at].dtype).least for at in other}
             return replace(link, limits={**link.limits, **least})
-        envelope = self._envelope(k, made)
-        strange = frozenset(at for at in other if envelope.is_strange(at))
-        limits = {at: envelope.limit(at, made.tensors[at]) for at in other}
-        pairs = [(at, seen_at(self._calls[k], at)) for at in other]
-        if any(seen is None or seen.distance(link.gives[at]) > limits[at] for at, seen in pairs):  # two runs are nearer
-            envelope.widen()
-            limits = {at: envelope.limit(at, made.tensors[at]) for at in other}
+        seen = {at: (seen_at(self._calls[k], at), link.gives[at]) for at in other}
+        limits, strange = self._envelopes.of_call(k, made, seen)
         return replace(link, limits={**link.limits, **limits}, strange=strange)
 
-    _found: Envelope | None = None
-
-    def _envelope(self, k: int, made: Made | None = None) -> Envelope:
-        """What rounding does to a call: to the one where that was asked first."""
-        if self._found is None:
-            once = made or self._made(self._reference, k)
-            self._disturb = True  # nobody knows when a loss drew its own
-            twice = self._made(self._reference, k)
-            self._disturb = False
-            runs = partial(self._in_fp64, k), partial(self._off, k)
-            self._found = Envelope(once, twice, *runs, narrowest=self.narrowest, inside=self.inside)
-        return self._found
+    def _envelope(self, k: int, made: Made | None) -> Envelope:
+        """What rounding does to call ``k``, which ``made`` that in its first run."""
+        once = made or self._made(self._reference, k)
+        self._disturb = True  # nobody knows when a loss drew its own
+        twice = self._made(self._reference, k)
+        self._disturb = False
+        runs = partial(self._in_fp64, k), partial(self._off, k)
+        return Envelope(once, twice, *runs, narrowest=self.narrowest, inside=self.inside)
 
     def floor(self, name: str, size: float) -> Floor | None:
         """What rounding may do to the gradient of a parameter, whose norm is ``size``; None where none is measured."""
         site = self.stage, name
         if self.speaks or (total := self._sums.get(site)) is None:
             return None
-        return self._envelope(self.numbers[0]).gradient(site, total, calls=len(self.numbers), size=size)
+        known = next((k for k in self._envelopes.measured if self._calls[k].ran), self.numbers[0])
+        return self._envelopes.at(known).gradient(site, total, calls=len(self.numbers), size=size)
 
     def _in_fp64(self, k: int) -> Made | None:
         try:
