@@ -29,9 +29,13 @@ def is_flat(module: nn.Module) -> bool:
 
 def is_gathered(module: nn.Module) -> bool:
     """Whether ``fully_shard`` has whole weights in it, to be trained, so that nothing tells where their parts lie."""
-    policies, named = _policies(module), module.named_parameters()
-    around = [one for name, one in named if one.requires_grad and _owner(name, policies) is not None]
-    return any(not hasattr(one, "placements") for one in around)
+    return any(one.requires_grad and not hasattr(one, "placements") for one in under_fully_shard(module).values())
+
+
+def under_fully_shard(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters in those parts of ``module`` on which ``fully_shard`` was called."""
+    policies, named = _policies(module), module.named_parameters(remove_duplicate=False)
+    return {name: one for name, one in named if _owner(name, policies) is not None}
 
 
 def let_go(module: nn.Module) -> None:

@@ -19,10 +19,10 @@ from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense
-from pipeproof.wings.composed.comm_hooks import CommHook, hooks_of
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.own_calls import StageSeen, counting, on_its_own, with_own_loss
 from pipeproof.wings.composed.rerun import StageRerun
+from pipeproof.wings.composed.sums import hooks_of
 from pipeproof.wings.composed.wiring import several_calls
 from pipeproof.worlds.fence import Fence
 from pipeproof.worlds.stack import Stack
@@ -103,8 +103,8 @@ class WatchedStages:
         found = {k: self._watchers[k].losses.outside(one) for k, one in self._modules.items()}
         return {k: one for k, one in found.items() if one is not None}
 
-    def comm_hooks(self, own: RankStages) -> dict[str, CommHook]:
-        """The hooks through which DDP reduces the gradients of this rank's ``own`` stages, by name, if any."""
+    def comm_hooks(self, own: RankStages) -> dict[str, str]:
+        """The hooks through which DDP reduces the gradients of this rank's ``own`` stages, by the parameter's name."""
         return hooks_of(own, self._watchers)
 
     def close(self) -> None:

@@ -37,25 +37,24 @@ from pipeproof.wings.composed.collect import Begun, EarlyStep, WatchedStages
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.wings.composed.composed_verdict import verdict_of
-from pipeproof.wings.composed.cut_inside import cut_by_hand, of_parts
 from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.extra_calls import ExtraCalls
+from pipeproof.wings.composed.gradients import OwnGradients
 from pipeproof.wings.composed.held_gradients import all_dense, length_in_pieces
+from pipeproof.wings.composed.lines import RankLines
 from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.own_backwards import together
 from pipeproof.wings.composed.own_calls import StageSeen, hidden
-from pipeproof.wings.composed.own_gradients import OwnGradients
-from pipeproof.wings.composed.own_shards import OwnShards, Part, lengths_of
 from pipeproof.wings.composed.peers import Peers
-from pipeproof.wings.composed.rank_lines import RankLines
-from pipeproof.wings.composed.replica_sums import ReplicaSums
-from pipeproof.wings.composed.replica_weights import RENAMED, not_one
 from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.reruns import RerunNote, Reruns
-from pipeproof.wings.composed.shares import StageShares, enter_equal, weights_here
+from pipeproof.wings.composed.shards import OwnShards, Part, lengths_of, other_data
 from pipeproof.wings.composed.sources import Data
 from pipeproof.wings.composed.start import ChainStart, names_in, placement_of, problems_of
+from pipeproof.wings.composed.sums import ReplicaSums
+from pipeproof.wings.composed.ties import StageShares
 from pipeproof.wings.composed.update import WeightsAfter
+from pipeproof.wings.composed.weights import RENAMED, cut_by_hand, enter_equal, not_one, weights_here
 from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport
@@ -220,7 +219,7 @@ class ComposedCheck(CheckedStep):
             self.refuse(why)
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
         first = self._only or 0
-        if lines.together > 1 and (obstacle := of_parts(calls.get(first, ()), others.get(first, ()))):
+        if lines.together > 1 and (obstacle := other_data(calls.get(first, ()), others.get(first, ()))):
             self.refuse(obstacle)
         modules, chain = self._shards.modules(self._peers), chain.with_due_gradients()
         self._division = self._divided()
@@ -249,8 +248,6 @@ class ComposedCheck(CheckedStep):
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
         parts = {part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()}
         self._foresee(parts, here)
-        casts = [one.narrow for one in self._replicas.hooks.values() if one.narrow is not None]
-        narrow = [*self._shards.reduced_in.values(), *casts]
         held = [one for module in modules.values() for one in module.parameters()]
         moved = self.moved(own.stage for own in stages if own.other)
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
@@ -259,7 +256,7 @@ class ComposedCheck(CheckedStep):
         forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
         inside = [precision_of(own.inside) for own in stages if own.inside is not None]
         precision = coarsest([precision_among(held), *inside])
-        summed = coarsest([precision, *map(precision_of, narrow)])
+        summed = coarsest([precision, *map(precision_of, self._shards.reduced_in.values())])
         return replace(part, foreseen=self._after.foreseen, forms=forms, precision=precision, summed=summed)
 
     def _heard(self) -> tuple[list[Mapping[int, StageSeen]], dict[int, list[Call]]]:

@@ -23,7 +23,6 @@ from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.observers.observed import Observed, Passed, RankOperation
 from pipeproof.observers.recording import FORWARD_POINTS, HANDED_ON, MADE
-from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
@@ -33,10 +32,10 @@ from pipeproof.wings.composed.composed_causes import of_calls, on_the_wire, repe
 from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.outside import enter_unsure
 from pipeproof.wings.composed.own_calls import StageSeen
-from pipeproof.wings.composed.part_sums import Wrong
-from pipeproof.wings.composed.replica_weights import Weights
 from pipeproof.wings.composed.sources import Data
+from pipeproof.wings.composed.sums import Wrong
 from pipeproof.wings.composed.unmeasured import Unmeasured
+from pipeproof.wings.composed.weights import Weights
 from pipeproof.wings.composed.wiring import enter_wiring
 
 LAWS = (
@@ -82,7 +81,7 @@ class OwnPart:
     are not those that the step began with. ``precision``: that
     of its stages, ``summed``: that in which gradients are added up over ranks. ``weights``: what it began with.
     ``wrong``: gradients that are not what they must be, where other ranks may tell why. ``in_parts``: stages are cut
-    inside. ``alone``: its own sums. ``unsure``: why gradients are not compared, by name, as where
+    inside. ``unsure``: why gradients are not compared, by name, as where
     hooks may have made others of them.
     ``scale``: how its losses are scaled.
     """
@@ -102,7 +101,6 @@ class OwnPart:
     summed: Precision = FP32
     weights: Weights = field(default_factory=dict)
     wrong: Wrong = field(default_factory=dict)
-    alone: Mapping[str, Sketch] = field(default_factory=dict)
     in_parts: bool = False
     unsure: Mapping[str, str] = field(default_factory=dict)
     scale: LossScale | None = None

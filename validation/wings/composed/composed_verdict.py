@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeproof.core.cause import Cause
 from pipeproof.core.judge import concluded
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.verdict import Verdict
 from pipeproof.wings.composed.composed_parts import LAWS, OwnPart, Whole
-from pipeproof.wings.composed.part_sums import at_other_stages, not_summed, of_other_ranks
-from pipeproof.wings.composed.replica_weights import enter_weights
+from pipeproof.wings.composed.sums import not_summed
+from pipeproof.wings.composed.weights import enter_weights
 
 OF_REPLICAS = (LAWS[0], "initial-weights", *LAWS[1:])  # ranks that have the same begin with the same
 AS_IT_CAME = "by what stages received, right or wrong"
@@ -47,16 +46,9 @@ def verdict_of(
     verdict = concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
     first = next((one for one in wholes if one.is_wrong(verdict)), wholes[0])
     verdict = first.explained(verdict)
-    summed = [] if verdict.cause else _of_sums(ranks, replicas)
+    summed = () if verdict.cause else tuple(not_summed([part.wrong for part in ranks], replicas))
     causes = tuple(dict.fromkeys((*apart, *summed, *verdict.cause)))
     return replace(verdict, cause=causes, undecided=() if summed else verdict.undecided)
-
-
-def _of_sums(ranks: Sequence[OwnPart], replicas: Sequence[int]) -> list[Cause]:
-    """What is wrong with sums over ranks."""
-    wrong = [part.wrong for part in ranks]
-    summed = [*of_other_ranks(wrong, [part.alone for part in ranks])] or [*not_summed(wrong, replicas)]
-    return summed or [*at_other_stages(wrong)]
 
 
 def _along_the_flow(wholes: Sequence[Whole], replicas: Sequence[int]) -> list[Whole]:

@@ -18,10 +18,10 @@ from pipeproof.records.step_record import Pairs
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.snapshot import Snapshot
 from pipeproof.wings.composed.chain import Chain
-from pipeproof.wings.composed.cut_inside import in_doubt
 from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.loss_link import LossLink
 from pipeproof.wings.composed.rerun import StageRerun
+from pipeproof.wings.composed.shards import in_doubt
 from pipeproof.wings.composed.sources import TARGETS
 
 _ALIKE = (

@@ -1,12 +1,13 @@
-"""Stages that ``fully_shard`` cut among ranks, held against themselves."""
+"""Stages that are cut among ranks, by ``fully_shard`` or inside, held against themselves."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -255,3 +256,82 @@ def parts_stay(context: RankContext) -> list[bool]:
 
 def test_the_stage_stays_what_it_was(simulated: World) -> None:
     assert simulated.run(parts_stay, ranks=STAGES) == [[True] * 5] * STAGES
+
+
+class Heads(nn.Module):
+    """What it is given is mixed within each head: it is told how many a rank has."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).softmax(-1).flatten(-2)
+
+
+class Unsummed(RowwiseParallel):
+    """Each rank keeps its part of a sum."""
+
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, local: Any, module: Any, outputs: Any, mesh: Any) -> Any:  # as torch calls it
+        return outputs.to_local()
+
+
+def cut_stage(kind: str, mesh: DeviceMesh, rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    inner = {"heads": partial(Heads, 2), "dropout": nn.Dropout}.get(kind, nn.Tanh)()
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH))
+    rows = Unsummed if kind == "unsummed" else RowwiseParallel
+    plan = {"0": ColwiseParallel(), "2": rows(output_layouts=Replicate())}
+    parallelize_module(stage, mesh, plan)
+    if kind == "heads":
+        stage[1].heads = 1  # each rank's, as users write it
+    if kind == "by hand":
+        stage.append(nn.Linear(WIDTH, WIDTH))
+        with torch.no_grad():
+            stage[3].weight.mul_(rank + 1)
+    return stage
+
+
+def cut_inside(context: RankContext, kind: str) -> Verdict:
+    """The verdict on a step of one stage that is cut among all ranks."""
+    mesh = init_device_mesh("cpu", (context.ranks,))
+    stage, draw = cut_stage(kind, mesh, context.rank), torch.Generator().manual_seed(1)
+    data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(2)]
+    with check_step({0: stage}, data, against=Composed(LOSS), timeout_s=20) as check:
+        torch.manual_seed(context.rank)
+        for x, target in data[::-1] if kind == "order" and context.rank else data:
+            x = x[context.rank :: context.ranks] if kind == "parts" else x
+            target = target[context.rank :: context.ranks] if kind == "parts" else target
+            (LOSS(stage(x), target) / 2).backward()
+        dist.barrier()
+        check.gradients()
+    return check.verdict
+
+
+def test_a_right_stage_that_is_cut_inside_passes(simulated: World) -> None:
+    verdict = simulated.run(cut_inside, "", ranks=2)[0]
+    assert verdict.verdict == "pass", str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("dropout", "stage 0 draws random numbers, and layers that are cut among ranks draw others"),
+        ("heads", "stage 0 gives something else when it is put together than its ranks gave, all alike"),
+        ("by hand", "3.weight is another on ranks 0 and 1, which run the same microbatches, and no DTensor"),
+        ("parts", "ranks that have a stage together are given other inputs in their first stage"),
+        ("order", "ranks that have a stage together are given other inputs in their first stage"),
+    ],
+)
+def test_what_may_be_right_is_unknown_and_it_is_said_why(kind: str, told: str, simulated: World) -> None:
+    verdict = simulated.run(cut_inside, kind, ranks=2)[0]
+    assert verdict.verdict == "unknown", str(verdict)
+    assert told in str(verdict)
+
+
+def test_ranks_that_give_unlike_outputs_are_wrong(simulated: World) -> None:
+    verdict = simulated.run(cut_inside, "unsummed", ranks=2)[0]
+    assert verdict.law("boundaries").outcome == "fail", str(verdict)
+    golden("\n".join(cause.detail for cause in verdict.cause), numbers=False)
+    assert "not-repeatable" not in str(verdict)

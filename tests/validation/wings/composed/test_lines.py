@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from pipeproof.records.rank_part import Arrival, Run
-from pipeproof.wings.composed.rank_lines import RankLines
+from pipeproof.wings.composed.lines import RankLines
 
 RUN = Run((0, 0, 1, 1, 2, 2, 3, 3), ("a", "b", "c", "d"), (None,) * 8)
 

@@ -68,10 +68,10 @@ class RankLines:
 
     def of_parts(self, every: Sequence[Mapping[int, StageSeen]], stage: int, count: int) -> list[tuple[Call, ...]]:
         """The last ``count`` calls of ``stage`` on each other rank of this one's replica, of what ranks gave."""
-        pairs = enumerate(zip(every, self.replica_of_rank, strict=True))
-        own = self.replica_of_rank[self.rank]
-        seen = [those[stage].calls for rank, (those, of) in pairs if rank != self.rank and of == own and stage in those]
-        return [calls[len(calls) - count :] for calls in seen if len(calls) >= count]
+        replicas = self.replica_of_rank
+        others = [rank for rank, of in enumerate(replicas) if of == replicas[self.rank] and rank != self.rank]
+        calls = [every[rank][stage].calls for rank in others if stage in every[rank]]
+        return [one[len(one) - count :] for one in calls if len(one) >= count]
 
     def of_line(self, every: Sequence[Each]) -> list[Each]:
         """Of what ranks gave those of this one's line."""

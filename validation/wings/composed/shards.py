@@ -1,56 +1,96 @@
-"""Parameters of which ranks have parts: whole again while a stage is run again, and compared in parts."""
+"""Parameters of which ranks have parts: whole while a stage is run again, and compared in parts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import FlatShard, Gradient
+from pipeproof.observers.calls import Call
+from pipeproof.observers.recording import MADE
 from pipeproof.observers.shards import InShards, Shard, added_up, flat_shard, gathered, held_here, in_flat_parts
 from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
-from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduced_in, unsharded
+from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduced_in, under_fully_shard, unsharded
 from pipeproof.wings.composed.held_gradients import length_in_pieces
 from pipeproof.wings.composed.peers import Peers
+from pipeproof.wings.composed.rerun import StageRerun
 
 _GATHERED = (
     "weights that train are whole under fully_shard, as where it keeps them after the backward, or ignored by it: call "
     "reshard() on its modules before gradients()"
 )
 _FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"
+_OTHER_DATA = (
+    "ranks that have a stage together are given other inputs in their first stage, or the same in another order: give "
+    "each the same at the same time"
+)
+_DRAWS = "stage {} draws random numbers, and layers that are cut among ranks draw others than it does put together"
+_ALIKE = (
+    "stage {} gives something else when it is put together than its ranks gave, all alike: a layer may be written for "
+    "a rank's part, as attention with that one's number of heads, or all ranks are wrong alike"
+)
 
-
+_Found = TypeVar("_Found")
 Part = tuple[int, str, str]  # a stage, a parameter, and which part of it
 
 
 def lengths_of(parts: Mapping[Part, float]) -> dict[Site, float]:
-    """The norms of gradients, of those of all their ``parts``."""
-    every: dict[Site, list[float]] = {}
+    """The norms of gradients, by those of all their ``parts``."""
+    found: dict[Site, float] = {}
     for (stage, name, _), one in parts.items():
-        every.setdefault((stage, name), []).append(one)
-    return {site: math.hypot(*those) for site, those in every.items()}
+        found[stage, name] = math.hypot(found.get((stage, name), 0.0), one)
+    return found
+
+
+def other_data(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> str:
+    """Why ranks of one replica cannot be put together; empty where each was given the same.
+
+    ``calls`` are those of the first stage on this rank, ``others`` on each other rank of the replica.
+    """
+    own, *every = ([[one.digest for one in call.inputs] for call in there] for there in (calls, *others))
+    return "" if all(there == own for there in every) else _OTHER_DATA
+
+
+def in_doubt(own: StageRerun, others: Sequence[Sequence[Call]]) -> str:
+    """Why it is not known what ``own`` gives, which is cut inside; empty if it is known.
+
+    ``others``: its calls on each other rank of the replica. Put together it is other code: only where ranks gave
+    unlike outputs, one of them is surely wrong.
+    """
+    made = [(k, number, call) for k, (where, number), call in own.wrong() if where == MADE]
+    if not made:
+        return ""
+    if own.drew:
+        return _DRAWS.format(own.stage)
+    alike = all(_digest(call, number) == _digest(calls[k], number) for k, number, call in made for calls in others)
+    return _ALIKE.format(own.stage) if alike else ""
+
+
+def _digest(call: Call, number: int) -> bytes:
+    return call.outputs[number].digest if number < len(call.outputs) else b""
 
 
 @dataclass(frozen=True)
 class OwnShards:
-    """The parts of parameters that this rank has; ``every``: each rank's, in the order of ranks.
+    """The parts of parameters that this rank has, of its ``stages``; ``every``: each rank's, in the order of ranks.
 
     ``gradients``: where its gradients lie, of those that are in other parts than their parameters.
     """
 
-    own: RankStages
+    stages: RankStages
     every: Sequence[Mapping[str, Shard]] = field(default_factory=list)
     gradients: dict[str, Shard] = field(default_factory=dict)
 
     @property
     def obstacle(self) -> str:
         """Why stages cannot be put together, or nothing."""
-        if any(is_flat(part) for module in self.own.modules.values() for part in module.modules()):
+        if any(is_flat(part) for module in self.stages.modules.values() for part in module.modules()):
             return _FLAT
-        return _GATHERED if any(map(is_gathered, self.own.modules.values())) else ""
+        return _GATHERED if any(map(is_gathered, self.stages.modules.values())) else ""
 
     @property
     def together(self) -> int:
@@ -58,9 +98,14 @@ class OwnShards:
 
         Its axis is the last one of a mesh: ``fully_shard`` cuts what was cut so before.
         """
-        cut = {name for name in self.own.shards if name not in self._wrapped}
-        those: list[Any] = [one for name, one in self.parameters.items() if name in cut or _cuts(one) > 1]
-        return max((one.device_mesh.size(one.device_mesh.ndim - 1) for one in those), default=1)
+        wrapped = self._renamed(under_fully_shard)
+        found = [1]
+        for name, one in self.parameters.items():
+            if isinstance(one, InShards):
+                axes = sum(not placement.is_replicate() for placement in one.placements)
+                if axes > 1 or (name in self.stages.shards and name not in wrapped):
+                    found.append(one.device_mesh.size(one.device_mesh.ndim - 1))
+        return max(found)
 
     def modules(self, peers: Peers) -> dict[int, nn.Module]:
         """This rank's stages, to be run again: those of which it has parts are made whole.
@@ -68,37 +113,33 @@ class OwnShards:
         Every rank calls this. It takes the memory of the stages' whole weights.
         """
         peers.group()  # by all ranks at once, for to make it is for all
-        cut = {name for name, one in self.parameters.items() if isinstance(one, InShards)}
-        whole = {name: self._whole(name, peers) for name in sorted(cut)}
-        found = dict(self.own.modules)
-        for stage, module in self.own.modules.items():
-            if any(map(is_wrapped, module.modules())) or any(isinstance(p, InShards) for p in module.parameters()):
-                names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-                there = {name: self.own.rename(stage, name) for name in names}
-                found[stage] = unsharded(module, {n: whole[full] for n, full in there.items() if full in whole})
+        cut = sorted(name for name, one in self.parameters.items() if isinstance(one, InShards))
+        whole = {name: self._whole(name, peers) for name in cut}
+        found = dict(self.stages.modules)
+        for stage, module in self.stages.modules.items():
+            names = {name: self.stages.rename(stage, name) for name, _ in _named(module)}
+            if any(map(is_wrapped, module.modules())) or any(full in whole for full in names.values()):
+                found[stage] = unsharded(module, {name: whole[full] for name, full in names.items() if full in whole})
         return found
 
     def sums(self, modules: Mapping[int, nn.Module]) -> dict[int, torch.dtype]:
         """By stage, the type of its parameters, where some are of another one in these ``modules``: they are cast."""
-        found = {}
-        for stage, module in self.own.modules.items():
-            for own, cast in zip(module.parameters(), modules[stage].parameters(), strict=True):
-                if own.dtype != cast.dtype:
-                    found[stage] = own.dtype
-        return found
+        return {
+            stage: own.dtype
+            for stage, module in self.stages.modules.items()
+            for own, cast in zip(module.parameters(), modules[stage].parameters(), strict=True)
+            if own.dtype != cast.dtype
+        }
 
     @property
     def reduced_in(self) -> dict[str, torch.dtype]:
         """The types in which gradients are reduced, of those parameters that have a wider one."""
-        every = [(s, pair) for s, module in self.own.modules.items() for pair in reduced_in(module).items()]
-        return {self.own.rename(stage, name): dtype for stage, (name, dtype) in every}
+        return self._renamed(reduced_in)
 
     def named(self, begun: Mapping[int, Mapping[str, bytes]]) -> dict[Site, tuple[str, bytes]]:
         """By stage and the model's name, which part this rank has, and its digest, of what is ``begun`` by stage."""
-        every = [
-            (stage, self.own.rename(stage, name), one) for stage, own in begun.items() for name, one in own.items()
-        ]
-        return {(stage, full): (str(self.own.shards.get(full, "")), digest) for stage, full, digest in every}
+        every = [(k, self.stages.rename(k, name), one) for k, own in begun.items() for name, one in own.items()]
+        return {(stage, full): (str(self.stages.shards.get(full, "")), digest) for stage, full, digest in every}
 
     @staticmethod
     def flat(gradients: Mapping[str, Gradient]) -> dict[str, Shard]:
@@ -114,7 +155,7 @@ class OwnShards:
         self.gradients.update(self.flat(gradients))
         found = {name: one.part if isinstance(one, FlatShard) else one for name, one in gradients.items()}
         if in_flat_parts(shard for one in flat for shard in one.values()):
-            found |= dict.fromkeys(name for name in self.own.places if name not in found)
+            found |= dict.fromkeys(name for name in self.stages.places if name not in found)
             self.gradients.update({name: flat_shard(0, None) for name, one in found.items() if one is None})
         return {
             name: None if one is None else dense(held_here(added_up(one, self.parameters.get(name))))
@@ -137,16 +178,16 @@ class OwnShards:
 
     def in_place(self, name: str, part: Tensor | None) -> Tensor | None:
         """``part`` where it lies in the whole gradient, with zeros around it: others have the rest."""
-        return None if part is None else self.in_whole(name, part, part.new_zeros(self.own.shapes[name]))
+        return None if part is None else self.in_whole(name, part, part.new_zeros(self.stages.shapes[name]))
 
     def alone(self, name: str, whole: Tensor | None) -> Tensor | None:
         """A ``whole`` gradient with zeros in place of what others have of it."""
         return self.in_place(name, self.part(name, whole)) if self.lies(name) else whole
 
-    def sizes(self, stage: int, seen: Mapping[str, Tensor | None]) -> dict[Part, float]:
+    def sizes(self, stage: int, gradients: Mapping[str, Tensor | None]) -> dict[Part, float]:
         """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""
-        names = [self.own.rename(stage, name) for name, _ in self.own.modules[stage].named_parameters()]
-        own = {name: one for name in names if (one := seen.get(name)) is not None}
+        names = [self.stages.rename(stage, name) for name, _ in self.stages.modules[stage].named_parameters()]
+        own = {name: one for name in names if (one := gradients.get(name)) is not None}
         return {(stage, name, self.lies(name)): length_in_pieces(one) for name, one in own.items()}
 
     def lies(self, name: str) -> str:
@@ -158,41 +199,28 @@ class OwnShards:
         shard = self._shard(name)
         return shard is not None and not shard.count
 
-    def _shard(self, name: str) -> Shard | None:
-        return self.gradients.get(name, self.own.shards.get(name))
-
     @property
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters, as the optimizer has them."""
-        return {
-            self.own.rename(stage, name): one
-            for stage, module in self.own.modules.items()
-            for name, one in module.named_parameters(remove_duplicate=False)
-        }
+        return self._renamed(lambda module: dict(_named(module)))
 
-    @property
-    def _wrapped(self) -> set[str]:
-        """The parameters that are in a module in which ``fully_shard`` was called, and that are in shards there."""
-        around: set[str] = set()
-        for stage, module in self.own.modules.items():
-            for prefix, part in module.named_modules(remove_duplicate=False):
-                if is_wrapped(part):
-                    every = part.named_parameters(remove_duplicate=False)
-                    inside = (f"{prefix}.{name}" if prefix else name for name, _ in every)
-                    around |= {self.own.rename(stage, name) for name in inside}
-        return {name for name, one in self.parameters.items() if name in around and isinstance(one, InShards)}
+    def _shard(self, name: str) -> Shard | None:
+        return self.gradients.get(name, self.stages.shards.get(name))
+
+    def _renamed(self, found_in: Callable[[nn.Module], Mapping[str, _Found]]) -> dict[str, _Found]:
+        """What is ``found_in`` each stage, by the names of the model."""
+        every = ((k, pair) for k, module in self.stages.modules.items() for pair in found_in(module).items())
+        return {self.stages.rename(stage, name): one for stage, (name, one) in every}
 
     def _whole(self, name: str, peers: Peers) -> Tensor:
-        shards = [self.every[rank].get(name) for rank in peers.ranks]
-        shape, here = self.own.shapes[name], held_here(self.parameters[name])
+        shape, here = self.stages.shapes[name], held_here(self.parameters[name])
         whole = Shard(tuple((0, length) for length in shape), shape)
-        placed = [whole if shard is None else shard for shard in shards]
+        placed = [self.every[rank].get(name, whole) for rank in peers.ranks]
         parts = peers.all_parts(here, [one.count for one in placed])
         found = gathered([(one, part.view(one.lengths)) for one, part in zip(placed, parts, strict=True)])
         assert found is not None, "this rank has a part"
         return found
 
 
-def _cuts(tensor: Tensor) -> int:
-    """Along how many axes of its mesh a DTensor is cut."""
-    return sum(not one.is_replicate() for one in tensor.placements) if isinstance(tensor, InShards) else 0
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)

@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import Contract
-from pipeproof.core.ledger import Ledger
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.rank_part import RankStages
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.own_shards import OwnShards
-from pipeproof.wings.composed.shares import WeightHere, enter_equal, equal_weights, weights_here
 from pipeproof.wings.composed.step import Composed
 from tests.support.pipeline_here import MSE, Job, checked, layers
 
@@ -206,41 +202,3 @@ def test_one_parameter_in_two_stages_of_a_rank_is_one() -> None:
     stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
     verdict = checked(Job(stages))
     assert verdict.verdict == "pass", str(verdict)
-
-
-def here(digest: str, *, constant: bool = False, part: str = "", trains: bool = True) -> WeightHere:
-    return WeightHere(part, digest.encode(), constant, trains)
-
-
-A, B, C = here("a"), here("b"), here("c")
-RANKS = {
-    "one name": ([{(0, "w"): A}, {(1, "w"): A}], {}),
-    "one stage": ([{(0, "v"): A, (0, "w"): A}], {}),
-    "two stages": ([{(0, "v"): A}, {(1, "w"): A}], {(0, 1): ["v", "w"]}),
-    "parts": ([{(0, "v"): A, (1, "w"): A}, {(0, "v"): B, (1, "w"): C}], {}),
-    "equal parts": ([{(0, "v"): A, (1, "w"): A}, {(0, "v"): B, (1, "w"): B}], {(0, 1): ["v", "w"]}),
-    "several of a stage": ([{(0, "u"): A, (0, "v"): A}, {(2, "w"): A}], {(0, 2): ["u", "v", "w"]}),
-}
-
-
-@pytest.mark.parametrize(("ranks", "found"), RANKS.values(), ids=RANKS)
-def test_weights_are_equal_where_all_ranks_parts_are(
-    ranks: list[dict[tuple[int, str], WeightHere]], found: dict[tuple[int, ...], list[str]]
-) -> None:
-    assert equal_weights(ranks) == found
-
-
-def test_only_the_stage_that_is_compared_is_in_doubt() -> None:
-    for only, names in ((None, ["v", "w"]), (0, ["v", "w"]), (1, ["v", "w"]), (2, [])):
-        ledger = Ledger(["presence", "gradient"])
-        assert [*enter_equal(ledger, RANKS["two stages"][0], only)] == names
-        assert ledger.failed == bool(names)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.complex128])
-@pytest.mark.parametrize(("begun", "constant"), [([1.0, 1.0], True), ([1.0, 2.0], False), ([1.0], True), ([], True)])
-def test_weights_are_constant_in_any_type(dtype: torch.dtype, begun: list[float], constant: bool) -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.tensor(begun, dtype=dtype))
-    shards = OwnShards(RankStages({0: module}, lambda stage, name: name))
-    assert [one.constant for one in weights_here(shards, {}, {}).values()] == [constant]

@@ -1,0 +1,245 @@
+"""Sums over ranks: what each replica of a stage adds up is summed over all of them, in a group of the check's own."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import Floor
+from pipeproof.diagnosis.naming import STALE
+from pipeproof.foreign.crossings import near
+from pipeproof.observers.shards import Shard, untiled
+from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.watching import Watcher
+from pipeproof.pipeline.sizes import first_few
+from pipeproof.records.rank_part import RankStages
+from pipeproof.reference.step import Site
+from pipeproof.wings.composed.held_gradients import length_in_pieces
+from pipeproof.wings.composed.peers import Peers
+from pipeproof.wings.composed.shards import OwnShards
+from pipeproof.worlds.side_store import Exchange
+
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
+_NOT_SUMMED = (
+    "{} of its gradients are not the same on ranks {}, and together they are the expected ones: they are parts of one "
+    "sum, were reduced before all was added to them, over other ranks, or not at all"
+)
+Wrong = Mapping[Site, tuple[Sketch, Sketch]]  # of gradients that are wrong: as observed, and as expected
+
+
+def hooks_of(own: RankStages, watchers: Mapping[int, Watcher]) -> dict[str, str]:
+    """The communication hooks of DDP by the parameters whose gradients they reduce; ``watchers`` saw the calls."""
+    found: dict[str, str] = {}
+    for stage, module in own.modules.items():
+        replicas = watchers[stage].replicas(module)
+        if replicas is not None and (hook := _hook_of(replicas)):
+            found |= {own.rename(stage, name): hook for name, _ in module.named_parameters(remove_duplicate=False)}
+    return found
+
+
+def _hook_of(replicas: DistributedDataParallel) -> str:
+    """The name of the hook through which it reduces gradients; empty where it averages them."""
+    hooks = [hook for hook, _ in replicas._comm_hooks]
+    if hooks:
+        name = getattr(hooks[-1], "__qualname__", type(hooks[-1]).__qualname__)
+        return "" if hooks[-1] is default_hooks.allreduce_hook else name
+    logged: dict[str, object] = replicas._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # in torch
+    built_in = str(logged.get("comm_hook", ""))
+    return "" if built_in.endswith("ALLREDUCE") else built_in
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The norms of this replica's sum, of ``every`` replica's, added up, and of the ``whole`` sum."""
+
+    own: float
+    every: float
+    whole: float
+
+
+@dataclass
+class ReplicaSums:
+    """The sums of this rank's stages over all replicas, which its ``peers`` have.
+
+    ``own``: this rank's parameters; ``together``: how many peers have the same sum, as parts of one replica. ``hooks``:
+    the names of those through which gradients are reduced. ``alone``: what this replica alone adds up of what this rank
+    has of each, in a few numbers. ``untiled``: the gradients that ranks have parts of which are not all of it, and why.
+    """
+
+    exchange: Exchange
+    peers: Peers
+    own: OwnShards
+    together: int = 1
+    hooks: Mapping[str, str] = field(default_factory=dict)
+    alone: dict[str, Sketch] = field(default_factory=dict)
+    untiled: dict[str, str] = field(default_factory=dict)
+    _lengths: dict[str, _Lengths] = field(default_factory=dict)
+
+    def summed(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """``sums``, which are used up, over all replicas.
+
+        Every rank calls this. It calls ``all_reduce`` for each of them.
+        """
+        group = self.peers.group()
+        if group is None:
+            self._find_untiled([self.own.gradients])
+            return dict(sums)
+        lengths: dict[str, float] = {}
+        for name, one in sums.items():  # whoever raises here is missed at the gathering, which is bounded
+            if one is not None:
+                part = self.own.part(name, one)
+                self.alone[name] = sketch(one if part is None else part)
+                lengths[name] = length_in_pieces(one)
+        mine, what = (lengths, self.own.gradients), "which parameters of replicas have gradients"
+        every = self.exchange.gather(mine, what=what, bound_s=self.peers.bound_s)
+        given, parts = zip(*(every[rank] for rank in self.peers.ranks), strict=True)
+        self._find_untiled(parts)
+        found: dict[tuple[int, int], Tensor] = {}  # by stage and parameter, which may have several names
+        wholes: dict[str, Tensor | None] = dict.fromkeys(sums)
+        parameters, places = self.own.parameters, self.own.stages.places
+        for name in sorted({name for one in given for name in one}):
+            site = places[name], id(parameters[name])
+            if site not in found:
+                found[site] = self._reduced(group, sums.get(name), name)
+            each = math.fsum(one.get(name, 0.0) for one in given) / self.together
+            self._lengths[name] = _Lengths(lengths.get(name, 0.0), each, length_in_pieces(found[site]))
+            wholes[name] = found[site]
+        return wholes
+
+    @property
+    def replicas(self) -> int:
+        """How many there are of what this rank has."""
+        return len(self.peers.ranks) // self.together
+
+    def floor(self, name: str, own: Floor) -> Floor:
+        """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""
+        lengths, narrow = self._lengths.get(name), self.own.reduced_in.get(name)
+        own = own if narrow is None else own.through(narrow)
+        if lengths is None or not lengths.whole:
+            return own
+        size = own.size * self.replicas
+        if own.noise and lengths.whole <= own.precision.factor * size:
+            return replace(own, size=size)
+        grown = lengths.every / lengths.whole
+        least = size / lengths.whole if own.noise else own.precision.least / own.precision.factor * grown
+        return replace(
+            own,
+            permutation=own.permutation * grown,
+            rounding=max(own.rounding * grown, least),
+            nudged=own.nudged * grown,
+            led=own.led * grown,
+            fault=own.fault * lengths.own / lengths.whole,
+            size=0.0,
+            sums=None if own.sums is None else self.floor(name, own.sums),
+        )
+
+    def size(self, name: str, own: Tensor) -> float:
+        """The norm of what this replica has summed up; ``own``: that, if it was not used up for the sum of all."""
+        return self._lengths[name].own if name in self.alone else length_in_pieces(own)
+
+    def causes(
+        self,
+        stage: int,
+        wrong: Mapping[str, tuple[Tensor | None, Tensor | None]],
+        begun: Mapping[str, Tensor | None],
+        scale: float,
+    ) -> Iterator[Cause]:
+        """What is wrong with all gradients of a stage that are ``wrong``, as expected and as observed: one thing.
+
+        ``begun``: what they were before the step. All are as they are before sums are divided by ``scale``.
+        """
+        pairs = {name: (one, it) for name, (it, one) in wrong.items() if one is not None and it is not None}
+        if not pairs or len(pairs) < len(wrong):
+            return
+        at = Cause("not-reduced", rank=self.exchange.rank, stage=stage)
+        observed = {name: sketch(one) for name, (one, _) in pairs.items()}
+        own = [one.factor(self.alone[name]) if name in self.alone else None for name, one in observed.items()]
+        if all(near(one, 1.0) or near(one, scale) for one in own):
+            every = [name for name, of in self.own.stages.places.items() if of == stage]
+            some = "" if len(pairs) == len(every) else f" of {first_few(list(pairs))}"
+            yield replace(at, detail=f"its gradients{some} are those of its own microbatches alone")
+            return
+        times = _one_of(_besides(*pair, begun.get(name)) for name, pair in pairs.items())
+        if times is not None:
+            rank = at.rank if times >= 1 else None  # of less than all of it, another replica may have kept it
+            yield replace(at, kind="stale-gradient", rank=rank, detail=f"{STALE}, {times:g} times")
+            return
+        factor = _one_of(observed[name].factor(sketch(it)) for name, (_, it) in pairs.items())
+        if factor is not None and not near(factor, 1.0):
+            alone = next(iter(pairs)) if len(pairs) == 1 else None
+            yield replace(at, kind="scale", factor=factor, detail=f"{factor:g} times", parameter=alone)
+
+    def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
+        """Find gradients of which ``parts``, those of all peers, are not all: a rank without one has it whole.
+
+        One of which no rank has anything is no gradient.
+        """
+        for name in dict.fromkeys(name for one in parts for name in one):
+            if not all(name in one for one in parts):
+                continue
+            if not any(one[name].count for one in parts):
+                del self.own.gradients[name]
+            else:
+                size = (math.prod(self.own.stages.shapes[name]),)
+                if why := untiled([replace(one[name], shape=size) for one in parts]):
+                    self.untiled[name] = why
+
+    def _reduced(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
+        """The sum of one parameter, of which this replica may have nothing."""
+        if own is None:
+            own = self.own.stages.parameters[name].new_zeros(self.own.stages.shapes[name])
+        wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
+        dist.all_reduce(wide, group=group)
+        return (wide if self.together == 1 else wide / self.together).to(own.dtype)
+
+
+def _besides(observed: Tensor, expected: Tensor, begun: Tensor | None) -> float | None:
+    """How many times what was there as the step ``begun`` is in what is ``observed``, besides the expected."""
+    if begun is None or observed.shape != expected.shape or observed.numel() != begun.numel():
+        return None
+    return sketch(observed - expected).factor(sketch(begun.to(observed).view_as(observed)))
+
+
+def _one_of(factors: Iterable[float | None]) -> float | None:
+    """The one factor that all are, to four digits; None where they differ, or one is none."""
+    found = {None if one is None else float(f"{one:.4g}") for one in factors}
+    return found.pop() if len(found) == 1 else None
+
+
+def sketched(stage: int, names: Iterable[str], observed: Mapping[str, Any], due: Mapping[str, Tensor | None]) -> Wrong:
+    """Of gradients with these ``names``, what is ``observed`` and what is ``due``, where both are there."""
+    pairs = ((name, observed.get(name), due[name]) for name in names)
+    return {(stage, n): (sketch(one), sketch(it)) for n, one, it in pairs if one is not None and it is not None}
+
+
+def not_summed(ranks: Sequence[Wrong], replicas: Sequence[int]) -> Iterator[Cause]:
+    """Gradients that differ on the ranks of one of the ``replicas``, or of all, and together are the expected ones."""
+    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for stage, name in dict.fromkeys(site for wrong in ranks for site in wrong):
+        pairs = {rank: wrong[stage, name] for rank, wrong in enumerate(ranks) if (stage, name) in wrong}
+        groups = [tuple(rank for rank in pairs if replicas[rank] == replica) for replica in sorted({*replicas})]
+        for group in groups if max(map(len, groups)) > 1 else [tuple(pairs)]:
+            if _makes_up([pairs[rank] for rank in group]):
+                found.setdefault((stage, group), []).append(name)
+    for (stage, group), names in found.items():
+        alone = names[0] if len(names) == 1 else None
+        detail = _NOT_SUMMED.format(len(names), ", ".join(map(str, group)))
+        yield Cause("not-reduced", rank=group[0], stage=stage, parameter=alone, detail=detail)
+
+
+def _makes_up(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
+    """Whether what ranks have is not one, and added up, or averaged, what is expected of each."""
+    if len({(one.shape, one.dtype) for pair in pairs for one in pair}) != 1:
+        return False
+    observed = [one for one, _ in pairs]
+    whole = reduce(Sketch.plus, observed)
+    unlike = any(not one.is_like(observed[0]) for one in observed)
+    return unlike and any(all(whole.is_like(due.times(times)) for _, due in pairs) for times in (1, len(pairs)))
