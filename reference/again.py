@@ -17,7 +17,7 @@ from pipeproof.reference.attributes import Attribute, attributes_of, changed, pu
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom
 from pipeproof.reference.first_hook import hook_first
-from pipeproof.reference.generators import Generator, Kept, generators_in, set_states_on, states_on
+from pipeproof.reference.generators import Generator, Kept, set_states_on, states_on
 
 _run_again = set[int]()  # the ids of modules
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
@@ -45,7 +45,7 @@ class State:
 
     @staticmethod
     def of(module: nn.Module, generators: Sequence[Generator] = ()) -> "State":
-        """The state that a call of ``module`` would have now, which may draw from these ``generators`` too."""
+        """The state that a call of ``module`` would have now, which may draw from these ``generators``."""
         devices = _devices(module)
         return State(
             states_on(devices),
@@ -57,7 +57,7 @@ class State:
             _copies(_buffers(module)),
             random.getstate(),
             numpy.random.get_state(),
-            tuple(map(Kept.of, _each(generators, module))),
+            tuple(map(Kept.of, generators)),
             tuple(attributes_of(module)),
         )
 
@@ -143,12 +143,6 @@ def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
 def is_run_again(module: nn.Module) -> bool:
     """Whether its calls are none of a step that anybody watches, but come from one that is checked."""
     return id(module) in _run_again
-
-
-def _each(generators: Sequence[Generator], *modules: nn.Module) -> list[Generator]:
-    """These and those of ``modules``, each once."""
-    every = [*generators, *(one for module in modules for one in generators_in(module))]
-    return list({id(one): one for one in every}.values())
 
 
 def _devices(module: nn.Module) -> set[torch.device]:

@@ -28,7 +28,7 @@ from pipeproof.observers.watched import Entry, Watched
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
-from pipeproof.reference.generators import Generator
+from pipeproof.reference.generators import Generator, generators_in
 from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.fence import Fence
 from pipeproof.worlds.posted_messages import did, received_at
@@ -48,6 +48,7 @@ class Watcher:
 
     def __init__(self, *, keep: Keep | None = None, generators: Sequence[Generator] = (), linked: bool = False) -> None:
         self._keep, self._generators, self._linked = keep, generators, linked or keep is not None
+        self._drawing: dict[int, list[Generator]] = {}  # by module, those that its calls may draw from
         self._hooks: list[RemovableHandle] = []
         self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
         self._watched: dict[int, Watched] = {}
@@ -163,9 +164,16 @@ class Watcher:
         if self._watched[id(module)].when():
             self._watched[id(module)].note_replicas()
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
-            keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep, generators=self._generators)
-            again = keep(module, arguments, named) if keep else None
+            keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep)
+            again = keep(module, arguments, named, generators=self._generators_of(module)) if keep else None
             self._entering[get_ident()].append(Entry.of(inputs, again, inputs_kept(module) if keep else []))
+
+    def _generators_of(self, module: nn.Module) -> list[Generator]:
+        """Those that calls of ``module`` may draw from, each once, as they are in its first call."""
+        if id(module) not in self._drawing:
+            every = [*self._generators, *generators_in(module)]
+            self._drawing[id(module)] = list({id(one): one for one in every}.values())
+        return self._drawing[id(module)]
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         watched, mode = self._watched[id(module)], _mode()

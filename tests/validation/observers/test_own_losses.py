@@ -355,7 +355,7 @@ def test_whoever_takes_the_engines_place_meanwhile_is_called_once(monkeypatch: p
         ENGINE._execution_engine = other
     assert ENGINE._execution_engine is other, "it is not ours to take away"
     assert verdict_of(after).verdict == "unknown"
-    assert other.ran == len(DATA) * (4 + 3), "of each of three stages and one loss, and of each stage again"
+    assert other.ran == len(DATA) * (4 + 4), "of each of three stages and one loss, and of each again"
     assert ENGINE._execution_engine is other
 
 

@@ -88,6 +88,27 @@ class Chain:
         of, at = self.sources.of_inputs.get((stage, number), (None, 0))
         return None if of is None else {one.outputs[at].digest for one in self.stages[of].calls if at in one.giving}
 
+    @property
+    def meant(self) -> int | None:
+        """The stage from which on calls are of other microbatches than their inputs; None if there is none."""
+        return next((stage for stage, seen in self.stages.items() if seen.meant), None)
+
+    def as_meant(self, pairs: Mapping[int, int]) -> "Chain | None":
+        """The same, where messages between two stages crossed: from there on, calls are meant for other microbatches.
+
+        ``pairs`` has these. That is at the first stage whose gradients came back to other microbatches, as the
+        targets of the loss agree. None where there is no such stage.
+        """
+        for stage in [one for one in self.stages if one - 1 in self.stages]:
+            calls = zip(self.stages[stage].calls, self.orders[stage].numbers, strict=True)
+            before = zip(self.stages[stage - 1].calls, self.orders[stage - 1].numbers, strict=True)
+            handed = {one.digest: m for call, m in calls for one in call.input_gradients.values() if one.norm}
+            flows = [(m, one.digest) for call, m in before for one in call.output_gradients.values()]
+            came = {handed[digest]: m for m, digest in flows if digest in handed}
+            if any(of != m for of, m in came.items()) and all(pairs.get(of, of) == m for of, m in came.items()):
+                return Chain({**self.stages, stage: replace(self.stages[stage], meant=pairs)}, self.data)
+        return None
+
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)

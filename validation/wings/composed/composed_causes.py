@@ -80,23 +80,6 @@ def on_the_wire(cause: Cause, flow: Passed, *, last: int) -> Cause:
     return replace(cause, kind="cast-on-wire") if cause.kind == "rounded" and wrong and came else cause
 
 
-def of_messages(causes: Sequence[Cause], chain: Chain) -> list[Cause]:
-    """``causes``; where a stage got back gradients of others, and the loss their targets, messages arrived as others'.
-
-    What a stage was given then tells no more what it was meant for, and all that follows agrees on that.
-    """
-    target = next((one for one in causes if one.kind == "swapped-data" and one.stage == chain.last), None)
-    those = [one for one in causes if one.kind == "mispaired" and one.stage not in (None, chain.last)]
-    back = next((one for one in those if target is not None and one.microbatches == target.microbatches), None)
-    if back is None or back.stage is None:
-        return list(causes)
-    stage = back.stage + 1
-    rank, action = chain.stages[stage].rank, f"{stage}F{back.microbatches[0]}"
-    told = f"what came back to stage {back.stage}, and the targets, are those of others: messages between them crossed"
-    moved = replace(back, rank=rank, stage=stage, action=action, detail=told)
-    return [moved if one is back else one for one in causes if one is not target]
-
-
 def _together(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
     """``causes``; one that all stages have is of the whole step."""
     groups: dict[tuple[str, object], list[Cause]] = {}

@@ -64,7 +64,7 @@ from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
-_OF_THE_LOSS = "the loss trains more than what the last stage gives: let that stage's module use it"
+_OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage's module hold them"
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class ComposedCheck(CheckedStep):
         again = Reruns(self._division, modules, calls, self._given, chain, loss_fn, only, self._shards.sums(modules))
         again.in_parts, again.others, again.own_losses = lines.together > 1, others, self._watched.own_losses
         here = self._rerun(again, named)
-        stages = again.stages
+        chain, stages = again.chain, again.stages
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
@@ -275,8 +275,12 @@ class ComposedCheck(CheckedStep):
             self._begun.check_called(self._own, calls, self.microbatches)
             if unseen := hidden(calls):
                 raise RecordError(Reason.HIDDEN.doubt(unseen))
-        seen = self._watched.seen(self._exchange.rank, calls)
-        every: list[Mapping[int, StageSeen]] = self._gather(seen, "what stages received and sent in the checked step")
+        untold = self._one_name is None and self._by.contract.ties is None
+        weights = weights_here(self._shards, self._weights, self._first) if untold else {}
+        mine = self._watched.seen(self._exchange.rank, calls), weights
+        both = self._gather(mine, "what stages received and sent in the checked step")
+        every: list[Mapping[int, StageSeen]] = [seen for seen, _ in both]
+        self._unsure = enter_equal(self._ledger, [held for _, held in both], self._only)
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
         return every, calls
@@ -290,12 +294,13 @@ class ComposedCheck(CheckedStep):
         every: list[tuple[RerunNote, Mapping[str, Shard]]] = self._gather(mine, what)
         notes = [note for note, _ in every]
         self._lost = frozenset(stage for note in notes for stage in note.lost)
+        again.agree(self._lines.of_line(notes))
         scaled = next((one for note in notes for one in note.scaled), self._division.scaled)
         division = replace(self._division, scaled=scaled)
         self._division = division.with_factors([factor for note in notes for factor in note.factors])
         if unknown := self._division.doubt(self._ledger, len(self._run.microbatches)):
             self.refuse(unknown)
-        for own in again.stages if not self._division.declared or self._division.adds_up else ():
+        for own in again.stages:
             own.times(self._division.times)
         return self._shards.lying(left, [every[rank][1] for rank in self._peers.ranks])
 
@@ -312,9 +317,6 @@ class ComposedCheck(CheckedStep):
         hooks = self._watched.comm_hooks(self._own)
         self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
         sums |= self._replicas.summed(sums)
-        if self._one_name is None and self._by.contract.ties is None:
-            every = self._gather(weights_here(self._shards, self._weights, self._first), "which weights are equal")
-            self._unsure = enter_equal(self._ledger, every, self._only)
         both, own = (self._exchange, self._first), self._own.places
         self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
         return self._division.divided(sums | self._shares.join(None if self._why else sums))

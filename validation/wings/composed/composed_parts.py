@@ -29,7 +29,7 @@ from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.composed_causes import of_calls, of_messages, on_the_wire, repeated, with_lost, with_own
+from pipeproof.wings.composed.composed_causes import of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.outside import enter_unsure
 from pipeproof.wings.composed.own_calls import StageSeen
@@ -327,7 +327,7 @@ class Whole:
         seen = [] if self.chain.sources.unsure else map(self._as_seen, found.cause)
         shown = with_lost([*of_calls(self.chain), *seen], self.chain)
         told = [cause for part in self.parts for cause in part.causes] + list(self._of_copies())
-        causes = of_messages(with_own(shown, told, evidence), self.chain)
+        causes = with_own(shown, told, evidence)
         undecided = dict.fromkeys((*found.undecided, *(one for part in self.parts for one in part.undecided)))
         if self.chain.sources.unsure:
             undecided[_EQUAL] = None

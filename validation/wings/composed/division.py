@@ -26,9 +26,8 @@ class Division:
 
     ``scaled``: what losses are multiplied by, and gradients divided by before they are looked at. ``own``: what the
     losses of each of the ``replicas`` are divided by, which then average. ``alike``: that is the same in all of them.
-    ``declared``: the contract says how losses are scaled. ``times``: what came back from losses, in multiples of what
-    is due: gradients are still to be what the contract says, so that they tell whether it was made good.
-    ``undeclared``: something else came back than is due, and replicas have unequal numbers of microbatches.
+    ``declared``: the contract says how losses are scaled. ``came``: what came back from losses, in multiples of what is
+    due. ``undeclared``: something else came back than is due, and replicas have unequal numbers of microbatches.
     """
 
     accumulation: Accumulation
@@ -37,14 +36,14 @@ class Division:
     replicas: int = 1
     alike: bool = True
     declared: bool = False
-    times: float = 1.0
+    came: float = 1.0
     undeclared: bool = False
 
     def with_factors(self, factors: Sequence[float | None]) -> "Division":
         """The same, where ``factors`` came back to last stages: None where its microbatches have several."""
         first = factors[0] if factors else None
-        times = 1.0 if first is None or not all(near(one, first) for one in factors) else first
-        return replace(self, times=times, undeclared=not self.alike and any(one != 1.0 for one in factors))
+        came = 1.0 if first is None or not all(near(one, first) for one in factors) else first
+        return replace(self, came=came, undeclared=not self.alike and any(one != 1.0 for one in factors))
 
     @property
     def divisor(self) -> float:
@@ -62,23 +61,32 @@ class Division:
         return (self.whole if self.accumulation.late else self.replicas) * self.scaled * self.times
 
     @property
+    def times(self) -> float:
+        """What sums are too large by that no contract says: they are still to be the contract's.
+
+        So gradients tell whether that was made good. Where the contract says how losses are scaled, that is wrong where
+        it came back, and gradients are what follows from it.
+        """
+        return self.came if self.adds_up or not self.declared else 1.0
+
+    @property
     def adds_up(self) -> bool:
         """Whether replicas divide losses by their number, too, and add gradients up: these are the same."""
-        return self.alike and self.replicas > 1 and not self.accumulation.late and self.times == 1 / self.replicas
+        return self.alike and self.replicas > 1 and not self.accumulation.late and self.came == 1 / self.replicas
 
     def doubt(self, ledger: Ledger, microbatches: int) -> str:
         """Enter what losses are multiplied by that no contract says. Gives why nothing is known of gradients, if so."""
         if self.undeclared:
             return Reason.LOSS_SCALE.doubt(_UNEQUAL.format(microbatches))
-        if self.times == 1.0 or self.adds_up:
+        if self.came == 1.0 or self.adds_up:
             return ""
-        scale = self.scaled * self.times
-        told = (_TIMES if scale > 0 else _NO_SCALE).format(self.times, scale)
+        scale = self.scaled * self.came
+        told = (_TIMES if scale > 0 else _NO_SCALE).format(self.came, scale)
         if self.declared:
             ledger.remark("boundaries", told)
         else:
             more = scale > 0 and not self.accumulation.late
-            ledger.doubt("boundaries", told + more * _OR_ELSE.format(self.whole / self.times), Reason.LOSS_SCALE)
+            ledger.doubt("boundaries", told + more * _OR_ELSE.format(self.whole / self.came), Reason.LOSS_SCALE)
         return ""
 
     def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -1,7 +1,7 @@
 """How far rounding may put what a stage gives, measured on one of its calls: that serves all of them."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -11,6 +11,7 @@ from pipeproof.core.limits import coarsest, precision_of
 from pipeproof.core.tolerance import Floor, error, floor_of
 from pipeproof.observers.elements import all_finite, in_fp64
 from pipeproof.observers.recording import MADE
+from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Contribution, Site
 from pipeproof.wings.composed.link import Point
 
@@ -104,3 +105,44 @@ class Envelope:
     @cached_property
     def _off(self) -> Contribution | None:
         return self.off()
+
+
+@dataclass
+class Envelopes:
+    """Those of a stage's calls that were ``measured``: the first that differs, and one that is farther off than that.
+
+    ``measure``: makes one of a call, and of what that made in its first run.
+    """
+
+    measure: Callable[[int, Made | None], Envelope]
+    measured: dict[int, Envelope] = field(default_factory=dict)
+
+    def at(self, k: int, made: Made | None = None) -> Envelope:
+        """That of call ``k``."""
+        if k not in self.measured:
+            self.measured[k] = self.measure(k, made)
+        return self.measured[k]
+
+    def of_call(
+        self, k: int, made: Made, seen: Mapping[Point, tuple[Sketch | None, Sketch]]
+    ) -> tuple[dict[Point, float], frozenset[Point]]:
+        """How far rounding may put what call ``k`` ``made``, and where it gives another in each run.
+
+        ``seen``: what was seen where it was another, and what is due there.
+        """
+        if not self.measured:
+            self.at(k, made)
+        if self._is_over(made, seen):  # two runs are nearer than that
+            for one in self.measured.values():
+                one.widen()
+        if len(self.measured) == 1 and self._is_over(made, seen):
+            self.at(k, made).widen()
+        strange = {at for at in seen for one in self.measured.values() if one.is_strange(at)}
+        return self._limits(made, seen), frozenset(strange)
+
+    def _limits(self, made: Made, where: Iterable[Point]) -> dict[Point, float]:
+        return {at: max(one.limit(at, made.tensors[at]) for one in self.measured.values()) for at in where}
+
+    def _is_over(self, made: Made, seen: Mapping[Point, tuple[Sketch | None, Sketch]]) -> bool:
+        limits = self._limits(made, seen)
+        return any(one is None or one.distance(due) > limits[at] for at, (one, due) in seen.items())

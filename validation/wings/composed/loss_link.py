@@ -2,20 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pipeproof.core.limits import precision_of
+from pipeproof.foreign.crossings import near
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import version
 from pipeproof.observers.own_losses import leaves_of
+from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.reference.again import Again, repeats
 from pipeproof.reference.step import LossError, differentiable
+from pipeproof.wings.composed.division import plain
+from pipeproof.wings.composed.link import Link, Point, seen_at
 from pipeproof.worlds.drawing import draw_some
 
 
@@ -23,12 +28,12 @@ from pipeproof.worlds.drawing import draw_some
 class LossDue:
     """What is due of one call: its loss, undivided, and the gradient of each output, by number.
 
-    ``leaves``: the tensors that the loss trains besides what the stage gives.
+    ``trained``: the tensors that the loss trains besides what the stage gives, with their gradients.
     """
 
     loss: Tensor | None = None
     flows: Mapping[int, Tensor] = field(default_factory=dict)
-    leaves: Sequence[Tensor] = ()
+    trained: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 @dataclass
@@ -64,10 +69,10 @@ class LossLink:
             self._cast, found = False, other
         return found
 
-    def target_of(self, output: object, call: Call) -> int | None:
-        """The call by whose target the loss of ``output`` gives what came back in ``call``; None if no target does."""
-        every = range(len(self.targets))
-        return next((j for j in every if _are_seen(self._made(output, self.targets[j]), call)), None)
+    def of_another(self, output: object, call: Call) -> tuple[int, LossDue] | None:
+        """The call by whose target the loss of ``output`` gives what came back in ``call``, and what it gives."""
+        every = ((j, self._made(output, target)) for j, target in enumerate(self.targets))
+        return next(((j, due) for j, due in every if _are_seen(due, call)), None)
 
     def _made(self, output: object, target: Any) -> LossDue:
         made = tensors_in(output)
@@ -83,9 +88,10 @@ class LossLink:
         again = repeats(made)
         wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
         more = leaves_of(loss, wanting.values())
-        flows = torch.autograd.grad(loss / self.divisor, [*wanting.values()], allow_unused=True) if wanting else ()
-        came = {n: flow for n, flow in zip(wanting, flows, strict=True) if flow is not None}
-        return LossDue(loss.detach(), came, more)
+        every = [*wanting.values(), *more]
+        flows = torch.autograd.grad(loss / self.divisor, every, allow_unused=True) if every else ()
+        came = {n: flow for n, flow in zip(wanting, flows, strict=False) if flow is not None}
+        return LossDue(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
 
 
 def _are_seen(due: LossDue, call: Call) -> bool:
@@ -95,3 +101,35 @@ def _are_seen(due: LossDue, call: Call) -> bool:
         return seen is not None and sketch(flow, known=seen) is seen
 
     return bool(due.flows) and all(is_seen(call.output_gradients.get(n), flow) for n, flow in due.flows.items())
+
+
+def factors_of(calls: Sequence[Call], links: Sequence[Link]) -> list[float | None]:
+    """How many times what is due came back from the loss: one number, None if several, none if nothing is due."""
+    every = [
+        (call, link, at) for call, link in zip(calls, links, strict=True) for at, one in link.gives.items() if one.norm
+    ]
+    found = [factor_at(call, link, at) for call, link, at in every if at[0] == RECEIVED]
+    return found[:1] if all(near(one, found[0]) for one in found) else [None]
+
+
+def factor_at(call: Call, link: Link, at: Point) -> float | None:
+    """How many times what is due came back there; None if it is no multiple."""
+    due, seen = link.gives[at], seen_at(call, at)
+    if seen is not None and seen.distance(due) <= link.allowed.get(at, 0.0):
+        return 1.0
+    factor = None if seen is None else seen.factor(due)
+    return None if factor is None else plain(factor, precision_of(due.dtype).least)
+
+
+def multiplied(link: Link, factor: float) -> Link:
+    """``link``, where so many times what was due comes back: to rounding, for products may have another order."""
+    due = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm and factor != 1.0}
+    limits = {at: precision_of(one.dtype).least for at, one in due.items()}
+    more = {at: one.times(factor) for at, one in due.items()}
+    return replace(link, gives={**link.gives, **more}, limits={**limits, **link.limits})
+
+
+def met(call: Call, link: Link, due: LossDue) -> Link:
+    """``link`` of a call that met another target, of which that is ``due`` which was seen."""
+    came = {(RECEIVED, n): call.output_gradients[n] for n in due.flows if n in call.output_gradients}
+    return link if due.loss is None else replace(link, gives={**link.gives, **came}, loss=due.loss.item())

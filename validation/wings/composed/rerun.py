@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pipeproof.core.limits import precision_of
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import raised
-from pipeproof.foreign.crossings import near
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.recording import HANDED_ON, MADE, RECEIVED
@@ -34,14 +33,15 @@ from pipeproof.reference.drawn_from import KeptElsewhere
 from pipeproof.reference.generators import states_on
 from pipeproof.reference.otherwise import one_place_off, widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
-from pipeproof.wings.composed.division import plain
-from pipeproof.wings.composed.envelope import Envelope, Made
+from pipeproof.wings.composed.envelope import Envelope, Envelopes, Made
 from pipeproof.wings.composed.link import Link, Point, seen_at
-from pipeproof.wings.composed.loss_link import LossDue, LossLink
+from pipeproof.wings.composed.loss_link import LossDue, LossLink, factor_at, factors_of, met, multiplied
 
-_GENERATORS = "pass it in generators= of Composed"
-_KEPT = "{} draws from a state of random numbers that is kept elsewhere: pass who keeps it in generators= of Composed"
-_DRAWS = "{} draws from a {} of {} that is not part of it: " + _GENERATORS
+_RAISED = "run again, stage {} raised {}"
+_KEPT = (
+    "stage {} draws from a state of random numbers that is kept elsewhere: pass who keeps it in generators= of Composed"
+)
+_DRAWS = "{} draws from a {} of {} that is not part of it: pass it in generators= of Composed"
 _ATTRIBUTES = (
     "stage {} gives the same again only where attributes are put back that changed since: {}; call its module with "
     "what it needs of them"
@@ -80,16 +80,18 @@ class StageRerun:
         self._reference = Reference(self.model, owner=dict.fromkeys(names, stage), recipe=recipe)
         self._sums: dict[Site, Gradient] = {}
         self.links: list[Link] = []
-        self.loss_leaves: Sequence[Tensor] = ()  # what the loss trains besides what the stage gives
-        self.pairs: dict[int, int | None] = {}  # of calls with another flow from the loss: by whose target it was made
+        self.trained: Mapping[int, Tensor] = {}  # by id, what the loss trains besides what the stage gives
+        # Of calls to which no multiple of what is due came back: whose target gives that, and what else it gives.
+        self.pairs: dict[int, tuple[int, LossDue] | None] = {}
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self.speaks = False  # to other ranks: then it is run no more than they run it
         self._in_training = dict[bool, bool]()  # whether a call in evaluation mode gives the same in training mode
-        self._ran = set[int]()
+        self._envelopes = Envelopes(self._envelope)
         # Of the call that runs:
         self._now: int | None = None
         self._noted, self._more, self._due = dict[Point, Tensor](), dict[int, Tensor](), LossDue()
         self._then: Mapping[torch.device, Tensor] = {}  # random numbers where its backward begins
+        self._output: object = None
         self._disturb = False
 
     def run(self) -> None:
@@ -104,7 +106,9 @@ class StageRerun:
                     made = self._made(self._reference, k, onto=self._sums if in_place and self._calls[k].ran else {})
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 self._note_form(k, self._noted)
-                found[k] = Link({}, obstacle=self.other_form or self._told_of(error))
+                kept = isinstance(error, KeptElsewhere)
+                told = _KEPT.format(self.stage) if kept else _RAISED.format(self.stage, raised(error))
+                found[k] = Link({}, obstacle=self.other_form or told)
                 continue
             if speaking is not None:
                 self.speaks, now = speaking.spoke, states_on(self._then)
@@ -113,19 +117,26 @@ class StageRerun:
             found[k] = Link({}, obstacle=self.other_form) if self.other_form else self._link(k, made)
             if made.contribution is not None and self._calls[k].ran and not self.other_form:
                 self._add(made.contribution, in_place=in_place)
+                self._add_of_loss(k, found[k])
         self.links = [found[k] for k in range(len(self._calls))]
         if drawing and not self.speaks:
             self.doubt(_IN_BACKWARD.format(self.stage))
-
-    def _told_of(self, error: Exception) -> str:
-        stage = f"stage {self.stage}"
-        return _KEPT.format(stage) if isinstance(error, KeptElsewhere) else f"run again, {stage} raised {raised(error)}"
 
     def _add(self, contribution: Contribution, *, in_place: bool) -> None:
         if in_place:
             self._sums |= {site: one for site, one in contribution.gradients.items() if one is not None}
         else:
             self._sums = self._reference.accumulate([contribution], orders={self.stage: [0]}, onto=self._sums)
+
+    def _add_of_loss(self, k: int, link: Link) -> None:
+        """Add what the loss of call ``k`` gives to weights of this stage, in the multiple that came back to it."""
+        came = next((at for at in link.gives if at[0] == RECEIVED), None)
+        factor = 1.0 if came is None else factor_at(self._calls[k], link, came) or 1.0
+        names = {id(one): name for name, one in self.model.named_parameters()}
+        for one, gradient in self._due.trained:
+            if (name := names.get(id(one))) is not None:
+                more = Contribution(0.0, {(self.stage, name): gradient * factor})
+                self._sums |= self._reference.accumulate([more], orders={self.stage: [0]}, onto=self._sums)
 
     @property
     def gradients(self) -> dict[str, Gradient]:
@@ -170,27 +181,16 @@ class StageRerun:
     @property
     def factors(self) -> list[float | None]:
         """How many times what is due came back from the loss: one number, None if several, none if nothing is due."""
-        every = [(k, at) for k, link in enumerate(self.links) for at, due in link.gives.items() if due.norm]
-        found = [self._factor(k, at) for k, at in every if at[0] == RECEIVED]
-        alike = all(near(one, found[0]) for one in found)
-        return found[:1] if alike else [None]
-
-    def _factor(self, k: int, at: Point) -> float | None:
-        due, seen = self.links[k].gives[at], seen_at(self._calls[k], at)
-        if seen is not None and seen.distance(due) <= self.links[k].allowed.get(at, 0.0):
-            return 1.0
-        factor = None if seen is None else seen.factor(due)
-        return None if factor is None else plain(factor, precision_of(due.dtype).least)
+        return factors_of(self._calls, self.links)
 
     def times(self, factor: float) -> None:
-        """What is due from the loss is so many times that: to rounding, for products may have another order."""
-        if factor == 1.0:
-            return
-        for k, link in enumerate(self.links):
-            due = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm}
-            limits = {at: precision_of(one.dtype).least for at, one in due.items()}
-            more = {at: one.times(factor) for at, one in due.items()}
-            self.links[k] = replace(link, gives={**link.gives, **more}, limits={**limits, **link.limits})
+        """What is due from the loss is so many times that."""
+        self.links = [multiplied(link, factor) for link in self.links]
+
+    def take_pairs(self) -> None:
+        """Calls were meant for the microbatches whose targets they met."""
+        for k, pair in self.pairs.items():
+            self.links[k] = met(self._calls[k], self.links[k], pair[1] if pair else LossDue())
 
     @property
     def unreached(self) -> list[str]:
@@ -255,16 +255,9 @@ class StageRerun:
         if k is not None:
             if self._loss is not None:
                 self._due = self._loss.due(k, output, call=self._calls[k], model=self.model, disturb=self._disturb)
-                if k not in self._ran and self._is_of_another(k):
-                    self.pairs[k] = self._loss.target_of(output, self._calls[k])
-            self._ran.add(k)
+                self._output = output
             self._then = states_on(self._kept(k).state.drawn)
         return found
-
-    def _is_of_another(self, k: int) -> bool:
-        """Whether what came back to a call is no multiple of what is due from its loss."""
-        pairs = [(self._calls[k].output_gradients.get(n), sketch(one)) for n, one in self._due.flows.items()]
-        return any(seen is not None and seen.digest != due.digest and seen.factor(due) is None for seen, due in pairs)
 
     def _made(self, reference: Reference, k: int, *, onto: Mapping[Site, Gradient] = MappingProxyType({})) -> Made:
         """Run call ``k``. What it contributes is added to ``onto``, in place."""
@@ -285,8 +278,9 @@ class StageRerun:
 
     def _link(self, k: int, made: Made) -> Link:
         gives = {at: sketch(one, known=seen_at(self._calls[k], at)) for at, one in made.tensors.items()}
-        self.loss_leaves = self.loss_leaves or self._due.leaves
-        loss = self._due.loss
+        self.trained = {**self.trained, **{id(one): one for one, _ in self._due.trained}}
+        loss, output = self._due.loss, self._output
+        self._output = None
         own = Link(gives, mode_matters=self._mode_matters(k))
         own = own if loss is None else replace(own, loss=loss.item(), loss_type=loss.dtype)
         link = self._received(k, made.more, own)
@@ -294,6 +288,9 @@ class StageRerun:
         other = [at for at, one in seen.items() if one is not None and one.digest != gives[at].digest]
         if not other:
             return link
+        came = [at for at in other if at[0] == RECEIVED]
+        if self._loss is not None and any(self._is_of_another(seen[at], gives[at]) for at in came):
+            self.pairs[k] = self._loss.of_another(output, self._calls[k])
         if drawn := self.model.drawn_from:
             kind = type(drawn[1])
             maker = kind.__module__.partition(".")[0]
@@ -302,6 +299,11 @@ class StageRerun:
         if names and not self.speaks and self._gives(k, self._kept(k).state.with_attributes()):
             return Link({}, obstacle=_ATTRIBUTES.format(self.stage, first_few(names)))
         return self._measured(k, link, made, other)
+
+    @staticmethod
+    def _is_of_another(seen: Sketch | None, due: Sketch) -> bool:
+        """Whether what came back to a call is no multiple of what is due from its loss."""
+        return seen is not None and seen.factor(due) is None
 
     def _note_form(self, k: int, made: Mapping[Point, Tensor]) -> None:
         for (where, number), one in made.items():
@@ -343,38 +345,26 @@ class StageRerun:
         if self.speaks:
             least = {at: precision_of(self.inside or made.tensors[at].dtype).least for at in other}
             return replace(link, limits={**link.limits, **least})
-        envelope = self._envelope(k, made)
-        strange = frozenset(at for at in other if envelope.is_strange(at))
-        limits = {at: envelope.limit(at, made.tensors[at]) for at in other}
-        distances = {at: self._distance(k, at, link.gives[at]) for at in other}
-        if any(distances[at] > limits[at] for at in other):  # two runs are nearer than that
-            envelope.widen()
-            limits = {at: envelope.limit(at, made.tensors[at]) for at in other}
+        seen = {at: (seen_at(self._calls[k], at), link.gives[at]) for at in other}
+        limits, strange = self._envelopes.of_call(k, made, seen)
         return replace(link, limits={**link.limits, **limits}, strange=strange)
 
-    def _distance(self, k: int, at: Point, due: Sketch) -> float:
-        seen = seen_at(self._calls[k], at)
-        return math.inf if seen is None else seen.distance(due)
-
-    _found: Envelope | None = None
-
-    def _envelope(self, k: int, made: Made | None = None) -> Envelope:
-        """What rounding does to a call: to the one where that was asked first."""
-        if self._found is None:
-            once = made or self._made(self._reference, k)
-            self._disturb = True  # nobody knows when a loss drew its own
-            twice = self._made(self._reference, k)
-            self._disturb = False
-            runs = partial(self._in_fp64, k), partial(self._off, k)
-            self._found = Envelope(once, twice, *runs, narrowest=self.narrowest, inside=self.inside)
-        return self._found
+    def _envelope(self, k: int, made: Made | None) -> Envelope:
+        """What rounding does to call ``k``, which ``made`` that in its first run."""
+        once = made or self._made(self._reference, k)
+        self._disturb = True  # nobody knows when a loss drew its own
+        twice = self._made(self._reference, k)
+        self._disturb = False
+        runs = partial(self._in_fp64, k), partial(self._off, k)
+        return Envelope(once, twice, *runs, narrowest=self.narrowest, inside=self.inside)
 
     def floor(self, name: str, size: float) -> Floor | None:
         """What rounding may do to the gradient of a parameter, whose norm is ``size``; None where none is measured."""
         site = self.stage, name
         if self.speaks or (total := self._sums.get(site)) is None:
             return None
-        return self._envelope(self.numbers[0]).gradient(site, total, calls=len(self.numbers), size=size)
+        known = next((k for k in self._envelopes.measured if self._calls[k].ran), self.numbers[0])
+        return self._envelopes.at(known).gradient(site, total, calls=len(self.numbers), size=size)
 
     def _in_fp64(self, k: int) -> Made | None:
         try:

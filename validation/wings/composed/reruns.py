@@ -11,7 +11,7 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.reason import Reason
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.observers.calls import Call
-from pipeproof.observers.own_losses import OwnLoss
+from pipeproof.observers.own_losses import OwnLoss, weights_among
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
@@ -40,12 +40,13 @@ class RerunNote:
     """What a rank tells others of its stages: those of which it is not known what they give.
 
     ``factors``: of each last stage, what came back from the loss in multiples of what is due. ``scaled``: what losses
-    are multiplied by, as its rank has it.
+    are multiplied by, as its rank has it. ``pairs``: of microbatches whose losses met others' targets, those.
     """
 
     lost: Sequence[int]
     factors: Sequence[float | None]
     scaled: Sequence[float]
+    pairs: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -122,26 +123,40 @@ class Reruns:
     def note(self) -> RerunNote:
         """What other ranks must know."""
         lost = [own.stage for own in self.stages if not own.closed]
-        return RerunNote(
-            lost, [one for own in self._last for one in own.factors], [self.division.scaled for _ in self._last]
-        )
+        factors = [one for own in self._last for one in own.factors]
+        return RerunNote(lost, factors, [self.division.scaled for _ in self._last], self._pairs)
 
     @property
     def of_the_loss(self) -> list[str]:
-        """The weights that the loss trains itself, by their shapes."""
-        return [f"one of shape {list(one.shape)}" for own in self.stages for one in own.loss_leaves]
+        """The weights that the loss trains, and that no stage of this rank holds, by their shapes."""
+        held = {id(one) for module in self.modules.values() for one in module.parameters()}
+        trained = [one for own in self.stages for key, one in own.trained.items() if key not in held]
+        return [f"one of shape {list(one.shape)}" for one in trained]
 
-    def exchanged_targets(self, rank: int) -> list[Cause]:
-        """The microbatches whose losses were made with targets of others, where each that is wrong was."""
-        found: list[Cause] = []
+    @property
+    def _pairs(self) -> dict[int, int]:
+        """Of each microbatch whose loss met the target of another, that one; none if others are wrong, too."""
+        found: dict[int, int] = {}
         for own in self._last:
             numbers = self.chain.orders[own.stage].numbers
-            pairs = [(numbers[k], numbers[j]) for k, j in own.pairs.items() if j is not None]
-            if pairs and len(pairs) == len(own.pairs):
-                told = first_few([f"the loss of microbatch {m} has the target of microbatch {of}" for m, of in pairs])
-                which = tuple(sorted(m for m, _ in pairs))
-                found.append(Cause("swapped-data", rank, own.stage, microbatches=which, detail=told))
+            pairs = {numbers[k]: numbers[pair[0]] for k, pair in own.pairs.items() if pair is not None}
+            found |= pairs if len(pairs) == len(own.pairs) else {}
         return found
+
+    def exchanged_targets(self, rank: int) -> list[Cause]:
+        """That losses were made with targets of others, if no messages crossed instead."""
+        pairs = self._pairs if self.chain.meant is None else {}
+        told = first_few([f"the loss of microbatch {m} has the target of microbatch {of}" for m, of in pairs.items()])
+        which = tuple(sorted(pairs))
+        return [Cause("swapped-data", rank, self.chain.last, microbatches=which, detail=told)] if pairs else []
+
+    def agree(self, of_replica: Sequence[RerunNote]) -> None:
+        """Read the chain as messages were meant, where those of this replica crossed."""
+        pairs = next((note.pairs for note in of_replica if note.pairs), {})
+        if pairs and (meant := self.chain.as_meant(pairs)) is not None:
+            self.chain = meant
+            for own in self._last:
+                own.take_pairs()
 
     def _check_alike(self, own: StageRerun) -> None:
         """Raise ``RecordError`` where targets are perhaps those of a microbatch that has the same inputs."""
@@ -156,7 +171,8 @@ class Reruns:
         """Note why it is not known what a stage gives, though it is rerun."""
         if self.in_parts and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
             own.doubt(doubt)
-        if (loss := self.own_losses.get(own.stage)) is not None:
+        weights = weights_among(own.trained.values(), self.modules[own.stage])
+        if (loss := self.own_losses.get(own.stage)) is not None and not loss.is_of(weights):
             where = "the weights of" if loss.weights else "what was given to"
             at = f" at {loss.stack[0].place}" if loss.stack else ""
             own.doubt(Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, own.stage)))

@@ -11,6 +11,7 @@ from pipeproof.diagnosis.tied import Shares, shares_of
 from pipeproof.observers.digest import contents
 from pipeproof.observers.elements import bits
 from pipeproof.observers.shards import held_here
+from pipeproof.observers.sketch import FEW
 from pipeproof.records.record import RankStage
 from pipeproof.reference.accumulation import added
 from pipeproof.reference.step import Site
@@ -45,7 +46,7 @@ def weights_here(
         one = shards.parameters[name]
         here = held_here(one)
         elements = bits(here).view(max(1, here.numel()), -1)  # a complex one has several words
-        constant = not bool((elements != elements[:1]).any())
+        constant = not any(bool((some != elements[:1]).any()) for some in (elements[:FEW], elements))
         held[stage, first.get(name, name)] = WeightHere(part, digest, constant, one.requires_grad)
     return held
 

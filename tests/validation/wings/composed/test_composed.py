@@ -89,7 +89,7 @@ OTHERS = {
     "of torch": "stage 0 draws from a Generator of torch that is not part of it",
     "of numpy": "stage 0 draws from a Generator of numpy that is not part of it",
     "of Python": "stage 0 draws from a Random of random that is not part of it",
-    "tracker": "stage 0 draws from a state of random numbers that is kept elsewhere",
+    "tracker": "stage 0 draws from random numbers that somebody else keeps",
     "of a loss": "the loss draws from a Generator of numpy that is not part of it",
 }
 

@@ -1,4 +1,4 @@
-"""The loss is a link: its targets tell which microbatch it was meant for, and so which messages crossed."""
+"""The loss is a link: its targets tell which microbatch a call was meant for, and so which messages crossed."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from pipeproof.cases.case import Case
 from pipeproof.core.verdict import Verdict
 from pipeproof.wings.composed.composed_case import validate_composed
 from pipeproof.worlds.world import World
+from tests.support.golden import golden
 from tests.support.sweeps import some
 
 
@@ -16,10 +17,15 @@ def of_links(specimen: str, stages: int, simulated: World, schedule: str = "gpip
 
 
 @pytest.mark.parametrize("stages", some([2, 3, 4], left=[3]))
-def test_activations_that_crossed_are_named_where_they_came(stages: int, simulated: World) -> None:
+def test_activations_that_crossed_are_wrong_where_they_came_and_nowhere_else(stages: int, simulated: World) -> None:
     verdict = of_links("activations-crossed", stages, simulated)
+    assert [(law.name, law.wrong) for law in verdict.laws if law.outcome == "fail"] == [("boundaries", 2)]
+    assert [(one.stage, one.microbatch) for one in verdict.mismatches] == [(1, 0), (1, 1)]
     (cause,) = verdict.cause
     assert (cause.rank, cause.stage, cause.microbatches) == (1, 1, (0, 1))
+    assert "wrong-message" in {other.kind for (other, *_) in verdict.alternatives}
+    follows = next(line for line in str(verdict).splitlines() if "loss, presence, gradient" in line)
+    golden(follows)
 
 
 @pytest.mark.parametrize("stages", some([2, 3], left=[2]))

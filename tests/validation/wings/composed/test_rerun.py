@@ -21,6 +21,7 @@ from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 class Recomputed(nn.Module):
     def __init__(self, *, keeps: bool, reentrant: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(11)
         self.layer, self.drop, self.then = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
         self.keeps, self.reentrant = keeps, reentrant
 

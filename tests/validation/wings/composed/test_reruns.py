@@ -23,7 +23,7 @@ def test_a_loss_may_have_weights_of_its_own_and_look_at_a_stages() -> None:
     assert own.grad is not None
     assert torch.equal(own.grad, before[1])  # type: ignore[arg-type]  # it is there
     assert check.verdict.verdict == "unknown", str(check.verdict)
-    told = "the loss trains more than what the last stage gives: let that stage's module use it: one of shape"
+    told = "the loss trains weights that no stage holds: let the last stage's module hold them: one of shape []"
     assert told in check.verdict.law("gradient").note
 
 
