@@ -44,13 +44,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
     "Your own step": (
         Name("pipeproof.foreign", "validate", "validation/foreign/on_a_world.py"),
         Name("pipeproof", "Contract", "validation/core/contract.py"),
-        Name(
-            "pipeproof.foreign",
-            "WhiteBox",
-            "validation/foreign/validator.py",
-            methods=("validate", "layerwise", "mutate"),
-        ),
-        Name("pipeproof.foreign", "layerwise", "validation/foreign/on_a_world.py"),
+        Name("pipeproof.foreign", "WhiteBox", "validation/foreign/validator.py", methods=("validate", "mutate")),
         Name("pipeproof.foreign", "mutate", "validation/foreign/on_a_world.py"),
         Name("pipeproof.foreign", "under_test", "validation/foreign/mutation.py"),
         Name("pipeproof.foreign", "LetPass", "validation/foreign/mutation.py"),
@@ -60,7 +54,6 @@ PARTS: Mapping[str, Sequence[Name]] = {
             "validation/foreign/mutation.py",
             methods=("let_pass", "raise_if_any_passed"),
         ),
-        Name("pipeproof.foreign", "Window", "validation/foreign/windows.py", methods=("loss_fn",)),
         Name("pipeproof.foreign", "watch", "validation/observers/watching.py"),
         Name("pipeproof.foreign", "Operation", "validation/foreign/operations.py"),
         Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),

@@ -16,7 +16,6 @@ from pipeproof.pipeline.layouts.pipelined import Stages, peaks, stages_of
 from pipeproof.pipeline.layouts.transformer import Transformer
 
 BF16 = 2
-_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def _of_stages(
         whole = _kept_of_each(model, Recompute.NONE, tp)
         for layers, rank in stages:
             besides[rank] = max([besides[rank], *(whole[layer] for layer in layers)])
-    besides[stages[-1][1]] += (2 * BF16 * model.hidden + _FP32 * model.vocabulary) / tp
+    besides[stages[-1][1]] += 2 * BF16 * (model.hidden + model.vocabulary) / tp  # logits are in fp32
     return tuple(sizes), tuple(besides)
 
 

@@ -13,7 +13,6 @@ from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.table import OUTCOME, compared, outcome
 from pipeproof.worlds.world import World
 
-_NAMES = 24  # columns of a terminal, where no name takes more
 _FIGURES = (
     Column("schedule", 11, drop=7, gap=2),
     Column("ranks", 5, right=True, drop=4),
@@ -28,7 +27,7 @@ _FIGURES = (
 
 def run_stacks(stacks: Sequence[Stack], setting: Setting) -> int:
     """Validate each; returns the exit status."""
-    longest = max(_NAMES, *(len(str(stack)) for stack in stacks))
+    longest = max(len(str(stack)) for stack in stacks)
     columns = (Column("stack", longest, gap=0), *_FIGURES)  # which is never cut: it tells one from another
     return run_all([_run_of(stack, columns) for stack in stacks], setting, columns=columns)
 

@@ -16,6 +16,7 @@ from pipeproof.core.mismatch import Value as Value
 from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
 from pipeproof.core.reason import Reason
+from pipeproof.pipeline.sizes import shortened
 from pipeproof.worlds.rank_report import Race, RankFailed, details, headline
 from pipeproof.worlds.stack import Line
 
@@ -326,12 +327,7 @@ def raised(error: BaseException) -> str:
     said = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' * bool(said)}{_shortened(said)}{where}"
-
-
-def _shortened(text: str) -> str:
-    """``text``, cut where it is too long for a line."""
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return f"{type(error).__name__}{': ' * bool(said)}{shortened(said, _LONGEST)}{where}"
 
 
 def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:

@@ -13,14 +13,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pipeproof.core.limits import FP32, coarsest, precision_of
+from pipeproof.core.limits import APART, FP32, coarsest, precision_of
 from pipeproof.core.tolerance import Floor, rounding_of, stands_for_none
 from pipeproof.diagnosis.atoms import Atom, Term
 from pipeproof.diagnosis.limits import ALIKE, CHANCE, CLOSE, DECIDED, FEW, TELLING
 from pipeproof.reference.step import Gradient
 
 _SKETCH = 2048
-_DEPENDENT = 1e-6  # an atom of which no more than this is new
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Fit:
 
         These leave the least, but for what an atom that is hardly new could still take away.
         """
-        return self.residual > limit + _DEPENDENT * math.sqrt(len(self.coefficients))
+        return self.residual > limit + APART * math.sqrt(len(self.coefficients))
 
 
 def residual_of(observed: Tensor, atoms: Tensor, coefficients: Sequence[float]) -> float:
@@ -70,7 +69,7 @@ def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> 
     # The singular values of all atoms together say which of their combinations the observed tensor can tell apart. The
     # products of atoms have them squared, and are few: what that costs in digits, a second round gives back.
     squares, vectors = torch.linalg.eigh(unit @ unit.T)  # (N) (N, N)
-    kept = squares > (_DEPENDENT**2) * squares[-1]
+    kept = squares > (APART**2) * squares[-1]
     inverse = torch.where(kept, 1 / squares.clamp_min(1e-300), 0.0)
     scaled = torch.zeros(count, dtype=torch.float64)
     for _ in range(2):
@@ -165,7 +164,7 @@ def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[i
     picked: list[int] = []
     basis = rows[:0]  # orthonormal
     while len(picked) < min(most, len(atoms)) and target.norm().item() > goal:
-        usable &= new > _DEPENDENT**2
+        usable &= new > APART**2
         if not usable.any():
             break
         best = int(torch.where(usable, common.abs() / new.clamp_min(1e-300).sqrt(), -1.0).argmax())

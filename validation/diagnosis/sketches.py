@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from pipeproof.diagnosis.limits import CLEARLY, HALF, ROUNDED
+from pipeproof.core.limits import HALF
+from pipeproof.diagnosis.limits import CLEARLY, ROUNDED
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.sketch import Sketch
 

@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from pipeproof.foreign.mutation import LetPass as LetPass
     from pipeproof.foreign.mutation import Mutated as Mutated
     from pipeproof.foreign.mutation import under_test as under_test
-    from pipeproof.foreign.on_a_world import layerwise as layerwise
     from pipeproof.foreign.on_a_world import mutate as mutate
     from pipeproof.foreign.on_a_world import validate as validate
     from pipeproof.foreign.operations import Operation as Operation
     from pipeproof.foreign.validator import WhiteBox as WhiteBox
-    from pipeproof.foreign.windows import Window as Window
     from pipeproof.observers.watching import watch as watch
 
 _HOMES = {
@@ -27,8 +25,6 @@ _HOMES = {
     "Mutated": "foreign.mutation",
     "Operation": "foreign.operations",
     "WhiteBox": "foreign.validator",
-    "Window": "foreign.windows",
-    "layerwise": "foreign.on_a_world",
     "mutate": "foreign.on_a_world",
     "under_test": "foreign.mutation",
     "validate": "foreign.on_a_world",

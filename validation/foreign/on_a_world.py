@@ -1,6 +1,6 @@
 """What users call who have no world of their own: each opens one for as long as it lasts."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from pipeproof.foreign.mutation import Mutated
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Step
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.windows import Build
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -55,26 +54,3 @@ def mutate(
     """As ``WhiteBox.mutate``, on a world that lasts as long as this call."""
     with World(silent=True) as world:
         return WhiteBox(world).mutate(test, ranks=ranks, only=only, timeout_s=timeout_s)
-
-
-def layerwise(
-    step: Step,
-    *,
-    layers: Sequence[Build],
-    microbatches: Sequence[Any],
-    ranks: int | Sequence[int] | Mapping[str, int],
-    loss_fn: Callable[[Any, Tensor], Tensor],
-    contract: Contract = DEFAULTS,
-    timeout_s: float | None = None,
-) -> Iterator[Verdict]:
-    """As ``WhiteBox.layerwise``, on a world that lasts as long as somebody iterates."""
-    with World() as world:
-        yield from WhiteBox(world).layerwise(
-            step,
-            layers=layers,
-            microbatches=microbatches,
-            ranks=ranks,
-            loss_fn=loss_fn,
-            contract=contract,
-            timeout_s=timeout_s,
-        )

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -21,7 +21,6 @@ from pipeproof.foreign.course import Course
 from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.foreign.expectation import Expectation, LinkedTask
 from pipeproof.foreign.handed_back import HandBackError
-from pipeproof.foreign.holders import with_notes
 from pipeproof.foreign.late_weights import with_late_weights
 from pipeproof.foreign.matching import NamesError
 from pipeproof.foreign.operation_run import OperationRun
@@ -32,7 +31,6 @@ from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
 from pipeproof.foreign.step_verdict import judged_runs, random_reference, undecided
 from pipeproof.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
-from pipeproof.foreign.windows import Build, Layered
 from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
@@ -126,50 +124,6 @@ class WhiteBox:
     def hand_out(self, verdict: Verdict) -> Verdict:
         """``verdict``, as it is; pytest's fixture remembers whether its reader looks at it."""
         return verdict
-
-    def layerwise(
-        self,
-        step: Step,
-        *,
-        layers: Sequence[Build],
-        microbatches: Sequence[Any],
-        ranks: int | Sequence[int] | Mapping[str, int],
-        loss_fn: Callable[[Any, Tensor], Tensor],
-        contract: Contract = DEFAULTS,
-        timeout_s: float | None = None,
-    ) -> Iterator[Verdict]:
-        """Verdicts on ``step``, one for every two neighbouring layers of a model that is too large for one rank.
-
-        Layers k and k + 1 are a model of their own: ``step(model, microbatches)`` gets a ``Window`` of them, as if it
-        were all, and hands back what ``validate`` wants. Its inputs are what the layers before give. Its loss is
-        ``model.loss_fn(output, target)``: of the last layers ``loss_fn``, else the mean square of what the output is
-        off a target, which is random and seeded. What layer k + 1 sends back meets the parameters of layer k. Layers
-        without parameters to train go with those before them, the first ones with those after them.
-
-        A verdict comes before the next layer is built. Iterate to the end: nothing else runs the rest. Kept are no more
-        than two validated layers, and the tensors at the boundaries of a window and of the next.
-
-        Not checked: what concerns the whole model (its norm, weights that layers share which are no neighbours, the
-        optimizer), and messages between stages, but for those inside a window. Nor what is sent back for a tensor that
-        a layer hands on and no parameter of its own had a part in: the verdict says which. Dropout has to draw by the
-        bits of its input, or be off: else a verdict says that the reference is random.
-
-        layers: functions that build the layers in order, seeded; each takes all that the one before it gives, a tensor
-        or a tuple of tensors. The rest is as in ``validate``; prefixes in ``names`` of the contract begin with the
-        layer's number. Each verdict is about one operation, and about gradients: the contract has none of
-        ``operations``, ``outputs``, ``routers``, ``max_norm``.
-
-        Raises ``WhiteBoxError``, also for a layer that cannot be built or cannot take what it is given, and what
-        ``validate`` raises.
-        """
-        model = Layered(layers, tuple(microbatches), loss_fn, self.world.device)
-        model.check()
-        Task(step, layers[0], model.microbatches, loss_fn, contract=contract).check()
-        contract.reads(("loss_divisor", "loss_scale", "accumulation", "names", "warmup"), "layer by layer")
-        judge = partial(self.validate, step, ranks=ranks, contract=contract, timeout_s=timeout_s)
-        for piece in model.windows():
-            verdict = judge(reference=piece.window, microbatches=piece.microbatches, loss_fn=piece.window.loss_fn)
-            yield self.hand_out(with_notes(verdict, {"gradient": piece.unseen}))
 
     def mutate(
         self,

@@ -17,10 +17,9 @@ from pipeproof.records.options import Options, other_options
 from pipeproof.records.put_together import Part, Whole, wholes
 from pipeproof.records.rank_part import Arrival, run_of, told
 from pipeproof.records.record import RecordError
-from pipeproof.records.run_file import Held, RankFile, RankStep, dtype_of
+from pipeproof.records.run_file import STEPS, Held, RankFile, RankStep, dtype_of
 
 Value = TypeVar("Value")
-STEPS = 4  # that are kept at hand
 
 
 @dataclass(frozen=True)

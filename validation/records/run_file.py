@@ -24,7 +24,7 @@ from pipeproof.records.record import RecordError
 from pipeproof.worlds.output_file import finite
 
 FORMAT, VERSION = "pipeproof/run", 2
-_KEPT = 2  # steps at hand: the one before is asked for, too
+STEPS = 4  # that are kept at hand: the one before is asked for, too
 _FORM = struct.Struct("<16s9d")  # the digest, the norm, the projections
 _CURE = "record it again, or leave the run out"
 
@@ -127,7 +127,7 @@ class RankFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.step = lru_cache(_KEPT)(self._step)  # the step of this number
+        self.step = lru_cache(STEPS)(self._step)  # the step of this number
         self._starts: dict[int, int] = {}  # of each step's line
         try:
             with open_regular(path) as file:

@@ -16,9 +16,10 @@ from pipeproof.core.limits import BF16, FP32, Precision, coarsest
 from pipeproof.core.mismatch import small
 from pipeproof.core.tolerance import Floor
 from pipeproof.observers.sketch import Sketch
-from pipeproof.records.kept_run import STEPS, KeptRun, KeptStep
+from pipeproof.records.kept_run import KeptRun, KeptStep
 from pipeproof.records.options import other_options
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch
+from pipeproof.records.run_file import STEPS
 
 _MOST = 1 / 64  # of what is compared: no growth, however large, lets more than this pass
 # What jumps where modules compute in a narrow type, or a narrower one than weights have: a last place that is cast

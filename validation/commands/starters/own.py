@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.pipeline import PipelineSchedule
 
-RANKS = 2
 loss_fn = nn.functional.mse_loss
 
 
@@ -39,7 +38,5 @@ def my_step(
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:
     """Fails, with the cause, where a loss or a gradient is not the whole model's."""
-    verdict = whitebox.validate(
-        my_step, reference=build_model, microbatches=microbatches(), ranks=RANKS, loss_fn=loss_fn
-    )
+    verdict = whitebox.validate(my_step, reference=build_model, microbatches=microbatches(), ranks=2, loss_fn=loss_fn)
     verdict.raise_if_failed()

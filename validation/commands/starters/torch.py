@@ -12,7 +12,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipeproof.foreign import WhiteBox, torch_pipelining
 
-RANKS = 2
 loss_fn = nn.functional.mse_loss
 
 
@@ -38,7 +37,5 @@ def my_step(model: nn.Sequential, microbatches: list[tuple[Tensor, Tensor]]) -> 
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:
     """Fails, with the cause, where a loss or a gradient is not the whole model's."""
-    verdict = whitebox.validate(
-        my_step, reference=build_model, microbatches=microbatches(), ranks=RANKS, loss_fn=loss_fn
-    )
+    verdict = whitebox.validate(my_step, reference=build_model, microbatches=microbatches(), ranks=2, loss_fn=loss_fn)
     verdict.raise_if_failed()
