@@ -57,11 +57,10 @@ FEW = 2  # the same, of those that one factor explains
 NUDGED = 1.5  # times as far as weights that are one rounding off move it, it may be off
 DRAWS = 4  # of such weights, each way: a unit near zero turns in a third of these, as a rule
 HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
+AS_LONG = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
+ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
 MANY = 16  # numbers that need more digits: by chance so many sums do not all need fewer
-# Of a microbatch: what a sum may have too little or too much of one that is there once. Of a step, or the reverse: so
-# short, or so long, some optimizer makes it of another rounding. The cosine from which on it leads along weights, as
-# decay does. Of a tensor, or of a stage's parameters: with less in common two have nothing to do with each other.
-HALF = 0.5
+HALF = 0.5  # of a microbatch: what a sum may have too little or too much of one that is there once
 APART = 1e-6  # of the largest eigenvalue, or of an atom: what is less is nothing that tells microbatches apart
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import (
+    ALONG,
+    AS_LONG,
     FP32,
     FP64,
-    HALF,
     HARDLY,
     LEAD,
     LED,
@@ -138,7 +139,7 @@ class Floor:
             return size, "pass" if passes else "fail" if narrow else outcome
         if outcome == "unknown" and self.stride and base is not None:
             far = distance(observed, base) / max(distance(expected, base), 1e-300)
-            outcome = "pass" if HALF <= far <= 1 / HALF else outcome
+            outcome = "pass" if 1 / AS_LONG <= far <= AS_LONG else outcome
         return size, outcome
 
     def reached(self, error: float, outcome: str = "pass") -> "Floor":
@@ -274,7 +275,7 @@ def _of_noise(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | No
     if not moved:  # what the optimizer makes of any other gradient than zero, nobody knows
         return replace(gradient, size=0.0, nudged=math.inf)
     along = sum(float(((new - old) * old).sum()) for new, old in pieces(after, before))
-    decay = abs(along) > HALF * moved * distance(before, torch.zeros_like(before))
+    decay = abs(along) > ALONG * moved * distance(before, torch.zeros_like(before))
     return replace(gradient, size=0.0, stride=not decay)
 
 

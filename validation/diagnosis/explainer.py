@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pipeproof.core.limits import HALF, LEAD, LED, precision_of
+from pipeproof.core.limits import LEAD, LED, precision_of
 from pipeproof.core.tolerance import error, rounding_of, stands_for_none
 from pipeproof.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
 from pipeproof.diagnosis.combination import (
@@ -28,7 +28,7 @@ from pipeproof.diagnosis.combination import (
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known, Terms
 from pipeproof.diagnosis.likeness import of_terms, plainly
-from pipeproof.diagnosis.limits import ALIKE, CLOSE, DECIDED, FEW, LITTLE, MOST
+from pipeproof.diagnosis.limits import ALIKE, CLOSE, DECIDED, FEW, HALF, LITTLE, MOST
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
 from pipeproof.diagnosis.rounding import added_up_in
 from pipeproof.diagnosis.single_numbers import as_others

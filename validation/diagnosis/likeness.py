@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pipeproof.core.limits import HALF, precision_of
+from pipeproof.core.limits import precision_of
 from pipeproof.core.tolerance import agrees, error, stands_for_none
 from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.combination import (
@@ -26,7 +26,7 @@ from pipeproof.diagnosis.combination import (
     told_within,
 )
 from pipeproof.diagnosis.known import Known, Terms, form, nearest
-from pipeproof.diagnosis.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW, LITTLE, MANY
+from pipeproof.diagnosis.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW, HALF, LITTLE, MANY
 from pipeproof.diagnosis.reordering import by_chance, reordered
 from pipeproof.diagnosis.rounding import rounded_as
 from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part

@@ -6,6 +6,7 @@ LEFT = 1e-2  # of a tensor, or of what a change makes: an explanation may leave 
 DECIDED = 0.05  # a coefficient known no better than this is undecided, and a part this small would not be missed
 LITTLE = 0.1  # of a tensor: what explains it leaves less, and what holds everywhere fails in less
 TELLING = 0.25  # of a tensor: where rounding may have made more of it, it is like any other
+HALF = 0.5  # of a tensor, or of a stage's parameters: with less in common they have nothing to do with each other
 CLEARLY = 4.0  # times the other, or what chance or rounding give: no doubt is left
 CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 ROUNDED = 2.0**-7  # relative: more than rounding to bf16 changes

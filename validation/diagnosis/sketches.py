@@ -3,8 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from pipeproof.core.limits import HALF
-from pipeproof.diagnosis.limits import CLEARLY, ROUNDED
+from pipeproof.diagnosis.limits import CLEARLY, HALF, ROUNDED
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.sketch import Sketch
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.cause import Cause, listed
-from pipeproof.core.limits import HALF, precision_of
+from pipeproof.core.limits import precision_of
 from pipeproof.core.tolerance import agrees, error, same_bits
 from pipeproof.core.verdict import Mismatch
 from pipeproof.diagnosis.evidence import Due, Evidence
 from pipeproof.diagnosis.interference import became, common_change
-from pipeproof.diagnosis.limits import LEFT, LITTLE, MANY, ROUNDINGS, SHORT
+from pipeproof.diagnosis.limits import HALF, LEFT, LITTLE, MANY, ROUNDINGS, SHORT
 from pipeproof.diagnosis.rules.cut import cut
 from pipeproof.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from pipeproof.diagnosis.rules.update import clip_factor, learning_rate
