@@ -66,13 +66,13 @@ def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World
 
 
 BY_ITSELF = {
-    "not-divided": ("scale", "rank 0, stage 0"),
+    "not-divided": ("scale", "everywhere"),
     "divided-at-each-stage": ("scale", "rank 0, stage 0"),
     "tied-not-reduced": ("tied-not-summed", "parameter tied_modules.words.weight"),
     "not-reduced": ("not-reduced", "rank 0, stage 0"),
     "other-stream": ("swapped-data", "rank 1, stage 1, microbatches 0, 1, 2, 3"),
-    "other-buffer": ("mispaired", "rank 0, stage 0, microbatches 2, 3, action 0B2"),
-    "summed-over-replicas": ("scale", "rank 0, stage 0"),
+    "other-buffer": ("mispaired", "rank 0, stage 0, microbatches 2, 3, action 0B3"),
+    "summed-over-replicas": ("scale", "everywhere"),
     "not-cleared": ("doubled", "rank 0, stage 0, microbatches 0, 1, 2"),
     "clipped-by-one-stage": ("norm", "rank 1, stage 1"),
 }

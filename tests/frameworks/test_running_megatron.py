@@ -83,14 +83,14 @@ def test_a_step_whose_gradients_are_divided_by_tokens_is_not_held_against_itself
 
 
 BY_ITSELF = {
-    "not-divided": ("scale", "rank 0, stage 0"),
+    "not-divided": ("scale", "everywhere"),
     "tied-not-reduced": ("tied-not-summed", "parameter model.embedding.word_embeddings.weight"),
     "not-finalized": ("not-reduced", "rank 0, stage 0"),
     "norm-counts-copies": ("norm", "everywhere"),
     "norm-of-one-stage": ("norm", "rank 0"),
-    "summed-over-replicas": ("scale", "rank 0, stage 0"),
+    "summed-over-replicas": ("scale", "everywhere"),
     "last-in-first-out": ("mispaired", "rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B1"),
-    "other-stream": ("mispaired", "rank 1, stage 1, microbatches 0, 1, 2, 3, action 1F0"),
+    "other-stream": ("mispaired", "rank 1, stage 1, microbatches 0, 1, 2, 3, action 1F1"),
 }
 
 

@@ -70,14 +70,14 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
 
 
 BY_ITSELF = {  # the first of what is named, and where
-    "not-divided": (Layout(), "scale", "rank 1, stage 1, action 1B0"),
+    "not-divided": (Layout(), "scale", "everywhere"),
     "own-tokens": (IN_SHARDS, "scale", "rank 2, stage 1, action 1B0"),
-    "ignored-counted": (Layout(), "scale", "rank 1, stage 1, action 1B0"),
+    "ignored-counted": (Layout(), "scale", "everywhere"),
     "other-labels": (Layout(), "swapped-data", "rank 1, stage 1, microbatches 0, 1, 2, 3"),
     "last-dropped": (Layout(), "dropped", "microbatch 3"),
-    "scaled-by-schedule": (Layout(), "scale", "rank 0, stage 0"),
+    "scaled-by-schedule": (Layout(), "scale", "everywhere"),
     "norm-of-one-stage": (Layout(clipped=True), "norm", "rank 0"),
-    "mean-over-replicas": (IN_SHARDS, "scale", "rank 0, stage 0"),
+    "mean-over-replicas": (IN_SHARDS, "scale", "everywhere"),
     "shards-not-reduced": (IN_SHARDS, "not-reduced", "rank 0, stage 0"),
 }
 

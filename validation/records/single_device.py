@@ -94,7 +94,7 @@ class SingleDevice:
         except (RuntimeError, TypeError):
             raise WhiteBoxError(f"device is {self.device!r}: expected one of torch's, such as cpu or cuda:0") from None
 
-    def adding_up(self, accumulation: Accumulation | None) -> "SingleDevice":
+    def for_framework(self, accumulation: Accumulation | None) -> "SingleDevice":
         """The same, of a job that adds gradients up like this, where the contract does not say how."""
         if accumulation is None:
             return self

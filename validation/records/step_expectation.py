@@ -39,5 +39,9 @@ class StepExpectation(Expectation):
         """All of this rank's; none where nobody says."""
 
     @abstractmethod
-    def adding_up(self, accumulation: Accumulation | None) -> Self:
-        """The same, of a job that adds gradients up like this, where the contract does not say how."""
+    def for_framework(self, accumulation: Accumulation | None) -> Self:
+        """The same, of a framework's job, where the contract does not say otherwise.
+
+        It adds gradients up like this. Its adapter gives weights their names in the whole model: by these, weights of
+        several stages are one or not.
+        """

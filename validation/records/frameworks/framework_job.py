@@ -156,7 +156,7 @@ def _check_of(made: JobStep | None, composed: StepExpectation | None, timeout_s:
     microbatches: Pairs | None = None
     name: Rename = own_name
     if made is not None:
-        against = made.against.adding_up(made.step.accumulation)
+        against = made.against.for_framework(made.step.accumulation)
         stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
     if isinstance(against, StepExpectation):
         return against.check_of(stages, microbatches, rename=name, timeout_s=timeout_s, turn=turn)

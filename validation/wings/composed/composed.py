@@ -145,9 +145,10 @@ class AgainstItself(StepExpectation):
         """How gradients are added up."""
         return self.contract.accumulation or PLAIN
 
-    def adding_up(self, accumulation: Accumulation | None) -> Self:
-        """The same, of a job that adds gradients up like this, where the contract does not say how."""
+    def for_framework(self, accumulation: Accumulation | None) -> Self:
         said = replace(self.contract, accumulation=self.contract.accumulation or accumulation)
+        if self.build is None and said.ties is None:
+            said = replace(said, ties=())
         return replace(self, contract=said)
 
     @property
