@@ -73,25 +73,28 @@ class Floor:
             return self
         return replace(self, precision=narrow, rounding=max(self.rounding, narrow.unit), led=math.inf)
 
-    def of_sum(self, part: float, *, parts: int, whole: float) -> "Floor":
-        """That of a sum of so many ``parts``, all about as large as this one, whose norm is ``part``; ``whole``: its.
+    def of_sum(self, part: float, *, parts: int, whole: float, every: float | None = None) -> "Floor":
+        """That of a sum of so many ``parts``, to each of which rounding does as much; norms: of this part, of the sum,
+        and of all parts added up, if these are not alike.
 
-        Each addition rounds once, to either side, so that an order may be off from another by the root of their number.
+        Each addition rounds once, to either side: orders are apart by the root of their number.
         """
         if not whole:
             return self
-        size, grown = self.size * parts, part * parts / whole
-        if self.noise and whole <= self.precision.factor * size:
+        size, grown, precision = self.size * parts, (part * parts if every is None else every) / whole, self.precision
+        if self.noise and whole <= precision.factor * size:
             return replace(self, size=size)
-        order = self.precision.unit * math.sqrt(parts) / 2 * (parts > 1)
+        order = precision.unit * math.sqrt(parts) / 2 * (parts > 1)
+        least = size / whole if self.noise else precision.least / precision.factor * grown
         return replace(
             self,
             permutation=max(self.permutation * grown, order),
-            rounding=max(self.rounding * grown, size / whole),
+            rounding=max(self.rounding * grown, least),
             nudged=self.nudged * grown,
-            fault=part / whole,
+            led=self.led * grown,
+            fault=self.fault * part / whole,
             size=0.0,
-            sums=None if self.sums is None else self.sums.of_sum(part, parts=parts, whole=whole),
+            sums=None if self.sums is None else self.sums.of_sum(part, parts=parts, whole=whole, every=every),
         )
 
     @property

@@ -2,16 +2,18 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.expectation import Expectation
-from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.rank_part import Rename
-from pipeproof.records.step_record import Pairs
 from pipeproof.reference.accumulation import Accumulation
+
+if TYPE_CHECKING:  # what a check is, only it needs to load
+    from pipeproof.records.checked_step import CheckedStep
+    from pipeproof.records.rank_part import Rename
+    from pipeproof.records.step_record import Pairs
 
 
 class StepExpectation(Expectation):
@@ -25,12 +27,12 @@ class StepExpectation(Expectation):
     def check_of(
         self,
         modules: nn.Module | Mapping[int, nn.Module],
-        microbatches: Pairs | None,
+        microbatches: "Pairs | None",
         *,
-        rename: Rename,
+        rename: "Rename",
         timeout_s: float,
         turn: int,
-    ) -> CheckedStep:
+    ) -> "CheckedStep":
         """The check of a step, the one of this ``turn``; the rest is as for ``check_step``."""
 
     @property

@@ -123,23 +123,9 @@ class ReplicaSums:
         """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""
         lengths, narrow = self._lengths.get(name), self.own.reduced_in.get(name)
         own = own if narrow is None else own.through(narrow)
-        if lengths is None or not lengths.whole:
+        if lengths is None:
             return own
-        size = own.size * self.replicas
-        if own.noise and lengths.whole <= own.precision.factor * size:
-            return replace(own, size=size)
-        grown = lengths.every / lengths.whole
-        least = size / lengths.whole if own.noise else own.precision.least / own.precision.factor * grown
-        return replace(
-            own,
-            permutation=own.permutation * grown,
-            rounding=max(own.rounding * grown, least),
-            nudged=own.nudged * grown,
-            led=own.led * grown,
-            fault=own.fault * lengths.own / lengths.whole,
-            size=0.0,
-            sums=None if own.sums is None else self.floor(name, own.sums),
-        )
+        return own.of_sum(lengths.own, parts=self.replicas, whole=lengths.whole, every=lengths.every)
 
     def size(self, name: str, own: Tensor) -> float:
         """The norm of what this replica has summed up; ``own``: that, if it was not used up for the sum of all."""
