@@ -20,7 +20,7 @@ from pipeproof.records.checked_step import looked_at
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.step import Recipe, objective
-from pipeproof.wings.composed.composed_check import ComposedCheck
+from pipeproof.wings.composed.check import ComposedCheck
 from pipeproof.wings.composed.step import Composed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

@@ -13,7 +13,6 @@ from pipeproof.core.limits import FP32
 from pipeproof.core.reason import Reason
 from pipeproof.records.rank_part import RankStages
 from pipeproof.wings.composed.collect import Begun
-from pipeproof.wings.composed.composed_parts import HOOKED, OwnPart, not_known
 from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.held_gradients import AllowedOf, differing, has_hooks
 from pipeproof.wings.composed.lines import RankLines
@@ -22,6 +21,7 @@ from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.wings.composed.sums import ReplicaSums, sketched
 from pipeproof.wings.composed.ties import StageShares
+from pipeproof.wings.composed.whole import HOOKED, OwnPart, not_known
 
 Gradients = Mapping[str, Tensor | None]
 _BY_HOOK = "DDP's communication hook {} may have made others of them: check a run without it"

@@ -12,7 +12,7 @@ from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.reference.accumulation import PLAIN, Accumulation
-from pipeproof.wings.composed.composed_check import ComposedCheck
+from pipeproof.wings.composed.check import ComposedCheck
 from pipeproof.wings.composed.step import Composed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

@@ -19,8 +19,8 @@ from pipeproof.observers.shards import InShards, held_here
 from pipeproof.observers.watching import Watcher, watching
 from pipeproof.records.rank_part import AdapterNames, Rename
 from pipeproof.records.step_record import Pairs
+from pipeproof.wings.composed.check import ComposedCheck
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.composed_check import ComposedCheck
 from pipeproof.wings.composed.stage_numbers import Modules, stage_numbers, told_by
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages

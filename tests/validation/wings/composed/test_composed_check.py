@@ -15,7 +15,7 @@ from pipeproof import Composed, Contract
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.composed_parts import Whole
+from pipeproof.wings.composed.whole import Whole
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden

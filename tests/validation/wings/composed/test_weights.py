@@ -6,8 +6,8 @@ from torch import nn
 
 from pipeproof.core.ledger import Ledger
 from pipeproof.records.rank_part import RankStages
-from pipeproof.wings.composed.composed_verdict import OF_REPLICAS
 from pipeproof.wings.composed.shards import OwnShards
+from pipeproof.wings.composed.verdict import OF_REPLICAS
 from pipeproof.wings.composed.weights import (
     WeightHere,
     Weights,

@@ -35,8 +35,6 @@ from pipeproof.reference.again import undisturbed
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.collect import Begun, EarlyStep, WatchedStages
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.composed_parts import LAWS, OwnPart, Told, Whole, norm_of, not_known
-from pipeproof.wings.composed.composed_verdict import verdict_of
 from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.extra_calls import ExtraCalls
 from pipeproof.wings.composed.gradients import OwnGradients
@@ -54,7 +52,9 @@ from pipeproof.wings.composed.start import ChainStart, names_in, placement_of, p
 from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.wings.composed.ties import StageShares
 from pipeproof.wings.composed.update import WeightsAfter
+from pipeproof.wings.composed.verdict import verdict_of
 from pipeproof.wings.composed.weights import RENAMED, cut_by_hand, enter_equal, not_one, weights_here
+from pipeproof.wings.composed.whole import LAWS, OwnPart, Told, Whole, norm_of, not_known
 from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport

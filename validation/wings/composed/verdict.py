@@ -6,9 +6,9 @@ from dataclasses import replace
 from pipeproof.core.judge import concluded
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.verdict import Verdict
-from pipeproof.wings.composed.composed_parts import LAWS, OwnPart, Whole
 from pipeproof.wings.composed.sums import not_summed
 from pipeproof.wings.composed.weights import enter_weights
+from pipeproof.wings.composed.whole import LAWS, OwnPart, Whole
 
 OF_REPLICAS = (LAWS[0], "initial-weights", *LAWS[1:])  # ranks that have the same begin with the same
 AS_IT_CAME = "by what stages received, right or wrong"

@@ -27,8 +27,8 @@ from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.chain import Chain
+from pipeproof.wings.composed.chain_causes import of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.composed_causes import of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.outside import enter_unsure
 from pipeproof.wings.composed.own_calls import StageSeen
@@ -75,15 +75,12 @@ class Told:
 class OwnPart:
     """What one rank has to say: its stages with their calls, what these give again, and what it compared itself.
 
-    ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of parameters are made of that
-    it shares. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what
-    its optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights
-    are not those that the step began with. ``precision``: that
-    of its stages, ``summed``: that in which gradients are added up over ranks. ``weights``: what it began with.
-    ``wrong``: gradients that are not what they must be, where other ranks may tell why. ``in_parts``: stages are cut
-    inside. ``unsure``: why gradients are not compared, by name, as where
-    hooks may have made others of them.
-    ``scale``: how its losses are scaled.
+    ``lengths``: the norms of what its gradients must be. ``copies``: what its gradients of shared parameters are made
+    of. ``causes`` of what is wrong with others, and why none is known of some. ``foreseen``: it is known what its
+    optimizer makes of them; ``forms`` have its parameters' types. ``moved``: the stages whose weights are not those
+    that the step began with. ``precision``: that of its stages; ``summed``: that of sums over ranks. ``weights``: what
+    it began with. ``wrong``: gradients that are not what they must be, where other ranks may tell why. ``in_parts``:
+    stages are cut inside. ``unsure``: why gradients are not compared, by name. ``scale``: how its losses are scaled.
     """
 
     ledger: Ledger
