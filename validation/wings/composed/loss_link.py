@@ -1,5 +1,6 @@
 """The loss as a link of its own: what ``loss_fn`` makes of the last stage's output, and what flows back from it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from pipeproof.observers.own_losses import leaves_of
 from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import tensors_in
-from pipeproof.reference.again import Again, repeats
+from pipeproof.reference.again import Again, State, repeats
 from pipeproof.reference.step import LossError, differentiable
 from pipeproof.wings.composed.division import plain
 from pipeproof.wings.composed.link import Link, Point, seen_at
@@ -51,28 +52,29 @@ class LossLink:
 
     def due(self, k: int, output: object, *, call: Call, model: Again, disturb: bool = False) -> LossDue:
         """What the loss of call ``k``, which gave ``output``, gives. ``disturb``: random numbers are others."""
-        assert call.again is not None, "the calls of a stage that is checked so are kept"
-        state = call.again.state
         if disturb:
             draw_some()
+        both = self._cast is None and _state(call).casts and not disturb
+        ways = [True, False] if both else [self._cast is not False]
+        found = [self._made_in(call, model, output, self.targets[k], cast=way) for way in ways]
+        if not both:
+            return found[0]
+        apart = [_apart(one, call) for one in found]  # what came back tells which was meant
+        best = apart.index(min(apart))
+        self._cast = None if apart[best] else ways[best]
+        return found[best]
 
-        def made(cast: bool) -> LossDue:
-            with state.cast() if cast else nullcontext(), model.looking(state, "the loss"):
-                return self._made(output, self.targets[k])
-
-        found = made(state.casts and self._cast is not False)
-        if not state.casts or self._cast is not None or disturb:
-            return found
-        if _are_seen(found, call):
-            self._cast = True
-        elif _are_seen(other := made(False), call):
-            self._cast, found = False, other
-        return found
-
-    def of_another(self, output: object, call: Call) -> tuple[int, LossDue] | None:
+    def of_another(self, output: object, *, call: Call, model: Again) -> tuple[int, LossDue] | None:
         """The call by whose target the loss of ``output`` gives what came back in ``call``, and what it gives."""
-        every = ((j, self._made(output, target)) for j, target in enumerate(self.targets))
-        return next(((j, due) for j, due in every if _are_seen(due, call)), None)
+        cast, targets = self._cast is not False, enumerate(self.targets)
+        every = ((j, self._made_in(call, model, output, target, cast=cast)) for j, target in targets)
+        return next(((j, due) for j, due in every if due.flows and not _apart(due, call)), None)
+
+    def _made_in(self, call: Call, model: Again, output: object, target: Any, *, cast: bool) -> LossDue:
+        """What a loss gives; ``cast``: types are cast as in the call."""
+        state = _state(call)
+        with state.cast() if cast else nullcontext(), model.looking(state, "the loss"):
+            return self._made(output, target)
 
     def _made(self, output: object, target: Any) -> LossDue:
         made = tensors_in(output)
@@ -94,13 +96,21 @@ class LossLink:
         return LossDue(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
 
 
-def _are_seen(due: LossDue, call: Call) -> bool:
-    """Whether all that is due came to the outputs of ``call``, bit for bit."""
+def _state(call: Call) -> State:
+    assert call.again is not None, "the calls of a stage that is checked so are kept"
+    return call.again.state
 
-    def is_seen(seen: Sketch | None, flow: Tensor) -> bool:
-        return seen is not None and sketch(flow, known=seen) is seen
 
-    return bool(due.flows) and all(is_seen(call.output_gradients.get(n), flow) for n, flow in due.flows.items())
+def _apart(due: LossDue, call: Call) -> float:
+    """How far, relative to its size, what came back to ``call`` is from any multiple of what is due; 0: to the bit."""
+
+    def apart(seen: Sketch | None, flow: Tensor) -> float:
+        if seen is None or (own := sketch(flow, known=seen)) is seen:
+            return math.inf if seen is None else 0.0
+        size = seen.norm / own.norm if own.norm else 1.0
+        return min(seen.distance(own.times(times)) for times in (size, -size))
+
+    return max((apart(call.output_gradients.get(n), flow) for n, flow in due.flows.items()), default=0.0)
 
 
 def factors_of(calls: Sequence[Call], links: Sequence[Link]) -> list[float | None]:

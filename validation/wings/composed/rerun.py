@@ -290,7 +290,7 @@ class StageRerun:
             return link
         came = [at for at in other if at[0] == RECEIVED]
         if self._loss is not None and any(self._is_of_another(seen[at], gives[at]) for at in came):
-            self.pairs[k] = self._loss.of_another(output, self._calls[k])
+            self.pairs[k] = self._loss.of_another(output, call=self._calls[k], model=self.model)
         if drawn := self.model.drawn_from:
             kind = type(drawn[1])
             maker = kind.__module__.partition(".")[0]

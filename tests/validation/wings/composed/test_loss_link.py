@@ -1,12 +1,17 @@
 """The loss is a link: its targets tell which microbatch a call was meant for, and so which messages crossed."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from pipeproof import Composed, check_step
 from pipeproof.cases.case import Case
 from pipeproof.core.verdict import Verdict
 from pipeproof.wings.composed.case import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.pipeline_here import DATA, MSE, Job, layers
 from tests.support.sweeps import some
 
 
@@ -46,3 +51,23 @@ def test_what_one_stage_takes_for_another_in_its_backward_alone_is_told_there(st
     verdict = of_links("backward-of-another", stages, simulated)
     assert "mispaired" in {cause.kind for cause in verdict.cause}, str(verdict)
     assert {one.stage for one in verdict.mismatches if one.law == "boundaries"} == {0}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("times", [1.0, 128.0, 3.0])
+def test_a_loss_is_cast_as_what_came_back_tells_whatever_it_is_multiplied_by(inside: bool, times: float) -> None:
+    def cast(of_loss: bool) -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=inside or not of_loss)
+
+    stages = layers(torch.tanh, torch.tanh)
+    data = [(x, torch.rand(4, 8)) for x, _ in DATA]
+    job = Job(stages, data, cast=cast, times=times)
+    with check_step(dict(enumerate(stages)), data, against=Composed(MSE), rename="{}.{}".format) as check:
+        losses = job.step()
+        for one in (one for stage in stages for one in stage.parameters()):
+            one.grad = None if one.grad is None else one.grad / times
+        check.gradients()
+        check.report(losses=losses)
+    verdict = check.verdict
+    assert verdict.verdict == ("pass" if times == 1.0 else "unknown"), str(verdict)
+    assert (verdict.law("loss").outcome, verdict.law("gradient").outcome) == ("pass", "pass"), str(verdict)
