@@ -7,22 +7,27 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pipeproof.core.limits import coarsest, precision_of
+from pipeproof.core.limits import HALF, coarsest, precision_of
 from pipeproof.core.tolerance import Floor, error, floor_of
 from pipeproof.observers.elements import all_finite, in_fp64
 from pipeproof.observers.recording import MADE
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Contribution, Site
 from pipeproof.wings.composed.link import Point
+from pipeproof.wings.composed.loss_link import LossDue
 
 
 @dataclass(frozen=True)
 class Made:
-    """One run of a call: its tensors, what flowed by number besides what came from behind, and what it contributes."""
+    """One run of a call: its tensors, what flowed by number besides what came from behind, and what it contributes.
+
+    ``due``: what its loss gives, in the last stage.
+    """
 
     tensors: Mapping[Point, Tensor]
     more: Mapping[int, Tensor]
     contribution: Contribution | None
+    due: LossDue = field(default_factory=LossDue)
 
 
 @dataclass
@@ -57,11 +62,18 @@ class Envelope:
         self._is_wide = True
 
     def is_strange(self, at: Point) -> bool:
-        """Whether two runs give there what is not the same, as random numbers are."""
+        """Whether two runs give there what is not the same, as random numbers are: a third may be as far off again."""
         made, again = self.once.tensors.get(at), self.twice.tensors.get(at)
         if made is None or again is None or made.shape != again.shape:
             return True
-        return error(again, made) > self.limit(at, made)
+        return error(again, made) > HALF * self.limit(at, made)
+
+    @property
+    def loss_apart(self) -> float:
+        """How far apart the losses of its runs are, relative to their size."""
+        others = [self.twice, *(one for one in [self._wide] if self._is_wide and one is not None)]
+        pairs = [(one.due.loss, self.once.due.loss) for one in others]
+        return max((self._error(own, one) for one, own in pairs if own is not None), default=0.0)
 
     def gradient(self, site: Site, total: Tensor, *, calls: int, size: float) -> Floor | None:
         """The floor of a ``total`` over so many ``calls``, of this ``size``; None where the call adds nothing to it."""
@@ -122,6 +134,11 @@ class Envelopes:
         if k not in self.measured:
             self.measured[k] = self.measure(k, made)
         return self.measured[k]
+
+    @property
+    def loss_apart(self) -> float:
+        """How far apart the losses of one call are, relative to their size."""
+        return max((one.loss_apart for one in self.measured.values()), default=0.0)
 
     def of_call(
         self, k: int, made: Made, seen: Mapping[Point, tuple[Sketch | None, Sketch]]

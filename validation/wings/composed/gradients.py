@@ -102,7 +102,8 @@ class OwnGradients:
             self.ledger.leave_out("gradient", [name] if name in names else [], why, Reason.PARTS)
         for name, stages in self.shares.stages_of(names).items():
             if self.only is not None:
-                del names[name]  # other stages' shares are not known
+                self.ledger.remark("gradient", f"{name} is in other stages, too, and is compared where all are rerun")
+                del names[name]
             elif self.lost & stages:
                 self.ledger.leave_out("gradient", [name], not_known(self.lost & stages))
                 del names[name]

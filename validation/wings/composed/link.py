@@ -19,7 +19,8 @@ class Link:
 
     ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
     ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another in
-    each run. ``loss``: in the last stage, undivided, of this ``loss_type``. ``obstacle``: why the call cannot be rerun.
+    each run. ``loss``: in the last stage, undivided, of this ``loss_type``, and how far its runs are ``loss_apart``.
+    ``obstacle``: why the call cannot be rerun.
     ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
     """
 
@@ -29,6 +30,7 @@ class Link:
     strange: frozenset[Point] = frozenset()
     loss: float | None = None
     loss_type: torch.dtype | None = None
+    loss_apart: float = 0.0
     obstacle: str = ""
     mode_matters: bool = False
 
@@ -54,3 +56,8 @@ def seen_at(call: Call, at: Point) -> Sketch | None:
     if where == MADE:
         return call.outputs[number] if number < len(call.outputs) else None
     return (call.output_gradients if where == RECEIVED else call.input_gradients).get(number)
+
+
+def flow_of(call: Call) -> float:
+    """The size of what came back to ``call``: the largest norm among its output gradients."""
+    return max((one.norm for one in call.output_gradients.values()), default=0.0)

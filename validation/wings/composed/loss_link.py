@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pipeproof.core.limits import precision_of
-from pipeproof.foreign.crossings import near
 from pipeproof.observers.calls import Call
-from pipeproof.observers.elements import version
 from pipeproof.observers.own_losses import leaves_of
 from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch, sketch
@@ -47,7 +45,6 @@ class LossLink:
     loss_fn: Callable[[Any, Any], Tensor] | None
     divisor: float
     targets: Sequence[Any]
-    _writes: bool = True  # to what it is given, until one does not
     _cast: bool | None = None  # whether it is cast as the calls are, once that is known
 
     def due(self, k: int, output: object, *, call: Call, model: Again, disturb: bool = False) -> LossDue:
@@ -61,14 +58,21 @@ class LossLink:
             return found[0]
         apart = [_apart(one, call) for one in found]  # what came back tells which was meant
         best = apart.index(min(apart))
-        self._cast = None if apart[best] else ways[best]
+        self._cast = None if apart[best] or len({*apart}) == 1 else ways[best]  # zeros are as near to both
         return found[best]
 
-    def of_another(self, output: object, *, call: Call, model: Again) -> tuple[int, LossDue] | None:
-        """The call by whose target the loss of ``output`` gives what came back in ``call``, and what it gives."""
-        cast, targets = self._cast is not False, enumerate(self.targets)
-        every = ((j, self._made_in(call, model, output, target, cast=cast)) for j, target in targets)
-        return next(((j, due) for j, due in every if due.flows and not _apart(due, call)), None)
+    def of_another(self, k: int, output: object, *, call: Call, model: Again) -> tuple[int, LossDue] | None:
+        """The call by whose target the loss of ``output`` gives what came back in call ``k``, and what it gives."""
+        for j, target in enumerate(self.targets):
+            if _form(target) != _form(self.targets[k]):
+                continue
+            try:
+                due = self._made_in(call, model, output, target, cast=self._cast is not False)
+            except Exception:  # no one type: it is the user's code, on a target that is not meant for it
+                continue
+            if due.flows and not _apart(due, call):
+                return j, due
+        return None
 
     def _made_in(self, call: Call, model: Again, output: object, target: Any, *, cast: bool) -> LossDue:
         """What a loss gives; ``cast``: types are cast as in the call."""
@@ -79,14 +83,12 @@ class LossLink:
     def _made(self, output: object, target: Any) -> LossDue:
         made = tensors_in(output)
         leaves = {id(one): one.detach().requires_grad_(one.requires_grad) for one in made}
-        given = {key: one.clone() if self._writes else one for key, one in leaves.items()}
-        versions = {key: version(one) for key, one in given.items()}
+        given = {key: one.clone() for key, one in leaves.items()}  # it may write to them
         own = tree_map_only(Tensor, lambda one: given.get(id(one), one), output)
         try:
             loss = differentiable(own if self.loss_fn is None else self.loss_fn(own, target))
         except LossError:
             return LossDue()
-        self._writes = any(version(one) != versions[key] for key, one in given.items())
         again = repeats(made)
         wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
         more = leaves_of(loss, wanting.values())
@@ -94,6 +96,10 @@ class LossLink:
         flows = torch.autograd.grad(loss / self.divisor, every, allow_unused=True) if every else ()
         came = {n: flow for n, flow in zip(wanting, flows, strict=False) if flow is not None}
         return LossDue(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
+
+
+def _form(target: object) -> list[torch.Size]:
+    return [one.shape for one in tensors_in(target)]
 
 
 def _state(call: Call) -> State:
@@ -119,7 +125,10 @@ def factors_of(calls: Sequence[Call], links: Sequence[Link]) -> list[float | Non
         (call, link, at) for call, link in zip(calls, links, strict=True) for at, one in link.gives.items() if one.norm
     ]
     found = [factor_at(call, link, at) for call, link, at in every if at[0] == RECEIVED]
-    return found[:1] if all(near(one, found[0]) for one in found) else [None]
+    within = max((precision_of(link.gives[at].dtype).least for _, link, at in every if at[0] == RECEIVED), default=0.0)
+    first = found[0] if found else None
+    alike = first is not None and all(one is not None and abs(one - first) <= within * abs(first) for one in found)
+    return found[:1] if alike or not found else [None]
 
 
 def factor_at(call: Call, link: Link, at: Point) -> float | None:

@@ -34,7 +34,7 @@ from pipeproof.reference.generators import states_on
 from pipeproof.reference.otherwise import one_place_off, widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 from pipeproof.wings.composed.envelope import Envelope, Envelopes, Made
-from pipeproof.wings.composed.link import Link, Point, seen_at
+from pipeproof.wings.composed.link import Link, Point, flow_of, seen_at
 from pipeproof.wings.composed.loss_link import LossDue, LossLink, factor_at, factors_of, met, multiplied
 
 _RAISED = "run again, stage {} raised {}"
@@ -117,7 +117,7 @@ class StageRerun:
             found[k] = Link({}, obstacle=self.other_form) if self.other_form else self._link(k, made)
             if made.contribution is not None and self._calls[k].ran and not self.other_form:
                 self._add(made.contribution, in_place=in_place)
-                self._add_of_loss(k, found[k])
+                self._add_of_loss(k, found[k], made.due)
         self.links = [found[k] for k in range(len(self._calls))]
         if drawing and not self.speaks:
             self.doubt(_IN_BACKWARD.format(self.stage))
@@ -128,15 +128,27 @@ class StageRerun:
         else:
             self._sums = self._reference.accumulate([contribution], orders={self.stage: [0]}, onto=self._sums)
 
-    def _add_of_loss(self, k: int, link: Link) -> None:
+    def _add_of_loss(self, k: int, link: Link, due: LossDue) -> None:
         """Add what the loss of call ``k`` gives to weights of this stage, in the multiple that came back to it."""
         came = next((at for at in link.gives if at[0] == RECEIVED), None)
         factor = 1.0 if came is None else factor_at(self._calls[k], link, came) or 1.0
+        more = Contribution(0.0, {site: one * factor for site, one in self._of_loss(due).items()})
+        if more.gradients:
+            self._sums |= self._reference.accumulate([more], orders={self.stage: [0]}, onto=self._sums)
+
+    def _of_loss(self, due: LossDue) -> dict[Site, Tensor]:
+        """What a loss gives to weights of this stage."""
         names = {id(one): name for name, one in self.model.named_parameters()}
-        for one, gradient in self._due.trained:
-            if (name := names.get(id(one))) is not None:
-                more = Contribution(0.0, {(self.stage, name): gradient * factor})
-                self._sums |= self._reference.accumulate([more], orders={self.stage: [0]}, onto=self._sums)
+        return {(self.stage, names[id(one)]): gradient for one, gradient in due.trained if id(one) in names}
+
+    def _with_loss(self, made: Made) -> Made:
+        """``made``, with what its loss gives to weights of this stage."""
+        own = Contribution(0.0, {}) if made.contribution is None else made.contribution
+        gradients = dict(own.gradients)
+        for site, one in self._of_loss(made.due).items():
+            there = gradients.get(site)
+            gradients[site] = one if there is None else there + one
+        return replace(made, contribution=replace(own, gradients=gradients))
 
     @property
     def gradients(self) -> dict[str, Gradient]:
@@ -274,12 +286,12 @@ class StageRerun:
         for n, one in (contribution.inputs if contribution is not None else {}).items():
             if one is not None:
                 tensors[HANDED_ON, n - 1] = one  # the first input is the call itself
-        return Made(tensors, self._more, contribution)
+        return Made(tensors, self._more, contribution, self._due)
 
     def _link(self, k: int, made: Made) -> Link:
         gives = {at: sketch(one, known=seen_at(self._calls[k], at)) for at, one in made.tensors.items()}
-        self.trained = {**self.trained, **{id(one): one for one, _ in self._due.trained}}
-        loss, output = self._due.loss, self._output
+        self.trained = {**self.trained, **{id(one): one for one, _ in made.due.trained}}
+        loss, output = made.due.loss, self._output
         self._output = None
         own = Link(gives, mode_matters=self._mode_matters(k))
         own = own if loss is None else replace(own, loss=loss.item(), loss_type=loss.dtype)
@@ -290,7 +302,7 @@ class StageRerun:
             return link
         came = [at for at in other if at[0] == RECEIVED]
         if self._loss is not None and any(self._is_of_another(seen[at], gives[at]) for at in came):
-            self.pairs[k] = self._loss.of_another(output, call=self._calls[k], model=self.model)
+            self.pairs[k] = self._loss.of_another(k, output, call=self._calls[k], model=self.model)
         if drawn := self.model.drawn_from:
             kind = type(drawn[1])
             maker = kind.__module__.partition(".")[0]
@@ -347,13 +359,14 @@ class StageRerun:
             return replace(link, limits={**link.limits, **least})
         seen = {at: (seen_at(self._calls[k], at), link.gives[at]) for at in other}
         limits, strange = self._envelopes.of_call(k, made, seen)
-        return replace(link, limits={**link.limits, **limits}, strange=strange)
+        apart = self._envelopes.loss_apart
+        return replace(link, limits={**link.limits, **limits}, strange=strange, loss_apart=apart)
 
     def _envelope(self, k: int, made: Made | None) -> Envelope:
         """What rounding does to call ``k``, which ``made`` that in its first run."""
         once = made or self._made(self._reference, k)
         self._disturb = True  # nobody knows when a loss drew its own
-        twice = self._made(self._reference, k)
+        twice = self._with_loss(self._made(self._reference, k))
         self._disturb = False
         runs = partial(self._in_fp64, k), partial(self._off, k)
         return Envelope(once, twice, *runs, narrowest=self.narrowest, inside=self.inside)
@@ -363,12 +376,15 @@ class StageRerun:
         site = self.stage, name
         if self.speaks or (total := self._sums.get(site)) is None:
             return None
-        known = next((k for k in self._envelopes.measured if self._calls[k].ran), self.numbers[0])
-        return self._envelopes.at(known).gradient(site, total, calls=len(self.numbers), size=size)
+        sizes = {k: flow_of(self._calls[k]) for k in self.numbers}
+        largest = max(sizes, key=lambda k: sizes[k])  # what is small, or padded, tells little of a sum
+        known = (k for k in self._envelopes.measured if 2 * sizes.get(k, 0.0) >= sizes[largest])
+        envelope = self._envelopes.at(next(known, largest))
+        return envelope.gradient(site, total, calls=len(self.numbers), size=size)
 
     def _in_fp64(self, k: int) -> Made | None:
         try:
-            return self._made(self._wide, k)
+            return self._with_loss(self._made(self._wide, k))
         except Exception:  # no one type: it is the user's code, which may know of one type only
             return None
 

@@ -135,7 +135,8 @@ class Whole:
         """What rounding may do to losses: as much as their own type, or else it is not known that it is rounding."""
         types = [link.loss_type for link in self._links.get(self.chain.last, ()) if link.loss_type is not None]
         own = coarsest([precision_of(one) for one in types] or [self.precision])
-        return Unmeasured(replace(own, most=max(own.most, self.precision.most)))
+        apart = max((link.loss_apart for link in self._links.get(self.chain.last, ())), default=0.0)
+        return Unmeasured(replace(own, most=max(own.most, self.precision.most)), apart=apart)
 
     @property
     def _of_norm(self) -> Unmeasured:
