@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from pipeproof import Composed, check_step
 from pipeproof.cases.case import Case
@@ -71,3 +72,46 @@ def test_a_loss_is_cast_as_what_came_back_tells_whatever_it_is_multiplied_by(ins
     verdict = check.verdict
     assert verdict.verdict == ("pass" if times == 1.0 else "unknown"), str(verdict)
     assert (verdict.law("loss").outcome, verdict.law("gradient").outcome) == ("pass", "pass"), str(verdict)
+
+
+class WithHead(nn.Module):
+    """A last stage whose head only the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+
+@pytest.mark.parametrize("times", [1.0, 128.0])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_weights_that_the_loss_alone_uses_are_compared(times: float, wrong: bool) -> None:
+    last = WithHead()
+    stages = [*layers(torch.tanh), last]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(last.head(output), target)
+
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename="{}.{}".format) as check:
+        Job(stages, loss_fn=loss_fn, times=times).step()
+        for one in (one for stage in stages for one in stage.parameters()):
+            one.grad = None if one.grad is None else one.grad / times
+        if wrong and last.head.weight.grad is not None:
+            last.head.weight.grad *= 1.001
+        check.gradients()
+    law = check.verdict.law("gradient")
+    assert (law.outcome, law.checked) == ("fail" if wrong else "pass", 6), str(check.verdict)
+
+
+def test_a_loss_may_write_to_what_it_is_given() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output.mul_(2.0), target)
+
+    stages = layers(torch.sin, torch.sin)
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename="{}.{}".format) as check:
+        Job(stages, loss_fn=loss_fn).step()
+        check.gradients()
+    assert check.verdict.verdict == "pass", str(check.verdict)
