@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from textwrap import indent
 
-from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.worlds.stack import Line
 
 
@@ -37,6 +36,9 @@ _SECONDARY = re.compile(
     r"|torchrun ended the session|rank \d+ of \d+ did not come to .*",
     re.IGNORECASE,
 )
+
+
+_SHOWN = 4  # ranks in a sentence
 
 
 class Ending(StrEnum):
@@ -172,8 +174,8 @@ def _peers(report: RankReport, reports: Sequence[RankReport]) -> tuple[int, ...]
 def headline(reports: Sequence[RankReport]) -> str:
     """The story in a sentence: what the culprit did, or who waits for whom."""
     if blocking := _blocking(reports):
-        more = [f"{len(blocking) - SHOWN} more such groups"] if len(blocking) > SHOWN else []
-        return "; ".join([*(_blocked(one, reports) for one in blocking[:SHOWN]), *more])
+        more = [f"{len(blocking) - _SHOWN} more such groups"] if len(blocking) > _SHOWN else []
+        return "; ".join([*(_blocked(one, reports) for one in blocking[:_SHOWN]), *more])
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
     return f"rank {culprit.rank} {culprit.sentence().partition(chr(10))[0]}"
 
@@ -182,14 +184,14 @@ def _blocked(blocking: Sequence[int], reports: Sequence[RankReport]) -> str:
     """Who waits for these ranks, and why they do not end that."""
     by_rank = {report.rank: report for report in reports}
     if len(blocking) > 1:
-        told = ", ".join(f"rank {rank} for {by_rank[rank].awaited}" for rank in blocking[:SHOWN])
-        more = f", and {len(blocking) - SHOWN} more" if len(blocking) > SHOWN else ""
+        told = ", ".join(f"rank {rank} for {by_rank[rank].awaited}" for rank in blocking[:_SHOWN])
+        more = f", and {len(blocking) - _SHOWN} more" if len(blocking) > _SHOWN else ""
         *some, last = map(str, blocking)
         return f"ranks {', '.join(some)} and {last} wait for each other: {told}{more}"
     (ended,) = blocking
     waiting = [one for one in reports if one.ending is Ending.STUCK and ended in _peers(one, reports)]
-    told = "; ".join(f"rank {one.rank} waits for {one.awaited}" for one in waiting[:SHOWN])
-    more = f"; and {len(waiting) - SHOWN} more" if len(waiting) > SHOWN else ""
+    told = "; ".join(f"rank {one.rank} waits for {one.awaited}" for one in waiting[:_SHOWN])
+    more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
     return f"rank {ended} has returned while others wait for it: {told}{more}"
 
 

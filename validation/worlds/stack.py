@@ -9,9 +9,8 @@ from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType
 
-from pipeproof.pipeline.sizes import shortened
-
 _MOST = 3  # lines that are kept of a stack
+_LONGEST = 80  # characters of a line that are shown
 _MACHINERY = sys.stdlib_module_names | {"torch", "pipeproof", "typing_extensions"}  # what it calls is called by these
 _PLANTED = "pipeproof.cases.specimens."  # plays the user's part, but for what plants it
 _PLANTING = f"{_PLANTED}planting"
@@ -35,7 +34,8 @@ class Line:
         return f"{short}:{self.number} {self.function}"
 
     def __str__(self) -> str:
-        return f"{self.place}{': ' * bool(self.text)}{shortened(self.text)}"
+        text = self.text if len(self.text) <= _LONGEST else f"{self.text[: _LONGEST - 1]}…"
+        return f"{self.place}{': ' * bool(text)}{text}"
 
 
 Stack = tuple[Line, ...]  # the innermost line first
