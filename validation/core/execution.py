@@ -60,7 +60,9 @@ class Execution:
             idle = self._required.frozen if what == "backward" else ()
             for stage in self._stages(line, but={*self._required.unseen, *idle}):
                 order, place = orders[stage], self._of_stage(number, laws, stage, line)
-                self._ledger.hold(place, _once_each(order, every), _told(order), tuple(every), what=what)
+                left = {*self._required.weightless} - {*order} if what == "backward" else set[int]()
+                due = [microbatch for microbatch in every if microbatch not in left]
+                self._ledger.hold(place, _once_each(order, due), _told(order), tuple(due), what=what)
 
     def _calls(self, number: int, laws: frozenset[str], line: int, *, training: bool) -> None:
         """Each stage's module itself ran once for each microbatch, in training mode or not as it must be."""

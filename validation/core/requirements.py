@@ -14,7 +14,8 @@ class Conditions:
     ``plan`` are the operations, and ``counts`` how many microbatches each has. ``due`` are the sites that must be held;
     ``unmatched`` are held and not known to the reference. ``unseen`` stages are those whose actions nobody noted,
     ``uncalled`` those whose modules nobody watched, ``frozen`` those that owe no backward, ``traced`` those whose
-    actions the step itself tells. ``mode_matters``: whether a mode changes any result.
+    actions the step itself tells. ``weightless``: the microbatches whose losses train nothing, and that owe none.
+    ``mode_matters``: whether a mode changes any result.
     """
 
     counts: tuple[int, ...]
@@ -25,6 +26,7 @@ class Conditions:
     uncalled: Collection[int] = ()
     frozen: Collection[int] = ()
     traced: Collection[int] = ()
+    weightless: Collection[int] = ()
     mode_matters: Callable[[], bool] = lambda: True
 
 

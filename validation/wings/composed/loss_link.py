@@ -85,10 +85,12 @@ class LossLink:
         leaves = {id(one): one.detach().requires_grad_(one.requires_grad) for one in made}
         given = {key: one.clone() for key, one in leaves.items()}  # it may write to them
         own = tree_map_only(Tensor, lambda one: given.get(id(one), one), output)
+        loss = own if self.loss_fn is None else self.loss_fn(own, target)
         try:
-            loss = differentiable(own if self.loss_fn is None else self.loss_fn(own, target))
-        except LossError:
-            return LossDue()
+            loss = differentiable(loss)
+        except LossError:  # it may train nothing
+            one_number = isinstance(loss, Tensor) and loss.numel() == 1
+            return LossDue(loss.detach()) if one_number else LossDue()
         again = repeats(made)
         wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
         more = leaves_of(loss, wanting.values())
@@ -152,3 +154,13 @@ def met(call: Call, link: Link, due: LossDue) -> Link:
     """``link`` of a call that met another target, of which that is ``due`` which was seen."""
     came = {(RECEIVED, n): call.output_gradients[n] for n in due.flows if n in call.output_gradients}
     return link if due.loss is None else replace(link, gives={**link.gives, **came}, loss=due.loss.item())
+
+
+def weightless(numbers: Sequence[int], links: Sequence[Link]) -> frozenset[int]:
+    """Of the microbatches of the last stage's calls, by ``numbers``, those whose loss is known and gives nothing back.
+
+    Where that is so of all, nobody knows whether it is meant.
+    """
+    known = [(m, link.gives) for m, link in zip(numbers, links, strict=False) if link.loss is not None]
+    due = {m: any(at[0] == RECEIVED and one.norm for at, one in gives.items()) for m, gives in known}
+    return frozenset(m for m, is_due in due.items() if not is_due) if any(due.values()) else frozenset()

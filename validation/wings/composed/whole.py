@@ -30,6 +30,7 @@ from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.chain_causes import of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.link import Link
+from pipeproof.wings.composed.loss_link import weightless
 from pipeproof.wings.composed.outside import enter_unsure
 from pipeproof.wings.composed.own_calls import StageSeen
 from pipeproof.wings.composed.sources import Data
@@ -300,7 +301,10 @@ class Whole:
         frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
         matters = any(link.mode_matters for links in self._links.values() for link in links)
         idle = frozenset(frozen) - {self.chain.last}
-        return Conditions(counts=(self.chain.microbatches,), frozen=idle, mode_matters=lambda: matters)
+        last = self.chain.last
+        nothing = weightless(self.chain.orders[last].numbers, self._links.get(last, ()))
+        counts = (self.chain.microbatches,)
+        return Conditions(counts=counts, frozen=idle, weightless=nothing, mode_matters=lambda: matters)
 
     def _explained(self, verdict: Verdict) -> Verdict:
         """``verdict`` with the causes of what the chain shows, then those that ranks found in their own gradients."""

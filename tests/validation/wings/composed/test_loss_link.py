@@ -115,3 +115,33 @@ def test_a_loss_may_write_to_what_it_is_given() -> None:
         Job(stages, loss_fn=loss_fn).step()
         check.gradients()
     assert check.verdict.verdict == "pass", str(check.verdict)
+
+
+def of_some(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that takes no notice of the output where all of the target is zero."""
+    return MSE(output, target) if bool(target.any()) else torch.zeros(())
+
+
+class Skipping(Job):
+    """No backward of ``lost`` runs, nor of a microbatch whose loss trains nothing."""
+
+    lost: int | None = None
+
+    def _train(self, m: int, x: Tensor, target: Any) -> float:
+        if bool(target.any()) and m != self.lost:
+            return super()._train(m, x, target)
+        for stage in self.stages:
+            x = stage(x.detach())
+        return of_some(x, target).item()
+
+
+@pytest.mark.parametrize("lost", [None, 2])
+def test_a_microbatch_whose_loss_trains_nothing_owes_no_backward(lost: int | None) -> None:
+    stages = layers(torch.tanh, torch.sin)
+    job = Skipping(stages, loss_fn=of_some)  # the first target is zero
+    job.lost = lost
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(of_some), rename="{}.{}".format) as check:
+        losses = job.step()
+        check.gradients()
+        check.report(losses=losses)
+    assert check.verdict.verdict == ("pass" if lost is None else "fail"), str(check.verdict)
