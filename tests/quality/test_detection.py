@@ -16,6 +16,7 @@ from pipeproof.cases.validator import validate
 from pipeproof.core.verdict import Verdict
 from pipeproof.diagnosis import diagnose
 from pipeproof.foreign import WhiteBox
+from pipeproof.wings.composed.case import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.sweeps import sampled
 from tests.validation.core.test_nudged import loss_fn, mixed_step, narrow, pairs, step_in_halves
@@ -72,6 +73,18 @@ ROWS: Mapping[str, Row] = {
 }
 
 
+HELD_AGAINST_ITSELF = (
+    "microbatch-dropped",
+    "gradients-crossed",
+    "activations-crossed",
+    "microbatches-swapped",
+    "clip-never",
+    "tied-not-reduced",
+    "updated-twice",
+    "activations-rounded",
+)
+
+
 def raises(*_: object) -> NoReturn:
     raise RuntimeError("there is no explanation")
 
@@ -90,3 +103,15 @@ def test_each_outcome_is_the_same_without_an_explanation(
     assert outcomes(alone) == outcomes(explained), f"{explained}\n{alone}"
     assert not alone.cause
     assert alone.verdict == "pass" or alone.unsought.startswith("RuntimeError: ")
+
+
+@pytest.mark.parametrize("name", sampled(HELD_AGAINST_ITSELF, 2))
+def test_each_outcome_of_a_composed_check_is_the_same_without_an_explanation(
+    name: str, simulated: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = smallest_of(SPECIMENS[name])
+    explained = validate_composed(case, simulated)
+    monkeypatch.setattr(diagnose, "followed", raises)
+    alone = validate_composed(case, simulated)
+    assert explained.verdict == "fail"
+    assert outcomes(alone) == outcomes(explained), f"{explained}\n{alone}"

@@ -100,7 +100,7 @@ class Division:
         return {name: one * scale if isinstance(one, Tensor) and scale != 1.0 else one for name, one in seen.items()}
 
 
-def plain(factor: float, within: float) -> float:
+def round_factor(factor: float, within: float) -> float:
     """The whole number, or the part of one, that ``factor`` is, if it is as near ``within`` rounding; else itself."""
     for one in (round(factor), 1 / (round(1 / factor) or float("inf"))):
         if one and abs(factor - one) <= within * abs(factor):

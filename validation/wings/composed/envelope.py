@@ -136,9 +136,22 @@ class Envelopes:
         return self.measured[k]
 
     @property
+    def is_full(self) -> bool:
+        """Whether two were measured: of more calls, rounding is not asked."""
+        return len(self.measured) > 1
+
+    @property
     def loss_apart(self) -> float:
         """How far apart the losses of one call are, relative to their size."""
         return max((one.loss_apart for one in self.measured.values()), default=0.0)
+
+    def of_sum(self, sizes: Mapping[int, float]) -> Envelope:
+        """That of the call that adds most, by ``sizes``, or half as much: what is small, or padded, tells little."""
+        measured = max(self.measured, key=lambda k: sizes.get(k, 0.0), default=None)
+        largest = max(sizes, key=lambda k: sizes[k])
+        if measured is not None and (self.is_full or 2 * sizes.get(measured, 0.0) >= sizes[largest]):
+            return self.measured[measured]
+        return self.at(largest)
 
     def of_call(
         self, k: int, made: Made, seen: Mapping[Point, tuple[Sketch | None, Sketch]]
@@ -152,7 +165,7 @@ class Envelopes:
         if self._is_over(made, seen):  # two runs are nearer than that
             for one in self.measured.values():
                 one.widen()
-        if len(self.measured) == 1 and self._is_over(made, seen):
+        if not self.is_full and self._is_over(made, seen):
             self.at(k, made).widen()
         strange = {at for at in seen for one in self.measured.values() if one.is_strange(at)}
         return self._limits(made, seen), frozenset(strange)

@@ -20,7 +20,7 @@ class Link:
     ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
     ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another in
     each run. ``loss``: in the last stage, undivided, of this ``loss_type``, and how far its runs are ``loss_apart``.
-    ``obstacle``: why the call cannot be rerun.
+    ``owes``: a backward, for that loss trains something. ``obstacle``: why the call cannot be rerun.
     ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
     """
 
@@ -31,6 +31,7 @@ class Link:
     loss: float | None = None
     loss_type: torch.dtype | None = None
     loss_apart: float = 0.0
+    owes: bool = False
     obstacle: str = ""
     mode_matters: bool = False
 

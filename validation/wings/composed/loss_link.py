@@ -18,7 +18,7 @@ from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import tensors_in
 from pipeproof.reference.again import Again, State, repeats
 from pipeproof.reference.step import LossError, differentiable
-from pipeproof.wings.composed.division import plain
+from pipeproof.wings.composed.division import round_factor
 from pipeproof.wings.composed.link import Link, Point, seen_at
 from pipeproof.worlds.drawing import draw_some
 
@@ -139,10 +139,10 @@ def factor_at(call: Call, link: Link, at: Point) -> float | None:
     if seen is not None and seen.distance(due) <= link.allowed.get(at, 0.0):
         return 1.0
     factor = None if seen is None else seen.factor(due)
-    return None if factor is None else plain(factor, precision_of(due.dtype).least)
+    return None if factor is None else round_factor(factor, precision_of(due.dtype).least)
 
 
-def multiplied(link: Link, factor: float) -> Link:
+def scale_flows(link: Link, factor: float) -> Link:
     """``link``, where so many times what was due comes back: to rounding, for products may have another order."""
     due = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm and factor != 1.0}
     limits = {at: precision_of(one.dtype).least for at, one in due.items()}
@@ -150,17 +150,16 @@ def multiplied(link: Link, factor: float) -> Link:
     return replace(link, gives={**link.gives, **more}, limits={**limits, **link.limits})
 
 
-def met(call: Call, link: Link, due: LossDue) -> Link:
+def take_target(call: Call, link: Link, due: LossDue) -> Link:
     """``link`` of a call that met another target, of which that is ``due`` which was seen."""
     came = {(RECEIVED, n): call.output_gradients[n] for n in due.flows if n in call.output_gradients}
     return link if due.loss is None else replace(link, gives={**link.gives, **came}, loss=due.loss.item())
 
 
-def weightless(numbers: Sequence[int], links: Sequence[Link]) -> frozenset[int]:
-    """Of the microbatches of the last stage's calls, by ``numbers``, those whose loss is known and gives nothing back.
+def weightless_microbatches(numbers: Sequence[int], links: Sequence[Link]) -> frozenset[int]:
+    """Of the microbatches of the last stage's calls, by ``numbers``, those whose loss is known and trains nothing.
 
     Where that is so of all, nobody knows whether it is meant.
     """
-    known = [(m, link.gives) for m, link in zip(numbers, links, strict=False) if link.loss is not None]
-    due = {m: any(at[0] == RECEIVED and one.norm for at, one in gives.items()) for m, gives in known}
-    return frozenset(m for m, is_due in due.items() if not is_due) if any(due.values()) else frozenset()
+    owing = {m: link.owes for m, link in zip(numbers, links, strict=False) if link.loss is not None}
+    return frozenset(m for m, owes in owing.items() if not owes) if any(owing.values()) else frozenset()

@@ -35,7 +35,7 @@ from pipeproof.reference.otherwise import one_place_off, widened
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 from pipeproof.wings.composed.envelope import Envelope, Envelopes, Made
 from pipeproof.wings.composed.link import Link, Point, flow_of, seen_at
-from pipeproof.wings.composed.loss_link import LossDue, LossLink, factor_at, factors_of, met, multiplied
+from pipeproof.wings.composed.loss_link import LossDue, LossLink, factor_at, factors_of, scale_flows, take_target
 
 _RAISED = "run again, stage {} raised {}"
 _KEPT = (
@@ -85,7 +85,7 @@ class StageRerun:
         self.pairs: dict[int, tuple[int, LossDue] | None] = {}
         self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
         self.speaks = False  # to other ranks: then it is run no more than they run it
-        self._in_training = dict[bool, bool]()  # whether a call in evaluation mode gives the same in training mode
+        self._is_same_in_training: bool | None = None  # a call in evaluation mode; None until that was tried
         self._envelopes = Envelopes(self._envelope)
         # Of the call that runs:
         self._now: int | None = None
@@ -100,9 +100,8 @@ class StageRerun:
         drawing = False
         for k in self._order:
             in_place = self._reference.recipe.accumulation == PLAIN  # no microbatch's are there beside the sum
-            first = not found
             try:
-                with Speaking() if first else nullcontext() as speaking:
+                with nullcontext() if found else Speaking() as speaking:
                     made = self._made(self._reference, k, onto=self._sums if in_place and self._calls[k].ran else {})
             except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
                 self._note_form(k, self._noted)
@@ -197,12 +196,12 @@ class StageRerun:
 
     def times(self, factor: float) -> None:
         """What is due from the loss is so many times that."""
-        self.links = [multiplied(link, factor) for link in self.links]
+        self.links = [scale_flows(link, factor) for link in self.links]
 
     def take_pairs(self) -> None:
         """Calls were meant for the microbatches whose targets they met."""
         for k, pair in self.pairs.items():
-            self.links[k] = met(self._calls[k], self.links[k], pair[1] if pair else LossDue())
+            self.links[k] = take_target(self._calls[k], self.links[k], pair[1] if pair else LossDue())
 
     @property
     def unreached(self) -> list[str]:
@@ -294,14 +293,15 @@ class StageRerun:
         loss, output = made.due.loss, self._output
         self._output = None
         own = Link(gives, mode_matters=self._mode_matters(k))
-        own = own if loss is None else replace(own, loss=loss.item(), loss_type=loss.dtype)
+        if loss is not None:
+            owes = bool(made.due.trained) or any(at[0] == RECEIVED and one.norm for at, one in gives.items())
+            own = replace(own, loss=loss.item(), loss_type=loss.dtype, owes=owes)
         link = self._received(k, made.more, own)
         seen = {at: seen_at(self._calls[k], at) for at in gives}
         other = [at for at, one in seen.items() if one is not None and one.digest != gives[at].digest]
         if not other:
             return link
-        came = [at for at in other if at[0] == RECEIVED]
-        if self._loss is not None and any(self._is_of_another(seen[at], gives[at]) for at in came):
+        if self._loss and any(self._is_of_another(seen[at], gives[at]) for at in other if at[0] == RECEIVED):
             self.pairs[k] = self._loss.of_another(k, output, call=self._calls[k], model=self.model)
         if drawn := self.model.drawn_from:
             kind = type(drawn[1])
@@ -327,9 +327,9 @@ class StageRerun:
         """Whether a call that was in evaluation mode would have given something else in training mode: one tells."""
         if self._calls[k].training or self.speaks:
             return not self._calls[k].training
-        if False not in self._in_training:
-            self._in_training[False] = self._gives(k, self._kept(k).state.in_training())
-        return not self._in_training[False]
+        if self._is_same_in_training is None:
+            self._is_same_in_training = self._gives(k, self._kept(k).state.in_training())
+        return not self._is_same_in_training
 
     def _gives(self, k: int, state: State) -> bool:
         """Whether a call gives what it gave, in this ``state``."""
@@ -364,22 +364,18 @@ class StageRerun:
 
     def _envelope(self, k: int, made: Made | None) -> Envelope:
         """What rounding does to call ``k``, which ``made`` that in its first run."""
-        once = made or self._made(self._reference, k)
         self._disturb = True  # nobody knows when a loss drew its own
         twice = self._with_loss(self._made(self._reference, k))
-        self._disturb = False
+        self._disturb, self._output = False, None
         runs = partial(self._in_fp64, k), partial(self._off, k)
-        return Envelope(once, twice, *runs, narrowest=self.narrowest, inside=self.inside)
+        return Envelope(made or twice, twice, *runs, narrowest=self.narrowest, inside=self.inside)
 
     def floor(self, name: str, size: float) -> Floor | None:
         """What rounding may do to the gradient of a parameter, whose norm is ``size``; None where none is measured."""
         site = self.stage, name
         if self.speaks or (total := self._sums.get(site)) is None:
             return None
-        sizes = {k: flow_of(self._calls[k]) for k in self.numbers}
-        largest = max(sizes, key=lambda k: sizes[k])  # what is small, or padded, tells little of a sum
-        known = (k for k in self._envelopes.measured if 2 * sizes.get(k, 0.0) >= sizes[largest])
-        envelope = self._envelopes.at(next(known, largest))
+        envelope = self._envelopes.of_sum({k: flow_of(self._calls[k]) for k in self.numbers})
         return envelope.gradient(site, total, calls=len(self.numbers), size=size)
 
     def _in_fp64(self, k: int) -> Made | None:
@@ -387,9 +383,13 @@ class StageRerun:
             return self._with_loss(self._made(self._wide, k))
         except Exception:  # no one type: it is the user's code, which may know of one type only
             return None
+        finally:
+            self._output = None  # it holds a graph
 
     def _off(self, k: int) -> Contribution | None:
         blank = Expected("train", (), 0.0, before=self._weights)
+        if self._envelopes.is_full:  # four more runs of a stage are enough
+            return None
         try:
             return one_place_off(self._reference, blank, [self._batch(k)])[0]
         except Exception:  # no one type: it is the user's code

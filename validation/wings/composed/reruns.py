@@ -25,12 +25,12 @@ from pipeproof.wings.composed.shards import in_doubt
 from pipeproof.wings.composed.sources import TARGETS
 
 _ALIKE = (
-    "microbatches {} have the same inputs and other targets, and what flowed back is not theirs in the order in which "
-    "they were given: whose is whose is not known; pass them in the order in which they run, or give them other inputs"
+    "microbatches {} have the same inputs and other targets, and what flowed back does not fit the order in which they "
+    "were given: pass them in the order in which they run, or give them other inputs"
 )
 _OWN_LOSS = (
-    "a backward{} comes to {} stage {}, and not by what the stage gave, so that nobody knows what that adds; if it is "
-    "a loss of its own, let the stage itself add that gradient, or hand that loss on to the last stage"
+    "a backward{} comes to {} stage {} past what the stage gave: let the stage itself add the gradient of such a loss, "
+    "or hand the loss on to the last stage"
 )
 _NO_TARGETS = "the last stage is here, and its targets are not: pass microbatches on its rank, too"
 

@@ -30,7 +30,7 @@ from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.chain_causes import of_calls, on_the_wire, repeated, with_lost, with_own
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.link import Link
-from pipeproof.wings.composed.loss_link import weightless
+from pipeproof.wings.composed.loss_link import weightless_microbatches
 from pipeproof.wings.composed.outside import enter_unsure
 from pipeproof.wings.composed.own_calls import StageSeen
 from pipeproof.wings.composed.sources import Data
@@ -302,7 +302,7 @@ class Whole:
         matters = any(link.mode_matters for links in self._links.values() for link in links)
         idle = frozenset(frozen) - {self.chain.last}
         last = self.chain.last
-        nothing = weightless(self.chain.orders[last].numbers, self._links.get(last, ()))
+        nothing = weightless_microbatches(self.chain.orders[last].numbers, self._links.get(last, ()))
         counts = (self.chain.microbatches,)
         return Conditions(counts=counts, frozen=idle, weightless=nothing, mode_matters=lambda: matters)
 

@@ -145,3 +145,17 @@ def test_a_microbatch_whose_loss_trains_nothing_owes_no_backward(lost: int | Non
         check.gradients()
         check.report(losses=losses)
     assert check.verdict.verdict == ("pass" if lost is None else "fail"), str(check.verdict)
+
+
+def test_a_loss_that_trains_a_head_alone_owes_a_backward() -> None:
+    last = WithHead()
+    stages = [*layers(torch.tanh), last]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(last.head(output if bool(target.any()) else output.detach()), target)
+
+    job = Skipping(stages, loss_fn=loss_fn)  # and drops the first one's backward
+    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename="{}.{}".format) as check:
+        job.step()
+        check.gradients()
+    assert check.verdict.verdict == "fail", str(check.verdict)
