@@ -30,11 +30,10 @@ class Sources:
         for brought in data:
             for number, one in sorted(brought.items()):
                 self.sent.setdefault((None, number), []).append(one)
-        for stage, seen in sorted(stages.items()):
-            for n, one in (
-                (n, one) for call in seen.calls for n, one in enumerate(call.outputs) if n not in call.repeated
-            ):
-                self.sent.setdefault((stage, n), []).append(one)
+        for stage, call in ((stage, call) for stage, seen in stages.items() for call in seen.calls):
+            for number, one in enumerate(call.outputs):
+                if number not in call.repeated:
+                    self.sent.setdefault((stage, number), []).append(one)
         counts = {stage: max((len(call.inputs) for call in seen.calls), default=0) for stage, seen in stages.items()}
         self.inputs = [(stage, number) for stage, count in counts.items() for number in range(count)]
         self._votes = {at: self._votes_of(at) for at in self.inputs}

@@ -9,6 +9,8 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Passed
 from pipeproof.observers.recording import RECEIVED
+from pipeproof.observers.sketch import Sketch
+from pipeproof.pipeline.sizes import some
 from pipeproof.wings.composed.chain import Chain, input_of, place_of, why_unsure
 from pipeproof.wings.composed.link import Link, StageSeen
 from pipeproof.wings.composed.sources import Input, Source, Sources, forms, is_target
@@ -32,12 +34,12 @@ _SEVERAL = (
     "makes all of its calls for a microbatch in one"
 )
 _TOO_OFTEN = (
-    "stage {stage} was called {times} times, and {count} microbatches were given: what it was given in calls {what} is "
-    "none of theirs; pass all microbatches that the step runs, or say warmup"
+    "stage {stage} was called {times} for {count}, and these calls were on nothing that was sent: {what}; pass all "
+    "microbatches that the step runs, or say warmup"
 )
 _TOO_SELDOM = (
-    "stage {stage} was called {times} times for {count} microbatches, also on what nobody sent: if that is several at "
-    "once, call it for each microbatch in the step that is checked"
+    "stage {stage} was called {times} for {count}, also on what nobody sent: if that is several at once, call it for "
+    "each microbatch in the step that is checked"
 )
 
 
@@ -60,44 +62,36 @@ def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> 
 
 def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Reason | None]]:
     """What is open: an input or a source, why, and the reason, if a fault may hide there."""
-    wired, inner = sources.of_inputs, [one for one in sources.sent if one[0] != max(sources.stages)]
-    targets = [_contents(source, sources) for source in inner if is_target(source)]
+    wired, sent, last = sources.of_inputs, sources.sent, max(sources.stages)
     for stage, number in [one for one in sources.inputs if one not in wired]:
         if sources.flows((stage, number)):
             yield input_of(stage, number), "nobody is known to have sent it", Reason.WIRING
         else:
             yield input_of(stage, number), "is no stage's and no data: it was taken as it came", None
-    for source in [one for one in inner if one not in wired.values()]:
-        if is_target(source):
-            yield from [(place_of(source), _UNUSED_TARGET, Reason.WIRING)] if loss_inside else []
+    of_loss = [_contents(those) for source, those in sent.items() if is_target(source)]
+    for source in [one for one in sent if one not in wired.values() and one[0] != last]:
+        name, is_datum = place_of(source), source[0] is None
+        if is_target(source) or (is_datum and _contents(sent[source]) in of_loss):
+            if loss_inside and is_target(source):
+                yield name, _UNUSED_TARGET, Reason.WIRING
         elif sources.gives(source):
-            yield place_of(source), "nobody is known to have received it", Reason.WIRING
-        elif source[0] is None and _contents(source, sources) in targets:
-            continue  # it went into the loss
+            yield name, "nobody is known to have received it", Reason.WIRING
         elif (at := _instead(source, sources)) is not None:
-            yield (
-                place_of(source),
-                f"no stage was given it, and {input_of(*at)} may be another in its place",
-                Reason.WIRING,
-            )
-        elif source[0] is None:
-            yield place_of(source), "went to no stage", None
+            yield name, f"no stage was given it, and {input_of(*at)} may be another in its place", Reason.WIRING
+        elif is_datum:
+            yield name, "went to no stage", None
     for output in sorted(sources.untold):
         yield place_of(output), _EQUAL, Reason.EQUAL_OUTPUTS
     known = sorted((at, source) for at, source in wired.items() if at not in sources.unsure)
     for (at, one), (to, other) in combinations(known, 2):
-        if (
-            at[0] == to[0]
-            and one[0] == other[0]
-            and one[1] > other[1]
-            and forms(sources.sent[one]) == forms(sources.sent[other])
-        ):
+        alike = (at[0], one[0], forms(sent[one])) == (to[0], other[0], forms(sent[other]))
+        if alike and one[1] > other[1]:
             told = f"are {place_of(one)} and {place_of(other)}: that order was taken as meant"
             yield f"inputs {at[1]} and {to[1]} of stage {at[0]}", told, None
 
 
-def _contents(source: Source, sources: Sources) -> list[bytes]:
-    return [one.digest for one in sources.sent[source]]
+def _contents(tensors: Sequence[Sketch]) -> list[bytes]:
+    return [one.digest for one in tensors]
 
 
 def _instead(source: Source, sources: Sources) -> Input | None:
@@ -132,22 +126,19 @@ def refusals(chain: Chain) -> Iterator[str]:
         calls, times = seen.calls, len(seen.calls)
         given = [frozenset(one.digest for one in call.inputs) for call in calls]
         made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
-        on_what_was_sent = sum(map(sent.issuperset, {*given}))
-        strange = [
-            k for k, (m, _) in enumerate(chain.calls(stage)) if m == UNKNOWN_MICROBATCH and sent.isdisjoint(given[k])
-        ]
-        several = times >= 2 * count > 0 and (on_what_was_sent >= 2 * count or not all(map(made.isdisjoint, given)))
+        own = any(map(made.intersection, given)) or sum(map(sent.issuperset, {*given})) >= 2 * count
+        gives_nothing = stage != chain.last and not all(call.outputs or call.unread for call in calls)
+        nobodys = [sent.isdisjoint(one) for one in given]
+        strange = [k for k, (m, _) in enumerate(chain.calls(stage)) if m == UNKNOWN_MICROBATCH and nobodys[k]]
         table: Mapping[str, tuple[object, Reason]] = {
             _HIDDEN: (next((call.hidden for call in calls if call.hidden), ""), Reason.HIDDEN),
             _ATTRIBUTE: (next((call.attribute for call in calls if call.attribute), ""), Reason.HIDDEN),
-            _GIVES_NOTHING: (
-                stage != chain.last and not all(call.outputs or call.unread for call in calls),
-                Reason.HIDDEN,
-            ),
+            _GIVES_NOTHING: (gives_nothing, Reason.HIDDEN),
             _TOO_OFTEN: (times > count and listed(k + 1 for k in strange), Reason.CALLS),
-            _TOO_SELDOM: (0 < times < count and all(given) and any(map(sent.isdisjoint, given)), Reason.CALLS),
-            _SEVERAL: (several, Reason.CALLS),
+            _TOO_SELDOM: (0 < times < count and all(given) and any(nobodys), Reason.CALLS),
+            _SEVERAL: (times >= 2 * count > 0 and own, Reason.CALLS),
         }
+        counts = {"times": some(times, "time"), "count": some(count, "microbatch")}
         for sentence, (holds, reason) in table.items():
             if holds:
-                yield reason.doubt(sentence.format(stage=stage, what=holds, times=times, count=count))
+                yield reason.doubt(sentence.format(stage=stage, what=holds, **counts))
