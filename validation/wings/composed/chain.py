@@ -159,7 +159,7 @@ class Chain:
         """The inputs from which gradients flow back to each output, or may: it is one of several equal ones."""
         found: dict[Output, list[Input]] = {}
         for at, source in self.sources.of_inputs.items():
-            for of, n in self.sources.unsure.get(at, [source]) if self.sources.flows(at) else ():
+            for of, n in {source, *self.sources.unsure.get(at, ())} if self.sources.flows(at) else ():
                 if of is not None and any(n in call.giving or n in call.output_gradients for _, call in self.calls(of)):
                     found.setdefault((of, n), []).append(at)
         return found
