@@ -42,10 +42,16 @@ class Sources:
 
     def _wired(self) -> tuple[dict[Input, Source], dict[Input, list[Output]]]:
         found: dict[Input, Source] = {}
-        for source_of in (self._as_sent, self._of_its_form):  # what came as it was sent leaves less to guess from
+        for fits in (self._was_sent, self._has_form):  # what came as it was sent leaves less to guess from
             for at in [one for one in self.inputs if one not in found]:
-                if (source := source_of(at, {*found.values()})) is not None:
-                    found[at] = source
+                taken = {*found.values()}
+                fitting = {
+                    source: (count, source not in taken, source[0] is not None, source[1] == at[1], source[0] or 0)
+                    for source, count in self._votes[at].items()
+                    if fits(at, source, taken)
+                }
+                if fitting:  # of tensors that are equal, each is some input's: the nearest stage's
+                    found[at] = max(fitting, key=fitting.__getitem__)
         equal = self._equal(found)
         forced = self._one_each(equal, {source for at, source in found.items() if at not in equal and self.flows(at)})
         found |= forced
@@ -54,31 +60,21 @@ class Sources:
                 found[due] = output
         return found, {} if forced else equal
 
-    def _as_sent(self, at: Input, taken: Collection[Source]) -> Source | None:
-        """Where most of what came as this input was sent from. Of tensors that are equal, each is some input's."""
-        votes = self._votes[at]
-        found = max(votes, default=None, key=lambda one: (votes[one], one not in taken, one[1] == at[1], _near(one)))
-        return None if found is None or 2 * votes[found] <= len(self.came(at)) else found
+    def _was_sent(self, at: Input, source: Source, taken: Collection[Source]) -> bool:
+        """Whether most of what came as this input was sent from there."""
+        return 2 * self._votes[at][source] > len(self.came(at))
 
-    def _of_its_form(self, at: Input, taken: Collection[Source]) -> Source | None:
-        """What has the form of this input, and is nothing that came elsewhere as it was sent.
+    def _has_form(self, at: Input, source: Source, taken: Collection[Source]) -> bool:
+        """Whether a source has the form of this input, and is nothing that came elsewhere as it was sent.
 
         Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself. What is
         the same in every call, and nobody's, is such. Targets need be as given in the last stage alone.
         """
-        votes, flows, came = self._votes[at], self.flows(at), self.came(at)
+        came, known, flows = self.came(at), self._votes[at][source] > 0, self.flows(at)
+        if is_target(source):
+            return known and at[0] == max(self.stages) and source not in taken
         own = not flows and len({one.digest for one in came}) == 1 < len(came)
-
-        def fits(source: Source) -> bool:
-            if is_target(source):
-                return votes[source] > 0 and at[0] == max(self.stages) and source not in taken
-            has_form = forms(came) <= forms(self.sent[source])
-            return has_form and (flows or source not in taken) and (votes[source] > 0 or not own)
-
-        def rank(source: Source) -> tuple[bool, bool, int, bool, int]:
-            return source not in taken, source[0] is not None, votes[source], source[1] == at[1], _near(source)
-
-        return max(filter(fits, votes), default=None, key=rank)
+        return forms(came) <= forms(self.sent[source]) and (flows or source not in taken) and (known or not own)
 
     def _equal(self, sources: Mapping[Input, Source]) -> dict[Input, list[Output]]:
         """Of inputs that gradients flow through, and that may be any of several equal outputs: these."""
@@ -142,11 +138,6 @@ def is_target(source: Source) -> bool:
     """Whether it is a target of the microbatches."""
     stage, number = source
     return stage is None and number >= TARGETS
-
-
-def _near(source: Source) -> int:
-    """The stage that it is of, or -1: the greater, the nearer to a later one."""
-    return -1 if source[0] is None else source[0]
 
 
 def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
