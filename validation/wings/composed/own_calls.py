@@ -88,13 +88,13 @@ def together(chain: Chain, own: Mapping[int, Sequence[Call]]) -> tuple[Chain, di
     Consumers, outputs and terms of a loss may each have their own. The last stage comes first: what it hands on in
     parts, others get in parts.
     """
-    stages, found = dict(chain.stages), dict[int, list[Call]]()
+    stages, calls = dict(chain.stages), {stage: list(those) for stage, those in own.items()}
     for stage, seen in sorted(stages.items(), reverse=True):
         sent = [_sent_back(chain, stages, stage, m) for m in chain.orders[stage].numbers]
-        both = [call.together(one) for call, one in zip(own.get(stage, seen.calls), sent, strict=True)]
+        both = [call.together(one) for call, one in zip(calls.get(stage, seen.calls), sent, strict=True)]
         stages[stage] = replace(seen, calls=tuple(replace(call, again=None) for call in both))
-        found |= {stage: both} if stage in own else {}
-    return Chain(stages, chain.data), found
+        calls |= {stage: both} if stage in own else {}
+    return Chain(stages, chain.data), calls
 
 
 def _sent_back(chain: Chain, stages: Mapping[int, StageSeen], stage: int, microbatch: int) -> dict[int, list[Sketch]]:

@@ -19,7 +19,8 @@ TARGETS = 1 << 16  # the number of a microbatch's first target
 class Sources:
     """Where each input of ``stages`` comes from, as far as that is known; ``data`` is what each microbatch brings.
 
-    ``sent``: what each source sent, data first. An output that is the very tensor of another one is that.
+    ``sent``: what each source sent, data first. An output that is the very tensor of another one is that. ``votes``: of
+    each input and each source before it, how much of what came was sent from there.
     ``of_inputs``: the source of each input, as far as it is known. ``unsure``: where that is one of several equal
     outputs, these. ``untold``: those of which nobody knows what should flow back to them.
     """
@@ -36,7 +37,7 @@ class Sources:
                     self.sent.setdefault((stage, number), []).append(one)
         counts = {stage: max((len(call.inputs) for call in seen.calls), default=0) for stage, seen in stages.items()}
         self.inputs = [(stage, number) for stage, count in counts.items() for number in range(count)]
-        self._votes = {at: self._votes_of(at) for at in self.inputs}
+        self.votes = {at: self._votes_of(at) for at in self.inputs}
         self.of_inputs, self.unsure = self._wired()
         self.untold = {output for those in self.unsure.values() for output in those}
 
@@ -47,7 +48,7 @@ class Sources:
                 taken = {*found.values()}
                 fitting = {
                     source: (count, source not in taken, source[0] is not None, source[1] == at[1], source[0] or 0)
-                    for source, count in self._votes[at].items()
+                    for source, count in self.votes[at].items()
                     if fits(at, source, taken)
                 }
                 if fitting:  # of tensors that are equal, each is some input's: the nearest stage's
@@ -62,7 +63,7 @@ class Sources:
 
     def _was_sent(self, at: Input, source: Source, taken: Collection[Source]) -> bool:
         """Whether most of what came as this input was sent from there."""
-        return 2 * self._votes[at][source] > len(self.came(at))
+        return 2 * self.votes[at][source] > len(self.came(at))
 
     def _has_form(self, at: Input, source: Source, taken: Collection[Source]) -> bool:
         """Whether a source has the form of this input, and is nothing that came elsewhere as it was sent.
@@ -70,7 +71,7 @@ class Sources:
         Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself. What is
         the same in every call, and nobody's, is such. Targets need be as given in the last stage alone.
         """
-        came, known, flows = self.came(at), self._votes[at][source] > 0, self.flows(at)
+        came, known, flows = self.came(at), self.votes[at][source] > 0, self.flows(at)
         if is_target(source):
             return known and at[0] == max(self.stages) and source not in taken
         own = not flows and len({one.digest for one in came}) == 1 < len(came)
@@ -80,7 +81,7 @@ class Sources:
         """Of inputs that gradients flow through, and that may be any of several equal outputs: these."""
         found: dict[Input, list[Output]] = {}
         for at, source in sources.items():
-            votes = self._votes[at]
+            votes = self.votes[at]
             those = [(of, number) for (of, number), count in votes.items() if of is not None and count == votes[source]]
             if source in those and len(those) > 1 and votes[source] and self.flows(at):
                 found[at] = those
