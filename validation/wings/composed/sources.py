@@ -1,7 +1,7 @@
 """Where the inputs of stages come from: an output of another stage, or data; content tells, and else their form."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pipeproof.observers.calls import Call
@@ -35,6 +35,10 @@ class Sources:
             for number, one in enumerate(call.outputs):
                 if number not in call.repeated:
                     self.sent.setdefault((stage, number), []).append(one)
+        again = {(stage, n, of) for stage, seen in stages.items() for c in seen.calls for n, of in c.repeated.items()}
+        self._times = Counter[Source](
+            [*self.sent, *((stage, of) for stage, _, of in again)]
+        )  # so often each is put out
         counts = {stage: max((len(call.inputs) for call in seen.calls), default=0) for stage, seen in stages.items()}
         self.inputs = [(stage, number) for stage, count in counts.items() for number in range(count)]
         self.votes = {at: self._votes_of(at) for at in self.inputs}
@@ -45,11 +49,11 @@ class Sources:
         found: dict[Input, Source] = {}
         for fits in (self._was_sent, self._has_form):  # what came as it was sent leaves less to guess from
             for at in [one for one in self.inputs if one not in found]:
-                taken = {*found.values()}
+                taken = Counter(found.values())
                 fitting = {
-                    source: (count, source not in taken, source[0] is not None, source[1] == at[1], source[0] or 0)
+                    source: (count, free, source[0] is not None, source[1] == at[1], source[0] or 0)
                     for source, count in self.votes[at].items()
-                    if fits(at, source, taken)
+                    if fits(at, source, free := taken[source] < self._times[source])
                 }
                 if fitting:  # of tensors that are equal, each is some input's: the nearest stage's
                     found[at] = max(fitting, key=fitting.__getitem__)
@@ -61,21 +65,21 @@ class Sources:
                 found[due] = output
         return found, {} if forced else equal
 
-    def _was_sent(self, at: Input, source: Source, taken: Collection[Source]) -> bool:
+    def _was_sent(self, at: Input, source: Source, free: bool) -> bool:
         """Whether most of what came as this input was sent from there."""
         return 2 * self.votes[at][source] > len(self.came(at))
 
-    def _has_form(self, at: Input, source: Source, taken: Collection[Source]) -> bool:
-        """Whether a source has the form of this input, and is nothing that came elsewhere as it was sent.
+    def _has_form(self, at: Input, source: Source, free: bool) -> bool:
+        """Whether a source has the form of this input, and is ``free``: nothing that came elsewhere.
 
         Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself. What is
         the same in every call, and nobody's, is such. Targets need be as given in the last stage alone.
         """
         came, known, flows = self.came(at), self.votes[at][source] > 0, self.flows(at)
         if is_target(source):
-            return known and at[0] == max(self.stages) and source not in taken
+            return known and at[0] == max(self.stages) and free
         own = not flows and len({one.digest for one in came}) == 1 < len(came)
-        return forms(came) <= forms(self.sent[source]) and (flows or source not in taken) and (known or not own)
+        return forms(came) <= forms(self.sent[source]) and (flows or free) and (known or not own)
 
     def _equal(self, sources: Mapping[Input, Source]) -> dict[Input, list[Output]]:
         """Of inputs that gradients flow through, and that may be any of several equal outputs: these."""
