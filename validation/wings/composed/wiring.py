@@ -64,7 +64,8 @@ def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Re
     """What is open: an input or a source, why, and the reason, if a fault may hide there."""
     wired, sent, last = sources.of_inputs, sources.sent, max(sources.stages)
     for stage, number in [one for one in sources.inputs if one not in wired]:
-        if sources.flows((stage, number)) or any(sources.votes[stage, number].values()):  # some was sent
+        of_targets = any(count for source, count in sources.votes[stage, number].items() if is_target(source))
+        if sources.flows((stage, number)) or (loss_inside and of_targets):
             yield input_of(stage, number), "nobody is known to have sent it", Reason.WIRING
         else:
             yield input_of(stage, number), "is no stage's and no data: it was taken as it came", None
