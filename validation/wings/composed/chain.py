@@ -167,7 +167,10 @@ class Chain:
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)
-        limits = {stage: self._limits(own) for stage, own in links.items()}
+        limits: dict[int, Limits] = {}
+        for stage, own in links.items():
+            allowed = {(*at, k): limit for k, link in enumerate(own) for at, limit in link.allowed.items()}
+            limits[stage] = defaultdict(float, allowed)
         self._add_sums(sent[1], limits)
         columns = {stage: list(self._columns(stage, again, sent, limits[stage])) for stage in self.stages}
         content = sent_by({stage: (seen.calls, columns[stage]) for stage, seen in self.stages.items()}, self.orders)
@@ -180,10 +183,6 @@ class Chain:
             unsure = stage != self.last and why_unsure(stage, seen, links[stage])
             found[stage] = replace(flow, crossings=tuple(map(_known, flow.crossings))) if unsure else flow
         return found
-
-    @staticmethod
-    def _limits(links: Sequence[Link]) -> Limits:
-        return defaultdict(float, {(*at, k): one for k, link in enumerate(links) for at, one in link.allowed.items()})
 
     def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[Both, Both]:
         """What stages give again, and what they sent: tensors, and what flows back."""
