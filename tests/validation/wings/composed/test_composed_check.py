@@ -15,7 +15,7 @@ from pipeproof import Composed, Contract
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.whole import Whole
+from pipeproof.wings.composed import check as composed_check
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -347,10 +347,10 @@ def test_what_is_no_step_is_refused_in_a_sentence() -> None:
 
 
 def test_a_crash_of_ours_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(self: Whole, title: str, **more: Any) -> Verdict:
+    def crash(*given: Any) -> Verdict:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(Whole, "explained", crash)
+    monkeypatch.setattr(composed_check, "with_causes", crash)
     verdict = checked(Job(layers(torch.tanh, torch.sin)))
     assert verdict.verdict == "unknown"
     assert verdict.law("comparable").reasons == (Reason.CRASH,), str(verdict)

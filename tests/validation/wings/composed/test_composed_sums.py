@@ -17,12 +17,13 @@ from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import Verdict
-from pipeproof.observers.sketch import Sketch
+from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.records.rank_part import RankStages, own_name
 from pipeproof.wings.composed import sums as sums_of
+from pipeproof.wings.composed.causes import not_summed
 from pipeproof.wings.composed.peers import Peers
 from pipeproof.wings.composed.shards import OwnShards
-from pipeproof.wings.composed.sums import ReplicaSums, not_summed, sketched
+from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -347,7 +348,8 @@ WHOLE, PART = (torch.randn(16, generator=torch.Generator().manual_seed(seed)) fo
 def test_parts_that_add_up_to_the_expected_gradient_are_not_reduced(
     gradients: list[Tensor | None], replicas: list[int], names: str, ranks: tuple[int, ...]
 ) -> None:
-    every = [sketched(1, names, dict.fromkeys(names, one), dict.fromkeys(names, WHOLE)) for one in gradients]
+    pairs = [[] if one is None else [(1, name, one) for name in names] for one in gradients]
+    every = [{(stage, name): (sketch(one), sketch(WHOLE)) for stage, name, one in own} for own in pairs]
     causes = list(not_summed(every, replicas))
     assert [(one.kind, one.rank, one.stage) for one in causes] == [("not-reduced", 0, 1)] * bool(ranks)
     for cause in causes:
