@@ -15,7 +15,6 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.diagnosis.rules.loss_scale import clipped_late, of_gradients
 from pipeproof.diagnosis.tied import Shares, of_copies
-from pipeproof.observers.observed import INPUT
 from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Expected, Site
@@ -79,7 +78,9 @@ def with_causes(
     found = sought(verdict, lambda: explained(evidence)) if flows else verdict
     unsure = [_EQUAL] if whole.chain.sources.unsure else []
     parted = len({*replicas}) < len(wholes)
-    told = [_by_scale(cause, evidence, one.scale) for one in own.values() for cause in one.causes]
+    counts = evidence.microbatches, evidence.ranks, evidence.stages
+    named = [(clipped_late(cause, evidence), one.scale) for one in own.values() for cause in one.causes]
+    told = [cause if scale is None else of_gradients(cause, scale, counts) for cause, scale in named]
     copies = [*copies_of(whole.held, whole.first).values()]
     told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
     shown = [] if unsure else [_as_seen(one, evidence, own, parted=parted) for one in found.cause]
@@ -123,17 +124,10 @@ def _as_seen(cause: Cause, evidence: Evidence, own: Mapping[int, OwnEvidence], *
             return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
         moved = any(cause.stage in one.moved for one in own.values())
         return replace(cause, kind="weights-changed" if moved else "not-repeatable")
-    wrong = [one for one in flow.crossings if str(one.action) == cause.action and not one.same]
-    sent = [one for one in wrong if one.where == GIVEN and not one.place.startswith(INPUT)]
-    sent += [one for one in wrong if one.where == RECEIVED and cause.stage != evidence.stages - 1]
-    return replace(cause, kind="cast-on-wire") if cause.kind == "rounded" and sent == wrong != [] else cause
-
-
-def _by_scale(cause: Cause, evidence: Evidence, scale: LossScale | None) -> Cause:
-    """``cause`` that a rank found, by the name that it has where losses are scaled."""
-    if scale is None:
-        return cause
-    return of_gradients(clipped_late(cause, evidence), scale, (evidence.microbatches, evidence.ranks, evidence.stages))
+    wrong = {one.where for one in flow.crossings if str(one.action) == cause.action and not one.same}
+    sent = {GIVEN} if cause.stage else set[str]()
+    sent |= set() if cause.stage == evidence.stages - 1 else {RECEIVED}
+    return replace(cause, kind="cast-on-wire") if cause.kind == "rounded" and wrong and wrong <= sent else cause
 
 
 def _beside(shown: Sequence[Cause], own: Sequence[Cause]) -> list[Cause]:
@@ -154,10 +148,9 @@ def _of_all(causes: Sequence[Cause], stages: int) -> list[Cause]:
     alike: dict[Cause, list[Cause]] = {}
     for cause in causes:
         alike.setdefault(replace(cause, rank=None, stage=None, factor=None), []).append(cause)
-    every = [
-        [replace(those[0], rank=None, stage=None)] if 1 < stages == len(those) else those for those in alike.values()
-    ]
-    return [cause for those in every for cause in those]
+    for whole, those in alike.items():
+        alike[whole] = [replace(those[0], rank=None, stage=None)] if 1 < stages == len(those) else those
+    return [cause for those in alike.values() for cause in those]
 
 
 def not_summed(ranks: Sequence[Mapping[Site, tuple[Sketch, Sketch]]], replicas: Sequence[int]) -> Iterator[Cause]:

@@ -37,7 +37,7 @@ from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.extra_calls import ExtraCalls
 from pipeproof.wings.composed.gradients import OwnGradients
-from pipeproof.wings.composed.held_gradients import all_dense, length_in_pieces
+from pipeproof.wings.composed.held_gradients import length_in_pieces
 from pipeproof.wings.composed.lines import RankLines
 from pipeproof.wings.composed.link import Link
 from pipeproof.wings.composed.own_backwards import together
@@ -148,7 +148,7 @@ class ComposedCheck(CheckedStep):
             return
         known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
         with self.noting():
-            known = None if named is None else all_dense(gradients_of(named, self._own.places))
+            known = None if named is None else gradients_of(named, self._own.places)
         given = self._given, self._watched.arguments
         state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
         with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(self._own.modules.values()):

@@ -31,7 +31,7 @@ _UNREACHED = (
     "stage {} has parameters to be trained, and none of its calls gives one a gradient: is its graph cut inside?"
 )
 _NO_CAUSE = (
-    "gradients of replicas are no multiple of their sum, nor what a rank has alone, nor more by those of the step "
+    "gradients of replicas are no multiple of their sum, nor more by those of the step "
     "before: no other cause was sought there"
 )
 _SPEAKS = "the cause was not sought: stage {} speaks to other ranks when it is run"
@@ -145,31 +145,23 @@ class OwnGradients:
     ) -> None:
         """Find why gradients are not what they should be: those that are ``wrong``, of all with ``names``."""
         shards, found = self.shards, self.found
-        pairs = {
-            name: (seen, due)
-            for name, due in wrong.items()
-            if (seen := observed.get(name)) is not None and due is not None
-        }
+        seen = {name: (observed.get(name), due) for name, due in wrong.items()}
+        pairs = {name: (one, due) for name, (one, due) in seen.items() if one is not None and due is not None}
         if self.lines.count > 1:
             whole = {n: pair for n, pair in pairs.items() if self.lines.together > 1 or not shards.lies(n)}
             found.wrong |= {(stage.stage, name): (sketch(one), sketch(due)) for name, (one, due) in whole.items()}
+        begun = self.way.undivided({name: self.begun.get(name) for name in wrong})
         if self.lines.replicas > 1:
-            begun, scale = self.way.undivided({name: self.begun.get(name) for name in wrong}), self.way.scale
-            there = len(pairs) == len(wrong)
-            told = causes_of_sums(self.replicas, stage.stage, pairs, begun, scale) if there else []
+            parts = {name: (shards.part(name, one), shards.part(name, due)) for name, (one, due) in pairs.items()}
+            told = causes_of_sums(parts, begun, self.lines.rank, stage.stage) if len(parts) == len(wrong) else []
             found.causes += told
             found.undecided += [] if told else [_NO_CAUSE]
-            return
-        if stage.speaks:
+        elif stage.speaks:
             found.undecided.append(_SPEAKS.format(stage.stage))
-            return
-        held = HeldGradients(
-            {full: shards.alone(full, observed[full]) for full in names if full in observed},
-            names,
-            {full: shards.in_place(full, self.begun.get(full)) for full in names},
-            shards.alone,
-        )
-        made = own_causes(stage, self.ledger, numbers, held, placement=self.placement)
-        found.causes += made.cause
-        unsought = [f"the cause was not sought: {made.unsought}"] if made.unsought else []
-        found.undecided += [*made.undecided, *unsought]
+        else:
+            begun = {full: shards.in_place(full, self.begun.get(full)) for full in names}
+            held = HeldGradients({name: full for full, name in names.items()}, observed, begun, shards)
+            made = own_causes(stage, self.ledger, numbers, held, placement=self.placement)
+            found.causes += made.cause
+            unsought = [f"the cause was not sought: {made.unsought}"] if made.unsought else []
+            found.undecided += [*made.undecided, *unsought]

@@ -12,7 +12,7 @@ from pipeproof.core.limits import FP32, LEAD, Precision
 from pipeproof.core.tolerance import Floor, lead, same_bits, unmeasured
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
-from pipeproof.reference.step import Gradient, dense
+from pipeproof.reference.step import Gradient
 from pipeproof.wings.composed.rerun import StageRerun
 
 _PIECE = 1 << 18  # elements
@@ -23,11 +23,6 @@ def length_in_pieces(gradient: Tensor) -> float:
     """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
     pieces = torch.split(gradient.detach().reshape(-1), _PIECE)
     return length_of(gradient.detach()) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
-
-
-def all_dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
-    """``gradients`` with all their elements."""
-    return {name: dense(one) if isinstance(one, Tensor) else one for name, one in gradients.items()}
 
 
 def has_hooks(parameter: Tensor, gradient: object) -> bool:

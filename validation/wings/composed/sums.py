@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.core.tolerance import Floor
 from pipeproof.observers.shards import Shard, untiled
-from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.rank_part import RankStages
 from pipeproof.wings.composed.held_gradients import length_in_pieces
@@ -58,8 +57,8 @@ class ReplicaSums:
     """The sums of this rank's stages over all replicas, which its ``peers`` have.
 
     ``own``: this rank's parameters; ``together``: how many peers have the same sum, as parts of one replica. ``hooks``:
-    the names of those through which gradients are reduced. ``alone``: what this replica alone adds up of what this rank
-    has of each, in a few numbers. ``untiled``: the gradients that ranks have parts of which are not all of it, and why.
+    the names of those through which gradients are reduced. ``untiled``: the gradients that ranks have parts of which
+    are not all of it, and why.
     """
 
     exchange: Exchange
@@ -67,7 +66,6 @@ class ReplicaSums:
     own: OwnShards
     together: int = 1
     hooks: Mapping[str, str] = field(default_factory=dict)
-    alone: dict[str, Sketch] = field(default_factory=dict)
     untiled: dict[str, str] = field(default_factory=dict)
     _lengths: dict[str, _Lengths] = field(default_factory=dict)
 
@@ -80,11 +78,8 @@ class ReplicaSums:
         if group is None:
             self._find_untiled([self.own.gradients])
             return dict(sums)
-        lengths: dict[str, float] = {}
-        for name, one in sums.items():  # whoever raises here is missed at the gathering, which is bounded
-            if one is not None:
-                self.alone[name] = sketch(self.own.part(name, one))
-                lengths[name] = length_in_pieces(one)
+        # Whoever raises here is missed at the gathering, which is bounded.
+        lengths = {name: length_in_pieces(one) for name, one in sums.items() if one is not None}
         mine, what = (lengths, self.own.gradients), "which parameters of replicas have gradients"
         every = self.exchange.gather(mine, what=what, bound_s=self.peers.bound_s)
         given, parts = zip(*(every[rank] for rank in self.peers.ranks), strict=True)
@@ -116,7 +111,7 @@ class ReplicaSums:
 
     def size(self, name: str, own: Tensor) -> float:
         """The norm of what this replica has summed up; ``own``: that, if it was not used up for the sum of all."""
-        return self._lengths[name].own if name in self.alone else length_in_pieces(own)
+        return self._lengths[name].own if name in self._lengths else length_in_pieces(own)
 
     def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
         """Find gradients of which ``parts``, those of all peers, are not all: a rank without one has it whole.

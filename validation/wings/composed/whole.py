@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from pipeproof.core.comparison import Comparison, Due
 from pipeproof.core.execution import Execution
@@ -39,7 +39,6 @@ LAWS = (
 )
 OF_REPLICAS = (LAWS[0], "initial-weights", *LAWS[1:])  # ranks that have the same begin with the same
 AS_IT_CAME = "by what stages received, right or wrong"
-_OF_WHAT_CAME = ("loss", "presence", "gradient", "grad-norm", "updated-parameters")
 _ONE_STAGE = "stage {} alone was run again in this step"
 _UNREPORTED = "the job reports none"
 
@@ -211,6 +210,12 @@ class Whole:
             for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
                 yield told, Reason.RERUN
 
+    def told(self, law: str) -> list[tuple[int, Told]]:
+        """By its ranks, what they reported of what ``law`` is about."""
+        every = [(rank, told) for rank, part in enumerate(self.parts) for told in part.told]
+        said = [told.norm if law == "grad-norm" else told.loss if told.losses is None else 0.0 for _, told in every]
+        return [one for one, value in zip(every, said, strict=True) if value is not None]
+
     def enter_reported(self, law: str, ledger: Ledger, totals: Sequence[float]) -> None:
         """Enter under ``law`` what ranks reported, held against what the last stage and all gradients give.
 
@@ -219,22 +224,15 @@ class Whole:
         """
         made, allowed = self.expected, self._allowed(law)
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
-        at = Comparison(due, allowed, ledger)
-        for rank, part in enumerate(self.parts):
-            for told in part.told:
-                if law == "grad-norm" and told.norm is not None:
-                    at.norm(told.norm, rank=rank)
-                if law == "loss" and told.losses is not None:
-                    at.losses(told.losses, rank=rank)
-                if law == "loss" and told.loss is not None:
-                    nearest = min((made.loss, *totals), key=partial(_apart, told.loss))
-                    Comparison(replace(due, loss=nearest), allowed, ledger).loss(told.loss, rank=rank)
-
-    def reports(self, law: str) -> bool:
-        """Whether any of its ranks reported what ``law`` is about."""
-        told = [one for part in self.parts for one in part.told]
-        found = [(one.losses, one.loss) if law == "loss" else (one.norm,) for one in told]
-        return any(one is not None for those in found for one in those)
+        for rank, told in self.told(law):
+            at = Comparison(due, allowed, ledger)
+            if law == "grad-norm":
+                at.norm(told.norm or 0.0, rank=rank)
+            elif told.losses is not None:
+                at.losses(told.losses, rank=rank)
+            if law == "loss" and told.loss is not None:
+                _, nearest = min((abs(one - told.loss), one) for one in (made.loss, *totals))
+                Comparison(replace(due, loss=nearest), allowed, ledger).loss(told.loss, rank=rank)
 
     def unknown(self, law: str) -> str:
         """Why it is not known what is due under ``law``; empty if it is."""
@@ -275,7 +273,7 @@ def judged(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, r
     _enter_crossings(wholes, ledger)
     _enter_reported(wholes, ledger)
     if any(mismatch.law in ("microbatches", "boundaries") for mismatch in ledger.mismatches):
-        for law in _OF_WHAT_CAME:
+        for law in LAWS[3:]:
             ledger.remark(law, AS_IT_CAME)
     ledger.mismatches.sort(key=lambda one: laws.index(one.law))
     return concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
@@ -302,7 +300,7 @@ def _enter_reported(wholes: Sequence[Whole], ledger: Ledger) -> None:
         ("loss", _UNREPORTED, first.only in (None, first.chain.last)),
         ("grad-norm", first.no_norm or _UNREPORTED, first.only is None),
     ):
-        reported = [whole for whole in wholes if whole.reports(law)]
+        reported = [whole for whole in wholes if whole.told(law)]
         if not applies:
             ledger.skip(law, _ONE_STAGE.format(first.only))
         elif not reported:
@@ -318,10 +316,6 @@ def _enter_reported(wholes: Sequence[Whole], ledger: Ledger) -> None:
 
 def _are_gradients_wrong(ledger: Ledger) -> bool:
     return any(one.law in ("presence", "gradient") for one in ledger.mismatches)
-
-
-def _apart(one: float, other: float) -> float:
-    return abs(one - other)
 
 
 def norm_of(lengths: Mapping[Site, float], first: Mapping[str, str]) -> float:
