@@ -9,7 +9,6 @@ from torch import Tensor
 from pipeproof.core.cause import Cause
 from pipeproof.core.measuring import ran_of
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.loss_scale import LossScale
@@ -17,12 +16,12 @@ from pipeproof.diagnosis.rules.loss_scale import clipped_late, of_gradients
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.observers.sketch import Sketch
-from pipeproof.reference.step import Expected, Site
+from pipeproof.reference.step import Site
+from pipeproof.wings.composed.own_causes import Known
 from pipeproof.wings.composed.ties import copies_of
 from pipeproof.wings.composed.weights import weights_apart
 from pipeproof.wings.composed.whole import Whole
 
-_EQUAL = "some inputs may be any of several equal outputs, so that nobody knows to which of them what flowed is due"
 _OF_PARTS = "put together on one rank it gives something else: is a reduction over its ranks missing?"
 _NOT_SUMMED = (
     "{} of its gradients are not the same on ranks {}, and together they are the expected ones: they are parts of one "
@@ -49,18 +48,6 @@ class OwnEvidence:
     scale: LossScale | None = None
 
 
-@dataclass(frozen=True)
-class _Due:
-    """What a diagnosis of the chain knows of the right step: not what gradients are made of, which ranks find out."""
-
-    expected: Expected
-    weights: Mapping[str, Tensor]
-
-    @property
-    def update(self) -> Update:
-        raise AssertionError("no gradients are there to be explained")
-
-
 def with_causes(
     verdict: Verdict, wholes: Sequence[Whole], ranks: Sequence[OwnEvidence], replicas: Sequence[int]
 ) -> Verdict:
@@ -68,7 +55,8 @@ def with_causes(
 
     ``replicas``: the number of the one that each of ``ranks`` works on, of which several lines may be parts.
     """
-    whole = next((one for one in wholes if one.is_wrong(verdict)), wholes[0])
+    first = next((one.rank for one in verdict.mismatches[:1]), None)
+    whole = next((one for one in wholes if first is not None and one.parts[first].stages), wholes[0])
     verdict = replace(verdict, measured=replace(verdict.measured, ran=ran_of(whole.observed, 0)))
     if not verdict.mismatches:
         return verdict
@@ -76,18 +64,19 @@ def with_causes(
     evidence = _evidence(verdict, whole, own)
     flows = {one.law for one in verdict.mismatches} - {"gradient", "presence"}
     found = sought(verdict, lambda: explained(evidence)) if flows else verdict
-    unsure = [_EQUAL] if whole.chain.sources.unsure else []
     parted = len({*replicas}) < len(wholes)
     counts = evidence.microbatches, evidence.ranks, evidence.stages
     named = [(clipped_late(cause, evidence), one.scale) for one in own.values() for cause in one.causes]
     told = [cause if scale is None else of_gradients(cause, scale, counts) for cause, scale in named]
     copies = [*copies_of(whole.held, whole.first).values()]
     told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
-    shown = [] if unsure else [_as_seen(one, evidence, own, parted=parted) for one in found.cause]
-    causes = _beside(shown, told)
+    known = (
+        () if whole.chain.sources.unsure else found.cause
+    )  # else nobody knows to which of equal outputs a flow is due
+    causes = _beside([_as_seen(one, evidence, own, parted=parted) for one in known], told)
     causes = _of_all(causes, evidence.stages) or list(not_summed([one.wrong for one in ranks], replicas))
     causes = list(dict.fromkeys([*weights_apart(verdict.mismatches), *causes]))
-    undecided = dict.fromkeys([*found.undecided, *(why for one in own.values() for why in one.undecided), *unsure])
+    undecided = dict.fromkeys([*found.undecided, *(why for one in own.values() for why in one.undecided)])
     return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
 
 
@@ -104,7 +93,7 @@ def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) ->
         norms=[row[0].norm for row in seen.ranks],
         seen=seen,
         passed={stage: replace(flow, complete=True) for stage, flow in whole.passed.items()},
-        due=_Due(made, {name: form for one in own.values() for name, form in one.forms.items()}),
+        due=Known(made, {name: form for one in own.values() for name, form in one.forms.items()}),
         clipped_to=whole.by.max_norm,
         scale=None if scale is None else replace(scale, skips=skips),
         lengths=whole.lengths,
@@ -170,8 +159,6 @@ def not_summed(ranks: Sequence[Mapping[Site, tuple[Sketch, Sketch]]], replicas: 
 
 def _makes_up(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
     """Whether what ranks have is not one, and added up, or averaged, what is expected of each."""
-    if len({(one.shape, one.dtype) for pair in pairs for one in pair}) != 1:
-        return False
     observed = [one for one, _ in pairs]
     whole = reduce(Sketch.plus, observed)
     unlike = any(not one.is_like(observed[0]) for one in observed)

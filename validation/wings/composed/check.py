@@ -102,7 +102,7 @@ class ComposedCheck(CheckedStep):
         self._shards = OwnShards(self._own)
         self._lines = RankLines()
         self._data: Data = []
-        self._told: list[Told] = []
+        self._told = Told()
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._after = WeightsAfter(self._own, self._ledger)
         self._begun, self._early = Begun(against.keep), EarlyStep()
@@ -138,9 +138,9 @@ class ComposedCheck(CheckedStep):
         norm: float | None = None,
     ) -> None:
         with self.noting():
-            known = None if losses is None else tuple(losses_of(losses))
-            whole = None if loss is None else number("loss", loss)
-            self._told.append(Told(known, whole, None if norm is None else number("norm", norm)))
+            self._told.losses += [] if losses is None else [tuple(losses_of(losses))]
+            self._told.loss += [] if loss is None else [number("loss", loss)]
+            self._told.norm += [] if norm is None else [number("norm", norm)]
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
         self._close()
@@ -352,7 +352,7 @@ class ComposedCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> ChainPart:
         begun = self._shards.named(self._weights)
-        own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told), weights=begun)
+        own = replace(self._part_of_chain or OwnPart(self._ledger), told=self._told, weights=begun)
         found = replace(self._found, causes=[*self._found.causes, *self._after.causes])
         return ChainPart(about, own, found, self._why, self._crash, self._no_norm)
 

@@ -126,7 +126,7 @@ class OwnGradients:
         if self.only is not None and len(shared) == len(every):
             self.ledger.skip("presence", told)
         if self.only is not None and all(name in shared for name in wanting):
-            self.ledger.skip("gradient", told if len(shared) == len(every) else f"{told} to train")
+            self.ledger.skip("gradient", f"{told} to train")
 
     def _hooked(self, names: Mapping[str, str], observed: Mapping[str, Any]) -> dict[str, str]:
         """The gradients that hooks may have changed, and why nobody knows."""
@@ -144,23 +144,20 @@ class OwnGradients:
         observed: Mapping[str, Any],
     ) -> None:
         """Find why gradients are not what they should be: those that are ``wrong``, of all with ``names``."""
-        shards, found = self.shards, self.found
+        part, found, rank = self.shards.part, self.found, self.lines.rank
         seen = {name: (observed.get(name), due) for name, due in wrong.items()}
-        pairs = {name: (one, due) for name, (one, due) in seen.items() if one is not None and due is not None}
+        pairs = {n: (part(n, one), part(n, due)) for n, (one, due) in seen.items() if not (one is None or due is None)}
         if self.lines.count > 1:
-            whole = {n: pair for n, pair in pairs.items() if self.lines.together > 1 or not shards.lies(n)}
-            found.wrong |= {(stage.stage, name): (sketch(one), sketch(due)) for name, (one, due) in whole.items()}
-        begun = self.way.undivided({name: self.begun.get(name) for name in wrong})
+            found.wrong |= {(stage.stage, name): (sketch(one), sketch(due)) for name, (one, due) in pairs.items()}
         if self.lines.replicas > 1:
-            parts = {name: (shards.part(name, one), shards.part(name, due)) for name, (one, due) in pairs.items()}
-            told = causes_of_sums(parts, begun, self.lines.rank, stage.stage) if len(parts) == len(wrong) else []
+            begun = self.way.undivided({name: self.begun.get(name) for name in wrong})
+            told = causes_of_sums(pairs, begun, rank, stage.stage)
             found.causes += told
             found.undecided += [] if told else [_NO_CAUSE]
         elif stage.speaks:
             found.undecided.append(_SPEAKS.format(stage.stage))
         else:
-            begun = {full: shards.in_place(full, self.begun.get(full)) for full in names}
-            held = HeldGradients({name: full for full, name in names.items()}, observed, begun, shards)
+            held = HeldGradients({name: full for full, name in names.items()}, observed, self.begun, self.shards)
             made = own_causes(stage, self.ledger, numbers, held, placement=self.placement)
             found.causes += made.cause
             unsought = [f"the cause was not sought: {made.unsought}"] if made.unsought else []

@@ -19,6 +19,7 @@ from pipeproof.observers.sketch import sketch
 from pipeproof.reference.copied import copied
 from pipeproof.reference.step import Expected, Gradient, Site, dense
 from pipeproof.reference.traced import Traced
+from pipeproof.wings.composed.collect import Begun
 from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.worlds.drawing import drawing_apart
@@ -34,7 +35,7 @@ class HeldGradients:
 
     full_names: Mapping[str, str]
     seen: Mapping[str, Tensor | None]
-    begun: Mapping[str, Tensor | None]
+    begun: Begun
     shards: OwnShards
 
     def part(self, name: str, whole: Gradient) -> Gradient:
@@ -49,12 +50,17 @@ class HeldGradients:
 
 
 @dataclass(frozen=True)
-class _Due:
-    """What one stage must give, as a model of its own."""
+class Known:
+    """What is known of the right step; of a chain not what gradients are made of, which ranks find out."""
 
     expected: Expected
     weights: Mapping[str, Tensor]
-    update: Update
+    made: Update | None = None
+
+    @property
+    def update(self) -> Update:
+        assert self.made is not None, "no gradients are there to be explained"
+        return self.made
 
 
 def own_causes(
@@ -95,10 +101,11 @@ def _evidence(own: StageRerun, local: Verdict, held: HeldGradients, placement: S
         now = Traced(copied(own.model), held=[*due], batches=own.batches, loss=own.loss, losses=whole.losses, ends={})
     for name, leaf in now.parameters(stage).items():
         leaf.register_hook(partial(held.part, name))  # type: ignore[no-untyped-call]  # in torch
-    old = {(stage, name): one for name, full in names.items() if (one := held.begun.get(full)) is not None}
+    begun = {(stage, name): held.shards.in_place(full, held.begun.get(full)) for name, full in names.items()}
+    old = {site: one for site, one in begun.items() if one is not None}
     alone, ranks, stages = (placement[stage],) * (stage + 1), len({*placement}), len(placement)
     update = Update(seen, due, now, old=old, placement=alone, ranks=ranks, stages=stages, given=given)
-    known = _Due(replace(whole, gradients=due, contributions=given), whole.before, update)
+    known = Known(replace(whole, gradients=due, contributions=given), whole.before, update)
     return Evidence(local, alone, len(own.batches), 1, gradients=seen, norms=(), due=known)
 
 

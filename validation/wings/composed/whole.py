@@ -1,9 +1,9 @@
 """The one verdict that follows from what all ranks saw of a step and made of it again."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from pipeproof.core.comparison import Comparison, Due
 from pipeproof.core.execution import Execution
@@ -48,13 +48,13 @@ def not_known(stages: Iterable[int]) -> str:
     return Reason.LINK.doubt(" and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Told:
-    """What a rank reported of a step: losses in the order of its microbatches, their sum, the norm."""
+    """What a rank reported of a step, each time: losses in the order of its microbatches, their sum, the norm."""
 
-    losses: tuple[float, ...] | None = None
-    loss: float | None = None
-    norm: float | None = None
+    losses: list[tuple[float, ...]] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OwnPart:
     foreseen: bool = False
     precision: Precision = FP32
     summed: Precision = FP32
-    told: tuple[Told, ...] = ()
+    told: Told = field(default_factory=Told)
     weights: Weights = field(default_factory=dict)
 
 
@@ -96,11 +96,6 @@ class Whole:
     no_norm: str = ""
     only: int | None = None
     by: AgainstItself = field(kw_only=True)
-
-    def is_wrong(self, verdict: Verdict) -> bool:
-        """Whether the first of what ``verdict`` found wrong is on one of its ranks."""
-        first = verdict.mismatches[0].rank if verdict.mismatches else None
-        return first is not None and bool(self.parts[first].stages)
 
     @cached_property
     def chain(self) -> Chain:
@@ -144,13 +139,13 @@ class Whole:
             actions = [actions[k] for k in sorted(range(len(actions)), key=times.__getitem__)]
         return RankOperation(
             "train",
-            next((told.losses for told in part.told if told.losses is not None), ()),
+            next(iter(part.told.losses), ()),
             tuple(actions),
             called=tuple(call for flow in flows for call in flow.called),
             crossings=tuple(crossing for flow in flows for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in flows),
-            loss=next((told.loss for told in part.told if told.loss is not None), None),
-            norm=next((told.norm for told in part.told if told.norm is not None), None),
+            loss=next(iter(part.told.loss), None),
+            norm=next(iter(part.told.norm), None),
         )
 
     @cached_property
@@ -166,55 +161,47 @@ class Whole:
     @property
     def conditions(self) -> Conditions:
         """What its calls must be."""
-        frozen = [s for s, seen in self.chain.stages.items() if not any(c.giving or c.unread for c in seen.calls)]
+        last, stages = self.chain.last, self.chain.stages.items()
+        idle = (k for k, seen in stages if k != last and not any(call.giving or call.unread for call in seen.calls))
         matters = any(link.mode_matters for links in self._links.values() for link in links)
-        idle = frozenset(frozen) - {self.chain.last}
-        last = self.chain.last
         nothing = weightless_microbatches(self.chain.orders[last].numbers, self._links.get(last, ()))
         counts = (self.chain.microbatches,)
-        return Conditions(counts=counts, frozen=idle, weightless=nothing, mode_matters=lambda: matters)
+        return Conditions(counts=counts, frozen=frozenset(idle), weightless=nothing, mode_matters=lambda: matters)
 
     def enter(self, ledger: Ledger) -> None:
         """Enter what the chain shows, but for what crossed it, and whether that is all of the model."""
-        at = Execution(self.conditions, self.observed, ledger)
+        at, doubt = Execution(self.conditions, self.observed, ledger), partial(ledger.doubt, "boundaries")
         if not self.known:
             ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
+        held = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)
         for name in dict.fromkeys([*self.first, *self.held]) if self.known else ():
             places, due = self.held.get(name, ()), int(name in self.first)
             rank, stage = next(iter(places), (None, None))
-            count = min(len(places), 1) if due else len(places)
-            held = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)
-            held.held(name, count, due=due, rank=rank, stage=stage)
+            held.held(name, min(len(places), 1) if due else len(places), due=due, rank=rank, stage=stage)
         at.orders(0, frozenset(), backward=True)
         at.left_out(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
         enter_unsure(self.chain.stages, self._links, self.passed, ledger)
-        for why, reason in self._open():
-            ledger.doubt("boundaries", why, reason)
+        for stage, links in self._links.items():
+            strange = any(link.strange for link in links)  # a call gives something else each time that it is run
+            if strange:
+                doubt(f"stage {stage} gives something else each time that it is run", Reason.RERUN)
+            if any(link.endless for link in links):
+                doubt(f"what stage {stage} gives is not finite", Reason.NOT_FINITE)
+            elif any(one.limit == math.inf for one in self.passed[stage].crossings) and not strange:
+                doubt(f"what came to stage {stage} is not finite in the type of what it gave", Reason.NOT_FINITE)
+            for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
+                doubt(told, Reason.RERUN)
         if self.only is not None:
             ledger.skip("updated-parameters", _ONE_STAGE.format(self.only))
         elif not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         at.uncompared(0, doubtful=_are_gradients_wrong(ledger))
 
-    def _open(self) -> Iterator[tuple[str, Reason]]:
-        """Why it is not known what some stages give."""
-        for stage, links in self._links.items():
-            strange = any(link.strange for link in links)  # a call gives something else each time that it is run
-            if strange:
-                yield f"stage {stage} gives something else each time that it is run", Reason.RERUN
-            if any(link.endless for link in links):
-                yield f"what stage {stage} gives is not finite", Reason.NOT_FINITE
-            elif any(one.limit == math.inf for one in self.passed[stage].crossings) and not strange:
-                yield f"what came to stage {stage} is not finite in the type of what it gave", Reason.NOT_FINITE
-            for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
-                yield told, Reason.RERUN
-
-    def told(self, law: str) -> list[tuple[int, Told]]:
-        """By its ranks, what they reported of what ``law`` is about."""
-        every = [(rank, told) for rank, part in enumerate(self.parts) for told in part.told]
-        said = [told.norm if law == "grad-norm" else told.loss if told.losses is None else 0.0 for _, told in every]
-        return [one for one, value in zip(every, said, strict=True) if value is not None]
+    def reports(self, law: str) -> bool:
+        """Whether any of its ranks reported what ``law`` is about."""
+        told = [part.told for part in self.parts]
+        return any(one.norm if law == "grad-norm" else one.losses or one.loss for one in told)
 
     def enter_reported(self, law: str, ledger: Ledger, totals: Sequence[float]) -> None:
         """Enter under ``law`` what ranks reported, held against what the last stage and all gradients give.
@@ -222,17 +209,17 @@ class Whole:
         ``totals``: what the loss over all replicas may be, besides its own: they may have an unequal number of
         microbatches, and then theirs or all microbatches' may count alike.
         """
-        made, allowed = self.expected, self._allowed(law)
+        made = self.expected
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
-        for rank, told in self.told(law):
-            at = Comparison(due, allowed, ledger)
-            if law == "grad-norm":
-                at.norm(told.norm or 0.0, rank=rank)
-            elif told.losses is not None:
-                at.losses(told.losses, rank=rank)
-            if law == "loss" and told.loss is not None:
-                _, nearest = min((abs(one - told.loss), one) for one in (made.loss, *totals))
-                Comparison(replace(due, loss=nearest), allowed, ledger).loss(told.loss, rank=rank)
+        at = partial(Comparison, allowed=self._allowed(law), ledger=ledger)
+        for rank, told in enumerate(part.told for part in self.parts):
+            for norm in told.norm if law == "grad-norm" else ():
+                at(due).norm(norm, rank=rank)
+            for losses in told.losses if law == "loss" else ():
+                at(due).losses(losses, rank=rank)
+            for loss in told.loss if law == "loss" else ():
+                _, nearest = min((abs(one - loss), one) for one in (made.loss, *totals))
+                at(replace(due, loss=nearest)).loss(loss, rank=rank)
 
     def unknown(self, law: str) -> str:
         """Why it is not known what is due under ``law``; empty if it is."""
@@ -300,7 +287,7 @@ def _enter_reported(wholes: Sequence[Whole], ledger: Ledger) -> None:
         ("loss", _UNREPORTED, first.only in (None, first.chain.last)),
         ("grad-norm", first.no_norm or _UNREPORTED, first.only is None),
     ):
-        reported = [whole for whole in wholes if whole.told(law)]
+        reported = [whole for whole in wholes if whole.reports(law)]
         if not applies:
             ledger.skip(law, _ONE_STAGE.format(first.only))
         elif not reported:
