@@ -148,7 +148,7 @@ def not_summed(ranks: Sequence[Mapping[Site, tuple[Sketch, Sketch]]], replicas: 
     for stage, name in dict.fromkeys(site for wrong in ranks for site in wrong):
         pairs = {rank: wrong[stage, name] for rank, wrong in enumerate(ranks) if (stage, name) in wrong}
         groups = [tuple(rank for rank in pairs if replicas[rank] == replica) for replica in sorted({*replicas})]
-        for group in groups if max(map(len, groups)) > 1 else [tuple(pairs)]:
+        for group in [one for one in groups if len(one) > 1] or [tuple(pairs)]:
             if _makes_up([pairs[rank] for rank in group]):
                 found.setdefault((stage, group), []).append(name)
     for (stage, group), names in found.items():

@@ -53,7 +53,7 @@ def test_a_hook_that_only_looks_leaves_all_known() -> None:
 
 @pytest.mark.parametrize(("factor", "outcome"), [(1.0, "pass"), (1.01, "unknown"), (1.1, "fail")])
 def test_a_gradient_in_bf16_that_is_a_multiple_does_not_pass_as_rounding(factor: float, outcome: str) -> None:
-    """Sums in another order do: they lead nowhere. As little as is unknown is no one microbatch's."""
+    """Sums in another order do: they lead nowhere."""
     stages = [one.bfloat16() for one in layers(torch.tanh, torch.sin)]
     data = [(x.bfloat16(), y.bfloat16()) for x, y in DATA]
     job, apart = Job(stages, data), Job([copy.deepcopy(one) for one in stages], data[::-1])
@@ -67,5 +67,3 @@ def test_a_gradient_in_bf16_that_is_a_multiple_does_not_pass_as_rounding(factor:
         check.report(losses=losses)
     law = check.verdict.law("gradient")
     assert (law.outcome, law.exact < law.checked) == (outcome, True), str(check.verdict)
-    told = [(one.kind, one.stage, one.microbatches, one.factor) for one in check.verdict.cause]
-    assert outcome != "unknown" or told == [("scale", 1, (), pytest.approx(1.01, rel=1e-3))], str(check.verdict)
