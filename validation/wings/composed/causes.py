@@ -92,7 +92,9 @@ def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) ->
         gradients={},
         norms=[row[0].norm for row in seen.ranks],
         seen=seen,
-        passed={stage: replace(flow, complete=True) for stage, flow in whole.passed.items()},
+        passed={
+            stage: replace(flow, complete=flow.complete or not flow.untold) for stage, flow in whole.passed.items()
+        },
         due=Known(made, {name: form for one in own.values() for name, form in one.forms.items()}),
         clipped_to=whole.by.max_norm,
         scale=None if scale is None else replace(scale, skips=skips),

@@ -15,6 +15,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import coarsest, precision_among, precision_of
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Crash, Verdict
+from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.loss_scale import LossScale
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.loss_of_all import LossOfAll
@@ -384,7 +385,7 @@ class ComposedCheck(CheckedStep):
         title, replicas = f"{which}a step of this job, link by link", self._lines.replica_of_rank
         weights = [one.weights for one in owned]
         verdict = judged(wholes, weights, title=title, rerun=rerun, seconds=seconds)
-        return with_causes(verdict, wholes, [part.found for part in parts], replicas)
+        return sought(verdict, lambda: with_causes(verdict, wholes, [part.found for part in parts], replicas))
 
     def _close(self) -> None:
         self._early.close()

@@ -347,10 +347,10 @@ def test_what_is_no_step_is_refused_in_a_sentence() -> None:
 
 
 def test_a_crash_of_ours_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*given: Any) -> Verdict:
+    def crash(*given: Any, **more: Any) -> Verdict:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(composed_check, "with_causes", crash)
+    monkeypatch.setattr(composed_check, "judged", crash)
     verdict = checked(Job(layers(torch.tanh, torch.sin)))
     assert verdict.verdict == "unknown"
     assert verdict.law("comparable").reasons == (Reason.CRASH,), str(verdict)
