@@ -1,4 +1,4 @@
-"""Hooks that make other gradients leave them unknown, with the norm; all else is compared."""
+"""Hooks that make other gradients leave them unknown, with the norm; in bf16 sums and losses are as exact as that."""
 
 import copy
 from collections.abc import Callable
@@ -67,3 +67,36 @@ def test_a_gradient_in_bf16_that_is_a_multiple_does_not_pass_as_rounding(factor:
         check.report(losses=losses)
     law = check.verdict.law("gradient")
     assert (law.outcome, law.exact < law.checked) == (outcome, True), str(check.verdict)
+
+
+def in_fp32(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target.float())
+
+
+def as_it_is(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "factor", "outcome"),
+    [
+        (in_fp32, 1.0, "pass"),
+        (in_fp32, 1.002, "unknown"),
+        (in_fp32, 1.2, "fail"),
+        (as_it_is, 1.0, "pass"),
+        (as_it_is, 1.2, "fail"),
+    ],
+)
+def test_a_loss_that_is_off_by_more_than_its_type_rounds_is_no_rounding(
+    loss_fn: object, factor: float, outcome: str
+) -> None:
+    torch.manual_seed(0)
+    stage = nn.Linear(8, 8).bfloat16()
+    data = [(torch.randn(2, 4, 8).bfloat16()).unbind() for _ in range(3)]
+    with check_step(stage, data, against=Composed(loss_fn)) as check:  # type: ignore[arg-type]
+        losses = [loss_fn(stage(x), target) for x, target in data]  # type: ignore[operator]
+        for loss in losses:
+            (loss / 3).backward()
+        check.gradients()
+        check.report(losses=[factor * loss.item() for loss in losses])
+    assert check.verdict.law("loss").outcome == outcome, str(check.verdict)
