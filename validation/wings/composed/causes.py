@@ -17,7 +17,7 @@ from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Site
-from pipeproof.wings.composed.own_causes import Known
+from pipeproof.wings.composed.own_causes import RightStep
 from pipeproof.wings.composed.ties import copies_of
 from pipeproof.wings.composed.weights import weights_apart
 from pipeproof.wings.composed.whole import Whole
@@ -48,7 +48,7 @@ class OwnEvidence:
     scale: LossScale | None = None
 
 
-def with_causes(
+def explain(
     verdict: Verdict, wholes: Sequence[Whole], ranks: Sequence[OwnEvidence], replicas: Sequence[int]
 ) -> Verdict:
     """``verdict`` on ``wholes`` with the causes of what is wrong first: what the chain shows, then what ranks found.
@@ -95,7 +95,7 @@ def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) ->
         passed={
             stage: replace(flow, complete=flow.complete or not flow.untold) for stage, flow in whole.passed.items()
         },
-        due=Known(made, {name: form for one in own.values() for name, form in one.forms.items()}),
+        due=RightStep(made, {name: form for one in own.values() for name, form in one.forms.items()}),
         clipped_to=whole.by.max_norm,
         scale=None if scale is None else replace(scale, skips=skips),
         lengths=whole.lengths,

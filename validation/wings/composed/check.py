@@ -31,7 +31,7 @@ from pipeproof.records.step_parts import ended_otherwise, not_compared
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.accumulation import PLAIN
 from pipeproof.reference.again import undisturbed
-from pipeproof.wings.composed.causes import OwnEvidence, with_causes
+from pipeproof.wings.composed.causes import OwnEvidence, explain
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.collect import Begun, EarlyStep, WatchedStages
 from pipeproof.wings.composed.composed import AgainstItself
@@ -53,7 +53,7 @@ from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.wings.composed.ties import StageShares
 from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.wings.composed.weights import RENAMED, cut_by_hand, enter_equal, not_one, weights_here
-from pipeproof.wings.composed.whole import LAWS, OwnPart, Told, Whole, judged, norm_of, not_known
+from pipeproof.wings.composed.whole import LAWS, OwnPart, Reported, Whole, judge, norm_of, not_known
 from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport
@@ -103,7 +103,7 @@ class ComposedCheck(CheckedStep):
         self._shards = OwnShards(self._own)
         self._lines = RankLines()
         self._data: Data = []
-        self._told = Told()
+        self._reported = Reported()
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._after = WeightsAfter(self._own, self._ledger)
         self._begun, self._early = Begun(against.keep), EarlyStep()
@@ -139,9 +139,9 @@ class ComposedCheck(CheckedStep):
         norm: float | None = None,
     ) -> None:
         with self.noting():
-            self._told.losses += [] if losses is None else [tuple(losses_of(losses))]
-            self._told.loss += [] if loss is None else [number("loss", loss)]
-            self._told.norm += [] if norm is None else [number("norm", norm)]
+            self._reported.losses += [] if losses is None else [tuple(losses_of(losses))]
+            self._reported.loss += [] if loss is None else [number("loss", loss)]
+            self._reported.norm += [] if norm is None else [number("norm", norm)]
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
         self._close()
@@ -353,7 +353,7 @@ class ComposedCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> ChainPart:
         begun = self._shards.named(self._weights)
-        own = replace(self._part_of_chain or OwnPart(self._ledger), told=self._told, weights=begun)
+        own = replace(self._part_of_chain or OwnPart(self._ledger), reported=self._reported, weights=begun)
         found = replace(self._found, causes=[*self._found.causes, *self._after.causes])
         return ChainPart(about, own, found, self._why, self._crash, self._no_norm)
 
@@ -384,8 +384,8 @@ class ComposedCheck(CheckedStep):
         which = "" if self._only is None else f"stage {self._only} of "
         title, replicas = f"{which}a step of this job, link by link", self._lines.replica_of_rank
         weights = [one.weights for one in owned]
-        verdict = judged(wholes, weights, title=title, rerun=rerun, seconds=seconds)
-        return sought(verdict, lambda: with_causes(verdict, wholes, [part.found for part in parts], replicas))
+        verdict = judge(wholes, weights, title=title, rerun=rerun, seconds=seconds)
+        return sought(verdict, lambda: explain(verdict, wholes, [part.found for part in parts], replicas))
 
     def _close(self) -> None:
         self._early.close()

@@ -50,7 +50,7 @@ class HeldGradients:
 
 
 @dataclass(frozen=True)
-class Known:
+class RightStep:
     """What is known of the right step; of a chain not what gradients are made of, which ranks find out."""
 
     expected: Expected
@@ -105,7 +105,7 @@ def _evidence(own: StageRerun, local: Verdict, held: HeldGradients, placement: S
     old = {site: one for site, one in begun.items() if one is not None}
     alone, ranks, stages = (placement[stage],) * (stage + 1), len({*placement}), len(placement)
     update = Update(seen, due, now, old=old, placement=alone, ranks=ranks, stages=stages, given=given)
-    known = Known(replace(whole, gradients=due, contributions=given), whole.before, update)
+    known = RightStep(replace(whole, gradients=due, contributions=given), whole.before, update)
     return Evidence(local, alone, len(own.batches), 1, gradients=seen, norms=(), due=known)
 
 

@@ -49,7 +49,7 @@ def not_known(stages: Iterable[int]) -> str:
 
 
 @dataclass
-class Told:
+class Reported:
     """What a rank reported of a step, each time: losses in the order of its microbatches, their sum, the norm."""
 
     losses: list[tuple[float, ...]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class OwnPart:
 
     ``lengths``: the norms of what its gradients must be. ``unsure``: why some are not compared, by name. ``foreseen``:
     it is known what its optimizer makes of them. ``precision``: that of its stages; ``summed``: that of sums over
-    ranks. ``told``: what it reported. ``weights``: what it began with.
+    ranks. ``reported``: to the check. ``weights``: what it began with.
     """
 
     ledger: Ledger
@@ -74,7 +74,7 @@ class OwnPart:
     foreseen: bool = False
     precision: Precision = FP32
     summed: Precision = FP32
-    told: Told = field(default_factory=Told)
+    reported: Reported = field(default_factory=Reported)
     weights: Weights = field(default_factory=dict)
 
 
@@ -139,13 +139,13 @@ class Whole:
             actions = [actions[k] for k in sorted(range(len(actions)), key=times.__getitem__)]
         return RankOperation(
             "train",
-            next(iter(part.told.losses), ()),
+            next(iter(part.reported.losses), ()),
             tuple(actions),
             called=tuple(call for flow in flows for call in flow.called),
             crossings=tuple(crossing for flow in flows for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in flows),
-            loss=next(iter(part.told.loss), None),
-            norm=next(iter(part.told.norm), None),
+            loss=next(iter(part.reported.loss), None),
+            norm=next(iter(part.reported.norm), None),
         )
 
     @cached_property
@@ -200,8 +200,8 @@ class Whole:
 
     def reports(self, law: str) -> bool:
         """Whether any of its ranks reported what ``law`` is about."""
-        told = [part.told for part in self.parts]
-        return any(one.norm if law == "grad-norm" else one.losses or one.loss for one in told)
+        said = [part.reported for part in self.parts]
+        return any(one.norm if law == "grad-norm" else one.losses or one.loss for one in said)
 
     def enter_reported(self, law: str, ledger: Ledger, totals: Sequence[float]) -> None:
         """Enter under ``law`` what ranks reported, held against what the last stage and all gradients give.
@@ -212,12 +212,12 @@ class Whole:
         made = self.expected
         due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
         at = partial(Comparison, allowed=self._allowed(law), ledger=ledger)
-        for rank, told in enumerate(part.told for part in self.parts):
-            for norm in told.norm if law == "grad-norm" else ():
+        for rank, said in enumerate(part.reported for part in self.parts):
+            for norm in said.norm if law == "grad-norm" else ():
                 at(due).norm(norm, rank=rank)
-            for losses in told.losses if law == "loss" else ():
+            for losses in said.losses if law == "loss" else ():
                 at(due).losses(losses, rank=rank)
-            for loss in told.loss if law == "loss" else ():
+            for loss in said.loss if law == "loss" else ():
                 _, nearest = min((abs(one - loss), one) for one in (made.loss, *totals))
                 at(replace(due, loss=nearest)).loss(loss, rank=rank)
 
@@ -243,7 +243,7 @@ class Whole:
         return Unmeasured(replace(own, most=max(own.most, usual.most)), apart=apart)
 
 
-def judged(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, rerun: str, seconds: float) -> Verdict:
+def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, rerun: str, seconds: float) -> Verdict:
     """The verdict on a step: of ``wholes``, the lines of ranks that have all stages. It knows no causes.
 
     ``weights``: those that each rank began with.

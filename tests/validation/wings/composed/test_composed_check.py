@@ -351,11 +351,11 @@ def test_a_crash_of_ours_ends_no_job_and_without_causes_a_verdict_is_the_same(mo
         return checked(Job(layers(torch.tanh, torch.sin), fault=lambda stage, m, given: [one * 2 for one in given]))
 
     named = verdict()
-    monkeypatch.delattr(composed_check, "with_causes")
+    monkeypatch.delattr(composed_check, "explain")
     alone = verdict()
     assert (alone.verdict, alone.laws, {*alone.mismatches}) == (named.verdict, named.laws, {*named.mismatches})
     assert (bool(named.cause), alone.cause) == (True, ()), str(named)
-    monkeypatch.delattr(composed_check, "judged")
+    monkeypatch.delattr(composed_check, "judge")
     assert verdict().verdict == "unknown"
     assert verdict().law("comparable").reasons == (Reason.CRASH,), str(verdict())
 
