@@ -81,9 +81,8 @@ def explain(
 
 
 def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) -> Evidence:
-    seen, made = whole.observed, whole.expected
-    scale = own[seen.schedule.placement[-1]].scale
-    skips = whole.by.factor(made.norm or 0.0) is None
+    seen, made, flows = whole.observed, whole.expected, whole.passed.items()
+    scale, skips = own[seen.schedule.placement[-1]].scale, whole.by.factor(made.norm or 0.0) is None
     return Evidence(
         verdict,
         seen.schedule.placement,
@@ -92,9 +91,7 @@ def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) ->
         gradients={},
         norms=[row[0].norm for row in seen.ranks],
         seen=seen,
-        passed={
-            stage: replace(flow, complete=flow.complete or not flow.untold) for stage, flow in whole.passed.items()
-        },
+        passed={stage: replace(one, complete=one.complete or not one.untold) for stage, one in flows},
         due=RightStep(made, {name: form for one in own.values() for name, form in one.forms.items()}),
         clipped_to=whole.by.max_norm,
         scale=None if scale is None else replace(scale, skips=skips),
