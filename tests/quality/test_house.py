@@ -106,7 +106,7 @@ HOOKS = re.compile(r"(register_\w*hook|hook_first)$")
 # Whose hooks may raise: they run in a reference or in a step of ours, or plant a fault; or have a fence of their own.
 NOT_OBSERVING = (
     *(f"validation.{name}." for name in ("cases.specimens", "cases.mixed", "cases.primitives", "worlds.simulated")),
-    "validation.wings.composed.first_run",
+    "validation.wings.composed.own_causes",
     *(f"validation.foreign.{name}" for name in ("mutants", "optimizing", "survey")),
     *(f"validation.records.{name}" for name in ("run_recorder", "frameworks.framework_job")),
 )

@@ -64,7 +64,7 @@ SAYS: Mapping[str, tuple[list[str], str]] = {
         "update",
     ),
     "step-skipped-on-one-rank": (["rank 1, stage 1: no weight moved, and rank 0 took its step"], "update"),
-    "accumulated-in-bf16": (["rank 0, stage 0: every parameter", "rank 1, stage 1: every parameter"], "sums gradients"),
+    "accumulated-in-bf16": (["everywhere: every parameter"], "sums gradients"),
     "sum-rounded": (["rank 1, stage 1: every parameter"], "gradients"),
     "activations-cast-on-wire": (
         [f"rank 1, stage 1, {_EVERY} 1F0: input of every microbatch is bf16-rounded (1F0)"],

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipeproof.core.cause import Cause, RuledOut
 from pipeproof.core.verdict import Verdict
-from pipeproof.wings.composed.verdict import AS_IT_CAME
+from pipeproof.wings.composed.whole import AS_IT_CAME
 
 # What can be wrong in a run. A truth has some of them; a sentence denies some of them.
 THINGS = frozenset(

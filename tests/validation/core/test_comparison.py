@@ -29,7 +29,7 @@ from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
-from pipeproof.wings.composed.unmeasured import Unmeasured
+from pipeproof.wings.composed.held_gradients import Unmeasured
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.two_ranks import (

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.cause import Cause
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import coarsest, precision_among, precision_of
 from pipeproof.core.verdict import Crash, Verdict
+from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.loss_scale import LossScale
-from pipeproof.diagnosis.rules.loss_scale import of_gradients
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.observers.calls import Call
@@ -31,12 +30,13 @@ from pipeproof.records.step_parts import ended_otherwise, not_compared
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.accumulation import PLAIN
 from pipeproof.reference.again import undisturbed
+from pipeproof.wings.composed.causes import OwnEvidence, explain
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.collect import Begun, EarlyStep, WatchedStages
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.gradients import OwnGradients
-from pipeproof.wings.composed.held_gradients import all_dense, length_in_pieces
+from pipeproof.wings.composed.held_gradients import length_in_pieces
 from pipeproof.wings.composed.lines import RankLines
 from pipeproof.wings.composed.link import Link, StageSeen
 from pipeproof.wings.composed.own_calls import ExtraCalls, together
@@ -49,9 +49,8 @@ from pipeproof.wings.composed.start import ChainStart, names_in, placement_of, p
 from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.wings.composed.ties import StageShares
 from pipeproof.wings.composed.update import WeightsAfter
-from pipeproof.wings.composed.verdict import verdict_of
 from pipeproof.wings.composed.weights import RENAMED, cut_by_hand, enter_equal, not_one, weights_here
-from pipeproof.wings.composed.whole import LAWS, OwnPart, Told, Whole, norm_of, not_known
+from pipeproof.wings.composed.whole import LAWS, OwnPart, Reported, Whole, judge, norm_of, not_known
 from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.rank_report import RankReport
@@ -67,6 +66,7 @@ class ChainPart:
 
     report: RankReport
     own: OwnPart
+    found: OwnEvidence
     problem: str = ""
     crash: Crash | None = None
     no_norm: str = ""
@@ -100,7 +100,7 @@ class ComposedCheck(CheckedStep):
         self._shards = OwnShards(self._own)
         self._lines = RankLines()
         self._data: Data = []
-        self._told: list[Told] = []
+        self._reported = Reported()
         self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
         self._after = WeightsAfter(self._own, self._ledger)
         self._begun, self._early = Begun(against.keep), EarlyStep()
@@ -108,6 +108,7 @@ class ComposedCheck(CheckedStep):
         self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
         self._unsure: Mapping[str, str] = {}  # weights of which nobody knows whether they are one, and why
         self._part_of_chain: OwnPart | None = None
+        self._found = OwnEvidence()
 
     @property
     def microbatches(self) -> int:
@@ -135,9 +136,9 @@ class ComposedCheck(CheckedStep):
         norm: float | None = None,
     ) -> None:
         with self.noting():
-            known = None if losses is None else tuple(losses_of(losses))
-            whole = None if loss is None else number("loss", loss)
-            self._told.append(Told(known, whole, None if norm is None else number("norm", norm)))
+            self._reported.losses += [] if losses is None else [tuple(losses_of(losses))]
+            self._reported.loss += [] if loss is None else [number("loss", loss)]
+            self._reported.norm += [] if norm is None else [number("norm", norm)]
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
         self._close()
@@ -145,7 +146,7 @@ class ComposedCheck(CheckedStep):
             return
         known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
         with self.noting():
-            known = None if named is None else all_dense(gradients_of(named, self._own.places))
+            known = None if named is None else gradients_of(named, self._own.places)
         given = self._given, self._watched.arguments
         state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
         with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
@@ -226,15 +227,13 @@ class ComposedCheck(CheckedStep):
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         due = self._summed(stages)
         found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
-        own_seen = {k: chain.stages[k] for k in calls}
-        part = OwnPart(self._ledger, own_seen, in_parts=lines.together > 1, unsure=self._unsure)
-        part = replace(part, causes=tuple(again.exchanged_targets(self._exchange.rank)))
         sums = self._shards, self._replicas, self._shares
         placement = placement_of(lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
-        gradients = OwnGradients(self._own, self._ledger, *sums, self._division, lines, placement, self._by_scale)
-        gradients = replace(gradients, begun=self._begun, lost=self._lost, only=self._only)
+        gradients = OwnGradients(self._own, self._ledger, *sums, self._division, lines, placement)
+        gradients = replace(gradients, begun=self._begun, lost=self._lost, only=self._only, found=self._found)
+        gradients.unsure.update(self._unsure)
         for own in stages:
-            part = gradients.compared(part, own, chain.orders[own.stage].numbers, due, found)
+            gradients.compare(own, chain.orders[own.stage].numbers, due, found)
         for why in self._begun.without_gradients(self._own, calls):
             self._ledger.doubt("presence", why)
         extra.enter(self._ledger, calls)
@@ -244,15 +243,17 @@ class ComposedCheck(CheckedStep):
         parts = {part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()}
         self._foresee(parts, here)
         held = [one for module in modules.values() for one in module.parameters()]
-        moved = self.moved(own.stage for own in stages if own.other)
+        self._found.causes += again.exchanged_targets(self._exchange.rank)
+        self._found.moved, self._found.scale = self.moved(own.stage for own in stages if own.other), self._scaling
+        self._found.forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
         links |= {own.stage: tuple(own.links) for own in stages}
-        part = replace(part, links=links, lengths=lengths, moved=moved, scale=self._scaling)
-        forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
+        seen = {k: chain.stages[k] for k in calls}
         inside = [precision_of(own.inside) for own in stages if own.inside is not None]
         precision = coarsest([precision_among(held), *inside])
         summed = coarsest([precision, *map(precision_of, self._shards.reduced_in.values())])
-        return replace(part, foreseen=self._after.foreseen, forms=forms, precision=precision, summed=summed)
+        foreseen = self._after.foreseen
+        return OwnPart(self._ledger, seen, links, lengths, gradients.unsure, foreseen, precision, summed)
 
     def _heard(self) -> tuple[list[Mapping[int, StageSeen]], dict[int, list[Call]]]:
         """What all ranks saw of their stages, and the calls of this one's."""
@@ -320,10 +321,6 @@ class ComposedCheck(CheckedStep):
         said = self._by.scaler is not None or self._by.contract.loss_scale is not None
         return LossScale(self._division.scaled, self._by.scale, self._scale) if said else None
 
-    def _by_scale(self, cause: Cause) -> Cause:
-        counts = self.microbatches, self._exchange.ranks, sum(len(one.stages) for one in self._starts)
-        return cause if (scale := self._scaling) is None else of_gradients(cause, scale, counts)
-
     def _foresee(self, sizes: Mapping[Part, float], gradients: Mapping[str, Any]) -> None:
         """Note what the optimizer is going to make of ``gradients``."""
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
@@ -349,9 +346,9 @@ class ComposedCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> ChainPart:
         begun = self._shards.named(self._weights)
-        own = replace(self._part_of_chain or OwnPart(self._ledger), told=tuple(self._told), weights=begun)
-        own = replace(own, causes=(*own.causes, *self._after.causes))
-        return ChainPart(about, own, self._why, self._crash, self._no_norm)
+        own = replace(self._part_of_chain or OwnPart(self._ledger), reported=self._reported, weights=begun)
+        found = replace(self._found, causes=[*self._found.causes, *self._after.causes])
+        return ChainPart(about, own, found, self._why, self._crash, self._no_norm)
 
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
@@ -379,7 +376,9 @@ class ComposedCheck(CheckedStep):
             wholes.append(Whole(own, data, divisor, *of_all, only=self._only, by=self._by))
         which = "" if self._only is None else f"stage {self._only} of "
         title, replicas = f"{which}a step of this job, link by link", self._lines.replica_of_rank
-        return verdict_of(owned, wholes, replicas=replicas, title=title, rerun=rerun, seconds=seconds)
+        weights = [one.weights for one in owned]
+        verdict = judge(wholes, weights, title=title, rerun=rerun, seconds=seconds)
+        return sought(verdict, lambda: explain(verdict, wholes, [part.found for part in parts], replicas))
 
     def _close(self) -> None:
         self._early.close()

@@ -1,45 +1,28 @@
-"""Gradients of a stage as they are compared where they lie."""
+"""What rounding may do to what stages give again, and to gradients as they are compared where they lie."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeproof.core.comparison import Due
-from pipeproof.core.limits import FP32, LEAD
+from pipeproof.core.limits import FP32, LEAD, Precision
 from pipeproof.core.tolerance import Floor, lead, same_bits, unmeasured
 from pipeproof.observers.shards import held_here
 from pipeproof.reference.accumulation import length_of
-from pipeproof.reference.step import Gradient, dense
+from pipeproof.reference.step import Gradient
 from pipeproof.wings.composed.rerun import StageRerun
-from pipeproof.wings.composed.unmeasured import Unmeasured
 
 _PIECE = 1 << 18  # elements
+_OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
 
 
 def length_in_pieces(gradient: Tensor) -> float:
     """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
     pieces = torch.split(gradient.detach().reshape(-1), _PIECE)
     return length_of(gradient.detach()) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
-
-
-def all_dense(gradients: Mapping[str, Any]) -> dict[str, Any]:
-    """``gradients`` with all their elements."""
-    return {name: dense(one) if isinstance(one, Tensor) else one for name, one in gradients.items()}
-
-
-def differing(
-    names: Iterable[str], seen: Mapping[str, Any], due: Due, allowed: "AllowedOf"
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Those of ``names`` whose gradients are not what they must be, with what was ``seen`` and what is ``due``."""
-    for name in names:
-        one, wanted = seen.get(name), due.gradients[name]
-        if isinstance(one, Tensor) and wanted is not None and not same_bits(one.detach(), wanted):
-            if allowed.gradient(name).compared(one.detach(), wanted)[1] != "pass":
-                yield name, one, wanted
 
 
 def has_hooks(parameter: Tensor, gradient: object) -> bool:
@@ -50,6 +33,29 @@ def has_hooks(parameter: Tensor, gradient: object) -> bool:
     last = getattr(parameter, "_post_accumulate_grad_hooks", None) if own is not None else None
     changed = bool(last) and held_here(own).data_ptr() == gradient.data_ptr()  # type: ignore[arg-type]  # it is there
     return bool(parameter._backward_hooks) or changed
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """What rounding may do to what was computed once more by the very same operations; ``apart``: to losses it did."""
+
+    precision: Precision
+    apart: float = field(default=0.0, kw_only=True)
+
+    def loss(self, microbatch: int) -> Floor:
+        return replace(unmeasured(self.precision), rounding=self.apart)
+
+    def total(self) -> Floor:
+        return self.loss(0)
+
+    def norm(self) -> Floor:
+        return unmeasured(self.precision)
+
+    def gradient(self, name: str) -> Floor:
+        return unmeasured(self.precision)
+
+    def update(self, name: str) -> Floor:
+        return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,13 @@ class AllowedOf(Unmeasured):
         if apart or not isinstance(seen, Tensor) or due is None or seen.shape != due.shape:
             return floor
         return replace(floor, lead=floor.led) if lead(seen.detach(), due) > LEAD * floor.precision.unit else floor
+
+    def explains(self, name: str) -> bool:
+        """Whether rounding is all that may be wrong with a gradient."""
+        seen, due = self.seen.get(name), self.due.get(name)
+        if not isinstance(seen, Tensor) or due is None or same_bits(seen.detach(), due):
+            return True
+        return self.gradient(name).compared(seen.detach(), due)[1] == "pass"
 
     def _over(self, name: str, floor: Floor) -> Floor:
         return self.over(name, floor if self.own.inside is None else floor.through(self.own.inside))

@@ -162,10 +162,10 @@ class OwnShards:
             for name, one in found.items()
         }
 
-    def part(self, name: str, whole: Tensor | None) -> Tensor | None:
+    def part(self, name: str, whole: Tensor) -> Tensor:
         """What this rank has of a ``whole`` gradient."""
         shard = self._shard(name)
-        return whole if shard is None or whole is None else shard.of(whole)
+        return whole if shard is None else shard.of(whole)
 
     def in_whole(self, name: str, part: Tensor | None, whole: Tensor | None) -> Tensor | None:
         """``whole`` with what this rank has in its place: others' parts are theirs to compare."""
@@ -182,7 +182,7 @@ class OwnShards:
 
     def alone(self, name: str, whole: Tensor | None) -> Tensor | None:
         """A ``whole`` gradient with zeros in place of what others have of it."""
-        return self.in_place(name, self.part(name, whole)) if self.lies(name) else whole
+        return whole if whole is None or not self.lies(name) else self.in_place(name, self.part(name, whole))
 
     def sizes(self, stage: int, gradients: Mapping[str, Tensor | None]) -> dict[Part, float]:
         """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""

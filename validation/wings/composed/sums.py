@@ -1,10 +1,8 @@
 """Sums over ranks: what each replica of a stage adds up is summed over all of them, in a group of the check's own."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,27 +10,16 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.core.cause import Cause
 from pipeproof.core.tolerance import Floor
-from pipeproof.diagnosis.naming import STALE
-from pipeproof.foreign.crossings import near
 from pipeproof.observers.shards import Shard, untiled
-from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.watching import Watcher
-from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
-from pipeproof.reference.step import Site
 from pipeproof.wings.composed.held_gradients import length_in_pieces
 from pipeproof.wings.composed.peers import Peers
 from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.worlds.side_store import Exchange
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
-_NOT_SUMMED = (
-    "{} of its gradients are not the same on ranks {}, and together they are the expected ones: they are parts of one "
-    "sum, were reduced before all was added to them, over other ranks, or not at all"
-)
-Wrong = Mapping[Site, tuple[Sketch, Sketch]]  # of gradients that are wrong: as observed, and as expected
 
 
 def hooks_of(own: RankStages, watchers: Mapping[int, Watcher]) -> dict[str, str]:
@@ -70,8 +57,8 @@ class ReplicaSums:
     """The sums of this rank's stages over all replicas, which its ``peers`` have.
 
     ``own``: this rank's parameters; ``together``: how many peers have the same sum, as parts of one replica. ``hooks``:
-    the names of those through which gradients are reduced. ``alone``: what this replica alone adds up of what this rank
-    has of each, in a few numbers. ``untiled``: the gradients that ranks have parts of which are not all of it, and why.
+    the names of those through which gradients are reduced. ``untiled``: the gradients that ranks have parts of which
+    are not all of it, and why.
     """
 
     exchange: Exchange
@@ -79,7 +66,6 @@ class ReplicaSums:
     own: OwnShards
     together: int = 1
     hooks: Mapping[str, str] = field(default_factory=dict)
-    alone: dict[str, Sketch] = field(default_factory=dict)
     untiled: dict[str, str] = field(default_factory=dict)
     _lengths: dict[str, _Lengths] = field(default_factory=dict)
 
@@ -92,12 +78,8 @@ class ReplicaSums:
         if group is None:
             self._find_untiled([self.own.gradients])
             return dict(sums)
-        lengths: dict[str, float] = {}
-        for name, one in sums.items():  # whoever raises here is missed at the gathering, which is bounded
-            if one is not None:
-                part = self.own.part(name, one)
-                self.alone[name] = sketch(one if part is None else part)
-                lengths[name] = length_in_pieces(one)
+        # Whoever raises here is missed at the gathering, which is bounded.
+        lengths = {name: length_in_pieces(one) for name, one in sums.items() if one is not None}
         mine, what = (lengths, self.own.gradients), "which parameters of replicas have gradients"
         every = self.exchange.gather(mine, what=what, bound_s=self.peers.bound_s)
         given, parts = zip(*(every[rank] for rank in self.peers.ranks), strict=True)
@@ -129,39 +111,7 @@ class ReplicaSums:
 
     def size(self, name: str, own: Tensor) -> float:
         """The norm of what this replica has summed up; ``own``: that, if it was not used up for the sum of all."""
-        return self._lengths[name].own if name in self.alone else length_in_pieces(own)
-
-    def causes(
-        self,
-        stage: int,
-        wrong: Mapping[str, tuple[Tensor | None, Tensor | None]],
-        begun: Mapping[str, Tensor | None],
-        scale: float,
-    ) -> Iterator[Cause]:
-        """What is wrong with all gradients of a stage that are ``wrong``, as expected and as observed: one thing.
-
-        ``begun``: what they were before the step. All are as they are before sums are divided by ``scale``.
-        """
-        pairs = {name: (one, it) for name, (it, one) in wrong.items() if one is not None and it is not None}
-        if not pairs or len(pairs) < len(wrong):
-            return
-        at = Cause("not-reduced", rank=self.exchange.rank, stage=stage)
-        observed = {name: sketch(one) for name, (one, _) in pairs.items()}
-        own = [one.factor(self.alone[name]) if name in self.alone else None for name, one in observed.items()]
-        if all(near(one, 1.0) or near(one, scale) for one in own):
-            every = [name for name, of in self.own.stages.places.items() if of == stage]
-            some = "" if len(pairs) == len(every) else f" of {first_few(list(pairs))}"
-            yield replace(at, detail=f"its gradients{some} are those of its own microbatches alone")
-            return
-        times = _one_of(_besides(*pair, begun.get(name)) for name, pair in pairs.items())
-        if times is not None:
-            rank = at.rank if times >= 1 else None  # of less than all of it, another replica may have kept it
-            yield replace(at, kind="stale-gradient", rank=rank, detail=f"{STALE}, {times:g} times")
-            return
-        factor = _one_of(observed[name].factor(sketch(it)) for name, (_, it) in pairs.items())
-        if factor is not None and not near(factor, 1.0):
-            alone = next(iter(pairs)) if len(pairs) == 1 else None
-            yield replace(at, kind="scale", factor=factor, detail=f"{factor:g} times", parameter=alone)
+        return self._lengths[name].own if name in self._lengths else length_in_pieces(own)
 
     def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
         """Find gradients of which ``parts``, those of all peers, are not all: a rank without one has it whole.
@@ -185,47 +135,3 @@ class ReplicaSums:
         wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
         dist.all_reduce(wide, group=group)
         return (wide if self.together == 1 else wide / self.together).to(own.dtype)
-
-
-def _besides(observed: Tensor, expected: Tensor, begun: Tensor | None) -> float | None:
-    """How many times what was there as the step ``begun`` is in what is ``observed``, besides the expected."""
-    if begun is None or observed.shape != expected.shape or observed.numel() != begun.numel():
-        return None
-    return sketch(observed - expected).factor(sketch(begun.to(observed).view_as(observed)))
-
-
-def _one_of(factors: Iterable[float | None]) -> float | None:
-    """The one factor that all are, to four digits; None where they differ, or one is none."""
-    found = {None if one is None else float(f"{one:.4g}") for one in factors}
-    return found.pop() if len(found) == 1 else None
-
-
-def sketched(stage: int, names: Iterable[str], observed: Mapping[str, Any], due: Mapping[str, Tensor | None]) -> Wrong:
-    """Of gradients with these ``names``, what is ``observed`` and what is ``due``, where both are there."""
-    pairs = ((name, observed.get(name), due[name]) for name in names)
-    return {(stage, n): (sketch(one), sketch(it)) for n, one, it in pairs if one is not None and it is not None}
-
-
-def not_summed(ranks: Sequence[Wrong], replicas: Sequence[int]) -> Iterator[Cause]:
-    """Gradients that differ on the ranks of one of the ``replicas``, or of all, and together are the expected ones."""
-    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for stage, name in dict.fromkeys(site for wrong in ranks for site in wrong):
-        pairs = {rank: wrong[stage, name] for rank, wrong in enumerate(ranks) if (stage, name) in wrong}
-        groups = [tuple(rank for rank in pairs if replicas[rank] == replica) for replica in sorted({*replicas})]
-        for group in groups if max(map(len, groups)) > 1 else [tuple(pairs)]:
-            if _makes_up([pairs[rank] for rank in group]):
-                found.setdefault((stage, group), []).append(name)
-    for (stage, group), names in found.items():
-        alone = names[0] if len(names) == 1 else None
-        detail = _NOT_SUMMED.format(len(names), ", ".join(map(str, group)))
-        yield Cause("not-reduced", rank=group[0], stage=stage, parameter=alone, detail=detail)
-
-
-def _makes_up(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
-    """Whether what ranks have is not one, and added up, or averaged, what is expected of each."""
-    if len({(one.shape, one.dtype) for pair in pairs for one in pair}) != 1:
-        return False
-    observed = [one for one, _ in pairs]
-    whole = reduce(Sketch.plus, observed)
-    unlike = any(not one.is_like(observed[0]) for one in observed)
-    return unlike and any(all(whole.is_like(due.times(times)) for _, due in pairs) for times in (1, len(pairs)))

@@ -13,6 +13,15 @@ from pipeproof.worlds.side_store import Exchange
 _Share = tuple[str, int]  # a parameter's first name, and a stage
 
 
+def copies_of(places: Mapping[str, Sequence[RankStage]], first: Mapping[str, str]) -> dict[str, dict[int, str]]:
+    """By its ``first`` name, each parameter that several stages hold: what each of them calls it, by ``places``."""
+    found: dict[str, dict[int, str]] = {}
+    for name, those in places.items():
+        for _, stage in those:
+            found.setdefault(first.get(name, name), {}).setdefault(stage, name)
+    return {one: names for one, names in found.items() if len(names) > 1}
+
+
 @dataclass
 class StageShares:
     """The shares of parameters that this rank holds copies of, from all stages that do.
@@ -33,11 +42,7 @@ class StageShares:
     @property
     def copies(self) -> dict[str, dict[int, str]]:
         """By its first name, each parameter that several stages hold: what each of them calls it."""
-        found: dict[str, dict[int, str]] = {}
-        for name, places in self.places.items():
-            for _, stage in places:
-                found.setdefault(self.first.get(name, name), {}).setdefault(stage, name)
-        return {first: names for first, names in found.items() if len(names) > 1}
+        return copies_of(self.places, self.first)
 
     def stages_of(self, names: Iterable[str]) -> dict[str, set[int]]:
         """Of those of ``names`` that several stages hold copies of, these stages."""

@@ -24,7 +24,7 @@ from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.copied import copied
-from pipeproof.wings.composed.unmeasured import Unmeasured
+from pipeproof.wings.composed.held_gradients import Unmeasured
 
 LAW = "updated-parameters"
 _MASTER = "its master copy, in its own type"

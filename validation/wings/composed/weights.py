@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.reason import Reason
 from pipeproof.observers.digest import contents
 from pipeproof.observers.elements import bits
@@ -41,29 +42,34 @@ class WeightHere:
     trains: bool = field(compare=False)
 
 
-def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> list[Cause]:
-    """Enter whether replicas of a stage began with the same weights; the causes where they did not."""
+def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> None:
+    """Enter whether replicas of a stage began with the same weights."""
     first: dict[tuple[Site, str], tuple[int, bytes]] = {}
-    apart: dict[tuple[int, int, int], list[str]] = {}
     for rank, weights in enumerate(ranks):
         for (stage, name), (part, digest) in weights.items():
             at, expected = first.setdefault(((stage, name), part), (rank, digest))
             if at != rank:
                 place = Heading.at(_LAW, 0, rank=rank, stage=stage, parameter=name)
                 ledger.hold(place, digest == expected, "other weights", f"rank {at}'s weights")
-            if digest != expected:
-                apart.setdefault((at, rank, stage), []).append(name)
     if sum(map(len, ranks)) == len(first):
         ledger.skip(_LAW, "no two ranks have the same part of a weight")
+
+
+def weights_apart(wrong: Sequence[Mismatch]) -> list[Cause]:
+    """The causes of what is ``wrong``, where replicas of a stage began with others."""
+    apart: dict[tuple[object, int | None, int | None], list[str | None]] = {}
+    for one in wrong:
+        if one.law == _LAW:
+            apart.setdefault((one.due, one.rank, one.stage), []).append(one.parameter)
     return [
         Cause(
             "replicas-apart",
             rank=rank,
             stage=stage,
             parameter=names[0] if len(names) == 1 else None,
-            detail=f"{len(names)} of its parameters are not rank {at}'s",
+            detail=f"{len(names)} of its parameters are not {due}",
         )
-        for (at, rank, stage), names in apart.items()
+        for (due, rank, stage), names in apart.items()
     ]
 
 

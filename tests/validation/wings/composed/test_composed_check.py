@@ -15,7 +15,7 @@ from pipeproof import Composed, Contract
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.whole import Whole
+from pipeproof.wings.composed import check as composed_check
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -346,14 +346,18 @@ def test_what_is_no_step_is_refused_in_a_sentence() -> None:
     golden(str(check.verdict).splitlines()[0])
 
 
-def test_a_crash_of_ours_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(self: Whole, title: str, **more: Any) -> Verdict:
-        raise RuntimeError("ours")
+def test_a_crash_of_ours_ends_no_job_and_without_causes_a_verdict_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict() -> Verdict:
+        return checked(Job(layers(torch.tanh, torch.sin), fault=lambda stage, m, given: [one * 2 for one in given]))
 
-    monkeypatch.setattr(Whole, "explained", crash)
-    verdict = checked(Job(layers(torch.tanh, torch.sin)))
-    assert verdict.verdict == "unknown"
-    assert verdict.law("comparable").reasons == (Reason.CRASH,), str(verdict)
+    named = verdict()
+    monkeypatch.delattr(composed_check, "explain")
+    alone = verdict()
+    assert (alone.verdict, alone.laws, {*alone.mismatches}) == (named.verdict, named.laws, {*named.mismatches})
+    assert (bool(named.cause), alone.cause) == (True, ()), str(named)
+    monkeypatch.delattr(composed_check, "judge")
+    assert verdict().verdict == "unknown"
+    assert verdict().law("comparable").reasons == (Reason.CRASH,), str(verdict())
 
 
 def told_otherwise(context: RankContext, numbers: Sequence[int], max_norms: Sequence[float]) -> str:

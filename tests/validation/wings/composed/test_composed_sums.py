@@ -17,12 +17,11 @@ from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import Verdict
-from pipeproof.observers.sketch import Sketch
 from pipeproof.records.rank_part import RankStages, own_name
 from pipeproof.wings.composed import sums as sums_of
 from pipeproof.wings.composed.peers import Peers
 from pipeproof.wings.composed.shards import OwnShards
-from pipeproof.wings.composed.sums import ReplicaSums, not_summed, sketched
+from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -250,13 +249,13 @@ def stuck(context: RankContext) -> tuple[Verdict, float]:
     """On rank 1 the check raises while it sums; and how long it takes."""
     if context.rank:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sums_of, "sketch", broken)
+            patch.setattr(sums_of, "length_in_pieces", broken)
             return timed(context)
     return timed(context)
 
 
-def broken(one: Tensor) -> Sketch:
-    raise MemoryError("no room for a sketch")
+def broken(one: Tensor) -> float:
+    raise MemoryError("no room for a norm")
 
 
 def timed(context: RankContext) -> tuple[Verdict, float]:
@@ -326,30 +325,3 @@ def test_rounding_of_what_replicas_cancel_is_large_beside_what_is_left(opposite:
         assert own.fault == pytest.approx(0.5 * 5 / (0.001 if opposite else 10), rel=1e-3)
         assert not noise.noise
         assert noise.rounding == pytest.approx(2e-6 / (0.001 if opposite else 10), rel=1e-3)
-
-
-WHOLE, PART = (torch.randn(16, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-
-
-@pytest.mark.parametrize(
-    ("gradients", "replicas", "names", "ranks"),
-    [
-        ([PART, WHOLE - PART], [0, 0], "ab", (0, 1)),
-        ([PART, WHOLE - PART, None, None], [0, 0, 2, 2], "a", (0, 1)),
-        ([PART, WHOLE - PART], [0, 1], "a", (0, 1)),  # not added up
-        ([PART, 2 * WHOLE - PART], [0, 1], "a", (0, 1)),  # nor averaged
-        ([WHOLE / 2, WHOLE / 2], [0, 1], "a", ()),  # that is a factor
-        ([PART, WHOLE - 1.01 * PART], [0, 0], "a", ()),
-        ([PART, WHOLE - 1.01 * PART], [0, 1], "a", ()),
-        ([PART, None], [0, 0], "a", ()),
-    ],
-)
-def test_parts_that_add_up_to_the_expected_gradient_are_not_reduced(
-    gradients: list[Tensor | None], replicas: list[int], names: str, ranks: tuple[int, ...]
-) -> None:
-    every = [sketched(1, names, dict.fromkeys(names, one), dict.fromkeys(names, WHOLE)) for one in gradients]
-    causes = list(not_summed(every, replicas))
-    assert [(one.kind, one.rank, one.stage) for one in causes] == [("not-reduced", 0, 1)] * bool(ranks)
-    for cause in causes:
-        assert cause.parameter == (names if len(names) == 1 else None)
-        golden(cause.detail)

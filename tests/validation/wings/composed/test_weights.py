@@ -7,7 +7,6 @@ from torch import nn
 from pipeproof.core.ledger import Ledger
 from pipeproof.records.rank_part import RankStages
 from pipeproof.wings.composed.shards import OwnShards
-from pipeproof.wings.composed.verdict import OF_REPLICAS
 from pipeproof.wings.composed.weights import (
     WeightHere,
     Weights,
@@ -16,8 +15,10 @@ from pipeproof.wings.composed.weights import (
     enter_weights,
     equal_weights,
     not_one,
+    weights_apart,
     weights_here,
 )
+from pipeproof.wings.composed.whole import OF_REPLICAS
 from tests.support.golden import golden
 
 SAME = {(0, "a"): ("", b"1"), (0, "b"): ("[0:2]", b"2")}
@@ -37,8 +38,8 @@ def test_ranks_that_have_one_part_of_a_weight_begin_with_the_same(
     ranks: list[Weights], outcome: str, apart: list[tuple[int, int, str]]
 ) -> None:
     ledger = Ledger(OF_REPLICAS)
-    causes = enter_weights(ledger, ranks)
-    assert [(one.rank, one.stage, one.parameter) for one in causes] == apart
+    enter_weights(ledger, ranks)
+    assert [(one.rank, one.stage, one.parameter) for one in weights_apart(ledger.mismatches)] == apart
     assert [(one.rank, one.stage, one.parameter) for one in ledger.mismatches] == apart
     assert [one.outcome for one in ledger.laws() if one.name == "initial-weights"] == [outcome]
 

@@ -1,0 +1,35 @@
+"""What ranks found together has a name."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeproof.observers.sketch import sketch
+from pipeproof.wings.composed.causes import not_summed
+from tests.support.golden import golden
+
+WHOLE, PART = (torch.randn(16, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "replicas", "names", "ranks"),
+    [
+        ([PART, WHOLE - PART], [0, 0], "ab", (0, 1)),
+        ([PART, WHOLE - PART, None, None], [0, 0, 2, 2], "a", (0, 1)),
+        ([PART, WHOLE - PART], [0, 1], "a", (0, 1)),  # not added up
+        ([PART, 2 * WHOLE - PART], [0, 1], "a", (0, 1)),  # nor averaged
+        ([WHOLE / 2, WHOLE / 2], [0, 1], "a", ()),  # that is a factor
+        ([PART, WHOLE - 1.01 * PART], [0, 0], "a", ()),
+        ([PART, WHOLE - 1.01 * PART], [0, 1], "a", ()),
+        ([PART, None], [0, 0], "a", ()),
+    ],
+)
+def test_parts_that_add_up_to_the_expected_gradient_are_not_reduced(
+    gradients: list[Tensor | None], replicas: list[int], names: str, ranks: tuple[int, ...]
+) -> None:
+    pairs = [None if one is None else (sketch(one), sketch(WHOLE)) for one in gradients]
+    causes = list(not_summed([{} if one is None else {(1, n): one for n in names} for one in pairs], replicas))
+    assert [(one.kind, one.rank, one.stage) for one in causes] == [("not-reduced", 0, 1)] * bool(ranks)
+    for cause in causes:
+        assert cause.parameter == (names if len(names) == 1 else None)
+        golden(cause.detail)

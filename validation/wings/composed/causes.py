@@ -1,0 +1,164 @@
+"""Why a composed check fails: what the chain shows, and what ranks found of their own, put together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from torch import Tensor
+
+from pipeproof.core.cause import Cause
+from pipeproof.core.measuring import ran_of
+from pipeproof.core.verdict import Verdict
+from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.loss_scale import LossScale
+from pipeproof.diagnosis.rules.loss_scale import clipped_late, of_gradients
+from pipeproof.diagnosis.tied import Shares, of_copies
+from pipeproof.observers.recording import GIVEN, RECEIVED
+from pipeproof.observers.sketch import Sketch
+from pipeproof.reference.step import Site
+from pipeproof.wings.composed.own_causes import RightStep
+from pipeproof.wings.composed.ties import copies_of
+from pipeproof.wings.composed.weights import weights_apart
+from pipeproof.wings.composed.whole import Whole
+
+_OF_PARTS = "put together on one rank it gives something else: is a reduction over its ranks missing?"
+_NOT_SUMMED = (
+    "{} of its gradients are not the same on ranks {}, and together they are the expected ones: they are parts of one "
+    "sum, were reduced before all was added to them, over other ranks, or not at all"
+)
+
+
+@dataclass
+class OwnEvidence:
+    """What one rank knows of why something is wrong.
+
+    ``causes`` of what is wrong with its gradients and weights, and why none is known of some. ``copies``: what its
+    gradients of shared parameters are made of. ``wrong``: its gradients that are not what they must be, as observed and
+    as expected. ``moved``: the stages whose weights are not those that the step began with. ``forms`` have the types of
+    its parameters. ``scale``: how its losses are scaled.
+    """
+
+    causes: list[Cause] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+    copies: list[Shares] = field(default_factory=list)
+    wrong: dict[Site, tuple[Sketch, Sketch]] = field(default_factory=dict)
+    moved: frozenset[int] = frozenset()
+    forms: Mapping[str, Tensor] = field(default_factory=dict)
+    scale: LossScale | None = None
+
+
+def explain(
+    verdict: Verdict, wholes: Sequence[Whole], ranks: Sequence[OwnEvidence], replicas: Sequence[int]
+) -> Verdict:
+    """``verdict`` on ``wholes`` with the causes of what is wrong first: what the chain shows, then what ranks found.
+
+    ``replicas``: the number of the one that each of ``ranks`` works on, of which several lines may be parts.
+    """
+    first = next((one.rank for one in verdict.mismatches[:1]), None)
+    whole = next((one for one in wholes if first is not None and one.parts[first].stages), wholes[0])
+    verdict = replace(verdict, measured=replace(verdict.measured, ran=ran_of(whole.observed, 0)))
+    if not verdict.mismatches:
+        return verdict
+    own = {rank: one for rank, one in enumerate(ranks) if whole.parts[rank].stages}
+    evidence = _evidence(verdict, whole, own)
+    flows = {one.law for one in verdict.mismatches} - {"gradient", "presence"}
+    found = sought(verdict, lambda: explained(evidence)) if flows else verdict
+    parted = len({*replicas}) < len(wholes)
+    counts = evidence.microbatches, evidence.ranks, evidence.stages
+    named = [(clipped_late(cause, evidence), one.scale) for one in own.values() for cause in one.causes]
+    told = [cause if scale is None else of_gradients(cause, scale, counts) for cause, scale in named]
+    copies = [*copies_of(whole.held, whole.first).values()]
+    told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
+    known = (
+        () if whole.chain.sources.unsure else found.cause
+    )  # else nobody knows to which of equal outputs a flow is due
+    causes = _beside([_as_seen(one, evidence, own, parted=parted) for one in known], told)
+    causes = _of_all(causes, evidence.stages) or list(not_summed([one.wrong for one in ranks], replicas))
+    causes = list(dict.fromkeys([*weights_apart(verdict.mismatches), *causes]))
+    undecided = dict.fromkeys([*found.undecided, *(why for one in own.values() for why in one.undecided)])
+    return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
+
+
+def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) -> Evidence:
+    seen, made, flows = whole.observed, whole.expected, whole.passed.items()
+    scale, skips = own[seen.schedule.placement[-1]].scale, whole.by.factor(made.norm or 0.0) is None
+    return Evidence(
+        verdict,
+        seen.schedule.placement,
+        whole.chain.microbatches,
+        len(whole.parts),
+        gradients={},
+        norms=[row[0].norm for row in seen.ranks],
+        seen=seen,
+        passed={stage: replace(one, complete=one.complete or not one.untold) for stage, one in flows},
+        due=RightStep(made, {name: form for one in own.values() for name, form in one.forms.items()}),
+        clipped_to=whole.by.max_norm,
+        scale=None if scale is None else replace(scale, skips=skips),
+        lengths=whole.lengths,
+    )
+
+
+def _as_seen(cause: Cause, evidence: Evidence, own: Mapping[int, OwnEvidence], *, parted: bool) -> Cause:
+    """``cause``, as it is named where both ends of messages are seen, and stages are run again.
+
+    ``parted``: a stage that is run again is put together of the parts of several ranks.
+    """
+    flow = evidence.passed.get(-1 if cause.stage is None else cause.stage)
+    if flow is None:
+        return cause
+    if cause.kind == "computation" and "B" not in (cause.action or ""):
+        if parted:  # what is put together is other code
+            return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
+        moved = any(cause.stage in one.moved for one in own.values())
+        return replace(cause, kind="weights-changed" if moved else "not-repeatable")
+    wrong = {one.where for one in flow.crossings if str(one.action) == cause.action and not one.same}
+    sent = {GIVEN} if cause.stage else set[str]()
+    sent |= set() if cause.stage == evidence.stages - 1 else {RECEIVED}
+    return replace(cause, kind="cast-on-wire") if cause.kind == "rounded" and wrong and wrong <= sent else cause
+
+
+def _beside(shown: Sequence[Cause], own: Sequence[Cause]) -> list[Cause]:
+    """``shown`` by the chain, and what ranks found on their ``own`` at other stages.
+
+    Where both are of one stage, the chain's comes first in the flow; but what says less gives way: that a stage
+    computed something else, or that weights moved otherwise where they are not their master copies.
+    """
+    less = {("computation", one.stage) for one in own}
+    masters = any(one.kind == "master-weights" for one in own)
+    left = [one for one in shown if not ((one.kind, one.stage) in less or (masters and one.kind in ("update", "clip")))]
+    places = {stage for one in left for stage in (one.stage, *one.stages)} - {None}
+    return [*left, *(one for one in own if one.stage not in places)]
+
+
+def _of_all(causes: Sequence[Cause], stages: int) -> list[Cause]:
+    """``causes``; one that all stages have is of the whole step."""
+    alike: dict[Cause, list[Cause]] = {}
+    for cause in causes:
+        alike.setdefault(replace(cause, rank=None, stage=None, factor=None), []).append(cause)
+    for whole, those in alike.items():
+        alike[whole] = [replace(those[0], rank=None, stage=None)] if 1 < stages == len(those) else those
+    return [cause for those in alike.values() for cause in those]
+
+
+def not_summed(ranks: Sequence[Mapping[Site, tuple[Sketch, Sketch]]], replicas: Sequence[int]) -> Iterator[Cause]:
+    """Gradients that differ on the ranks of one of the ``replicas``, or of all, and together are the expected ones."""
+    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for stage, name in dict.fromkeys(site for wrong in ranks for site in wrong):
+        pairs = {rank: wrong[stage, name] for rank, wrong in enumerate(ranks) if (stage, name) in wrong}
+        groups = [tuple(rank for rank in pairs if replicas[rank] == replica) for replica in sorted({*replicas})]
+        for group in [one for one in groups if len(one) > 1] or [tuple(pairs)]:
+            if _makes_up([pairs[rank] for rank in group]):
+                found.setdefault((stage, group), []).append(name)
+    for (stage, group), names in found.items():
+        alone = names[0] if len(names) == 1 else None
+        detail = _NOT_SUMMED.format(len(names), ", ".join(map(str, group)))
+        yield Cause("not-reduced", rank=group[0], stage=stage, parameter=alone, detail=detail)
+
+
+def _makes_up(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
+    """Whether what ranks have is not one, and added up, or averaged, what is expected of each."""
+    observed = [one for one, _ in pairs]
+    whole = reduce(Sketch.plus, observed)
+    unlike = any(not one.is_like(observed[0]) for one in observed)
+    return unlike and any(all(whole.is_like(due.times(times)) for _, due in pairs) for times in (1, len(pairs)))
