@@ -5,39 +5,69 @@ data. By what they have in common, call by call, it is known which microbatch ea
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import torch
+
 from pipeproof.core.limits import precision_of
+from pipeproof.core.reason import Reason
 from pipeproof.foreign.call_matching import Column, Order
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.survey import TOGETHER, Places
 from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
-from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Passed
+from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing, Passed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Kind
-from pipeproof.wings.composed.link import Link
-from pipeproof.wings.composed.outside import as_far_as_known, why_unsure
-from pipeproof.wings.composed.own_calls import Limited, StageSeen, as_sent, in_types_of_outputs
-from pipeproof.wings.composed.sources import TARGETS, Data, Source, Sources, is_target
+from pipeproof.wings.composed.link import Link, StageSeen
+from pipeproof.wings.composed.sources import TARGETS, Data, Input, Output, Source, Sources, as_sent, is_target
 
 _AS_SENT = "its call came in the order of those before it"
+_UNNAMED = frozenset({"different", "noisy"})  # what more makes of a gradient is like nothing else
+_OUTSIDE = (
+    "a backward of one number{}, as of a loss, comes to what stage {} gave, and what came there is not what was sent, "
+    "so that nobody knows what is due; let the stage itself add such a loss, or hand it on for the last stage's to add"
+)
+_SEVERAL = (
+    "stage {} gives several tensors, and it is not known what it gives again, so that nobody knows what flows from one "
+    "of them to another"
+)
+Both = tuple[Places, Places]  # of tensors, and of what flows back
+Limits = defaultdict[
+    tuple[str, int, int], float
+]  # how far rounding may put a tensor: where, its number there, its call's
 
 
 class Chain:
-    """The calls of all ``stages``, by number; ``data`` is what each microbatch brings."""
+    """The calls of all ``stages``, by number; ``data`` is what each microbatch brings.
+
+    ``sources``: where inputs come from. ``orders``: by stage, the microbatch of each call.
+    """
 
     def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
         self.stages = as_sent(dict(sorted(stages.items())))
         self.data = data
         self.sources = Sources(self.stages, data)
+        self.orders: dict[int, Order] = {}
+        for stage in self.stages:
+            self.orders[stage] = self._order(stage)
 
     @property
     def microbatches(self) -> int:
         return len(self.data)
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return max(self.stages)
+
+    def calls(self, stage: int) -> list[tuple[int, Call]]:
+        """Those of ``stage``, each with its microbatch."""
+        return [*zip(self.orders[stage].numbers, self.stages[stage].calls, strict=True)]
 
     def with_due_gradients(self) -> "Chain":
         """The same, where outputs bring a gradient as if each input were asked for the one that is due, and no other.
@@ -46,26 +76,11 @@ class Chain:
         """
         chain = self
         for stage, seen in self.stages.items():
-            due = chain.due(stage)
-            if any(inputs != call.needing for call, inputs in zip(seen.calls, due, strict=True)):
-                calls = (
-                    _giving(call, inputs, trains=seen.trains) for call, inputs in zip(seen.calls, due, strict=True)
-                )
-                chain = Chain({**chain.stages, stage: replace(seen, calls=tuple(calls))}, self.data)
+            pairs = list(zip(seen.calls, chain.due(stage), strict=True))
+            if any(due != call.needing for call, due in pairs):
+                calls = tuple(_giving(call, due, trains=seen.trains) for call, due in pairs)
+                chain = Chain({**chain.stages, stage: replace(seen, calls=calls)}, self.data)
         return chain
-
-    @property
-    def last(self) -> int:
-        """The number of the last stage."""
-        return max(self.stages)
-
-    @cached_property
-    def orders(self) -> dict[int, Order]:
-        """The microbatch of every call."""
-        found: dict[int, Order] = {}
-        for stage in self.stages:
-            found[stage] = self._order(stage, found)
-        return found
 
     def lost(self, stage: int) -> list[frozenset[int]]:
         """Of each call, the inputs that lost on their way that a gradient flows to them: it does to what was sent."""
@@ -73,7 +88,7 @@ class Chain:
 
     def due(self, stage: int) -> list[frozenset[int]]:
         """Of each call, the inputs to which a gradient should flow: it leads to a weight, or nobody knows where to."""
-        flowing = {number: self._flowing(stage, number) for number in range(self.sources.inputs(stage))}
+        flowing = {number: self._flowing((stage, number)) for of, number in self.sources.inputs if of == stage}
 
         def is_due(number: int, call: Call) -> bool:
             those = flowing[number]
@@ -83,10 +98,10 @@ class Chain:
 
         return [frozenset(n for n in range(len(call.inputs)) if is_due(n, call)) for call in self.stages[stage].calls]
 
-    def _flowing(self, stage: int, number: int) -> set[bytes] | None:
+    def _flowing(self, at: Input) -> set[bytes] | None:
         """What was sent as this input and brings a gradient; None where no stage is known to have sent it."""
-        of, at = self.sources.of_inputs.get((stage, number), (None, 0))
-        return None if of is None else {one.outputs[at].digest for one in self.stages[of].calls if at in one.giving}
+        of, number = self.sources.of_inputs.get(at, (None, 0))
+        return None if of is None else {c.outputs[number].digest for c in self.stages[of].calls if number in c.giving}
 
     @property
     def meant(self) -> int | None:
@@ -100,148 +115,137 @@ class Chain:
         targets of the loss agree. None where there is no such stage.
         """
         for stage in [one for one in self.stages if one - 1 in self.stages]:
-            calls = zip(self.stages[stage].calls, self.orders[stage].numbers, strict=True)
-            before = zip(self.stages[stage - 1].calls, self.orders[stage - 1].numbers, strict=True)
-            handed = {one.digest: m for call, m in calls for one in call.input_gradients.values() if one.norm}
-            flows = [(m, one.digest) for call, m in before for one in call.output_gradients.values()]
+            handed = {one.digest: m for m, c in self.calls(stage) for one in c.input_gradients.values() if one.norm}
+            flows = [(m, one.digest) for m, call in self.calls(stage - 1) for one in call.output_gradients.values()]
             came = {handed[digest]: m for m, digest in flows if digest in handed}
             if any(of != m for of, m in came.items()) and all(pairs.get(of, of) == m for of, m in came.items()):
                 return Chain({**self.stages, stage: replace(self.stages[stage], meant=pairs)}, self.data)
         return None
 
+    def _order(self, stage: int) -> Order:
+        numbers, meant = list[int](), self.stages[stage].meant
+        for call in self.stages[stage].calls:
+            those = {meant.get(m, m) for m in self._owners(stage, call)}
+            numbers.append(min(those - {*numbers} or those, default=UNKNOWN_MICROBATCH))
+        usual = self.orders[stage - 1].numbers if stage - 1 in self.orders else ()
+        left = [
+            m for m in dict.fromkeys((*usual, *range(self.microbatches))) if m not in {*numbers, UNKNOWN_MICROBATCH}
+        ]
+        inferred: dict[int, str] = {}
+        for k, number in enumerate(numbers):
+            if number == UNKNOWN_MICROBATCH and left:
+                numbers[k], inferred[k] = left.pop(0), _AS_SENT
+        return Order(tuple(numbers), tuple(sorted(left)), inferred)
+
+    def _owners(self, stage: int, call: Call) -> set[int]:
+        """The microbatches of which most that ``call`` was given may be; of one that is nobody's, nothing is told."""
+        votes = Counter[int]()
+        for number, one in enumerate(call.inputs):
+            source = self.sources.of_inputs.get((stage, number))
+            brought = [] if source is None else self._brought(source)
+            votes.update({m for m, sent in brought if sent.digest == one.digest})
+        return {m for m, count in votes.items() if count == max(votes.values())}
+
+    def _brought(self, source: Source) -> list[tuple[int, Sketch]]:
+        """What was sent from there, each with its microbatch, where that is known."""
+        of, at = source
+        if of is None:
+            return [(m, those[at]) for m, those in enumerate(self.data) if at in those]
+        made = [(m, call.outputs[at]) for m, call in self.calls(of) if at < len(call.outputs)]
+        return [(m, one) for m, one in made if m != UNKNOWN_MICROBATCH]
+
+    @cached_property
+    def consumers(self) -> dict[Output, list[Input]]:
+        """The inputs from which gradients flow back to each output, or may: it is one of several equal ones."""
+        found: dict[Output, list[Input]] = {}
+        for at, source in self.sources.of_inputs.items():
+            for of, n in {source, *self.sources.unsure.get(at, ())} if self.sources.flows(at) else ():
+                if of is not None and any(n in call.giving or n in call.output_gradients for _, call in self.calls(of)):
+                    found.setdefault((of, n), []).append(at)
+        return found
+
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)
-        sums = self._add_sums(sent[1])
-        stages, narrowed = dict[int, tuple[Sequence[Call], list[Column]]](), dict[int, dict[Limited, float]]()
-        for stage, seen in self.stages.items():
-            columns = self._columns(stage, again, sent)
-            read = [in_types_of_outputs(column, seen.calls, self.orders[stage].numbers) for column in columns]
-            stages[stage] = seen.calls, [column for column, _ in read]
-            narrowed[stage] = {at: limit for _, limits in read for at, limit in limits.items()}
-        content = sent_by(stages, self.orders)
+        limits: dict[int, Limits] = {}
+        for stage, own in links.items():
+            allowed = {(*at, k): limit for k, link in enumerate(own) for at, limit in link.allowed.items()}
+            limits[stage] = defaultdict(float, allowed)
+        self._add_sums(sent[1], limits)
+        columns = {stage: list(self._columns(stage, again, sent, limits[stage])) for stage in self.stages}
+        content = sent_by({stage: (seen.calls, columns[stage]) for stage, seen in self.stages.items()}, self.orders)
         found: dict[int, Passed] = {}
-        for stage, (calls, seen_there) in stages.items():
-            limits = {(*at, k): limit for k, link in enumerate(links[stage]) for at, limit in link.allowed.items()}
-            limits |= narrowed[stage]
-            for k, m in enumerate(self.orders[stage].numbers):
-                for number in {at for of, at, whose in sums if (of, whose) == (stage, m)}:
-                    at = (RECEIVED, number, k)
-                    limits[at] = limits.get(at, 0.0) + sums[stage, number, m]
-            context = Context(stage, self.orders[stage], content, None, limits)
+        for stage, seen in self.stages.items():
+            context = Context(stage, self.orders[stage], content, None, limits[stage])
             before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
-            lost = detached(before, calls, self.orders[stage])
-            found[stage] = replace(passed_of(stage, calls, seen_there, context), detached=lost)
-            if stage != self.last and why_unsure(stage, self.stages[stage], links[stage]):
-                found[stage] = as_far_as_known(found[stage])
+            lost = detached(before, seen.calls, self.orders[stage])
+            flow = replace(passed_of(stage, seen.calls, columns[stage], context), detached=lost)
+            unsure = stage != self.last and why_unsure(stage, seen, links[stage])
+            found[stage] = replace(flow, crossings=tuple(map(_known, flow.crossings))) if unsure else flow
         return found
 
-    @cached_property
-    def consumers(self) -> dict[Source, list[tuple[int, int]]]:
-        """The inputs from which gradients flow back to each output, as stages and numbers."""
-        found: dict[Source, list[tuple[int, int]]] = {}
-        for (stage, number), source in self.sources.of_inputs.items():
-            of, at = source
-            if of is None or not any(
-                at in call.giving or at in call.output_gradients for call in self.stages[of].calls
-            ):
-                continue
-            if any(number in call.needing for call in self.stages[stage].calls):
-                found.setdefault(source, []).append((stage, number))
-        return found
+    def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[Both, Both]:
+        """What stages give again, and what they sent: tensors, and what flows back."""
+        again, sent = (Places(), Places()), (Places(), Places())
+        for source in self.sources.sent:
+            for m, one in self._brought(source):
+                sent[0].add(place_of(source), m, one)
+        for stage in self.stages:
+            for (m, call), link in zip(self.calls(stage), links[stage], strict=True):
+                if m == UNKNOWN_MICROBATCH:
+                    continue
+                for number, one in call.input_gradients.items():
+                    sent[1].add(input_of(stage, number), m, one)
+                for where, number in link.gives.keys() - link.strange:  # of what is strange nobody knows what is due
+                    name = input_of(stage, number) if where == HANDED_ON else place_of((stage, number))
+                    again[where != MADE].add(name, m, link.gives[where, number])
+        return again, sent
 
-    def _add_sums(self, handed: Places) -> dict[tuple[int, int, int], float]:
+    def _add_sums(self, handed: Places, limits: Mapping[int, Limits]) -> None:
         """Add what flows together to outputs that several inputs are of, to the places of what was ``handed`` back.
 
-        By stage, number and microbatch: how far rounding may put each sum, and what came back in parts.
+        To ``limits``: how far rounding may put each sum, and what came back in parts.
         """
-        limits: dict[tuple[int, int, int], float] = {}
         for (stage, number), those in self.consumers.items():
-            parts = [handed.get(_handed(*one), {}) for one in those]
+            parts = [handed.get(input_of(*one), {}) for one in those]
             for m in set(parts[0]).intersection(*parts[1:]):
                 whole, *others = [part[m] for part in parts]
                 alike = all((one.shape, one.dtype) == (whole.shape, whole.dtype) for one in others)
-                if stage is None or not alike or not (others or self._in_parts(*those[0], m)):
+                if not alike or not (others or self._in_parts(those[0], m)):
                     continue
-                size = sum(self._in_parts(*one, m) or part[m].norm for one, part in zip(those, parts, strict=True))
+                size = sum(self._in_parts(at, m) or part[m].norm for at, part in zip(those, parts, strict=True))
                 for one in (part for part in others if part.norm):  # zeros change nothing
                     whole = whole.plus(one) if whole.norm else one
                 rounding = precision_of(whole.dtype).least * size
                 if others:  # where they cancel, what is left is as large as rounding of what came
                     whole = replace(whole, norm=max(whole.norm, rounding))
                     handed.add(_sum_of(those), m, whole)
-                limits[stage, number, m] = rounding / (whole.norm or math.inf)
-        return limits
+                for k, of in enumerate(self.orders[stage].numbers):
+                    if of == m:
+                        limits[stage][RECEIVED, number, k] += rounding / (whole.norm or math.inf)
 
-    def _in_parts(self, stage: int, number: int, m: int) -> float:
+    def _in_parts(self, at: Input, m: int) -> float:
         """The sizes of the parts in which the gradient of an input came; 0 where it came whole."""
-        pairs = zip(self.stages[stage].calls, self.orders[stage].numbers, strict=True)
-        return sum(one.norm for call, of in pairs if of == m for one in call.in_parts.get(number, ()))
+        return sum(one.norm for of, call in self.calls(at[0]) if of == m for one in call.in_parts.get(at[1], ()))
 
-    def _order(self, stage: int, before: Mapping[int, Order]) -> Order:
-        calls, meant = self.stages[stage].calls, self.stages[stage].meant
-        numbers: list[int | None] = [None] * len(calls)
-        owners = [{meant.get(m, m) for m in self._owners(stage, call, before)} for call in calls]
-        for k, those in enumerate(owners):
-            free = sorted(those - {number for number in numbers if number is not None})
-            if those:
-                numbers[k] = (free or sorted(those))[0]
-        usual = [n for one in [before.get(stage - 1)] if one is not None for n in one.numbers if n >= 0]
-        left = [m for m in dict.fromkeys((*usual, *range(self.microbatches))) if m not in numbers]
-        inferred: dict[int, str] = {}
-        for k, number in enumerate(numbers):
-            if number is None and left:
-                numbers[k], inferred[k] = left.pop(0), _AS_SENT
-        told = tuple(UNKNOWN_MICROBATCH if number is None else number for number in numbers)
-        return Order(told, tuple(sorted(set(range(self.microbatches)) - set(told))), inferred)
-
-    def _owners(self, stage: int, call: Call, before: Mapping[int, Order]) -> set[int]:
-        """The microbatches of which all that ``call`` was given may be; of one that is nobody's, nothing is told."""
-        told = []
-        for number, one in enumerate(call.inputs):
-            other, at = self.sources.of_inputs.get((stage, number), (None, -1))
-            if other is not None:
-                pairs = zip(self.stages[other].calls, before[other].numbers, strict=True)
-                told.append(
-                    {m for sent, m in pairs if at < len(sent.outputs) and sent.outputs[at].digest == one.digest}
-                )
-            elif at >= 0:
-                brought = [(m, those[at]) for m, those in enumerate(self.data) if at in those]
-                told.append({m for m, its in brought if its.digest == one.digest})
-        known = [own for those in told if (own := those - {UNKNOWN_MICROBATCH})]
-        common = set.intersection(*known) if known else set()
-        if common or not known:
-            return common
-        said = Counter(m for those in known for m in those)
-        most = max(said.values())
-        return {m for m, count in said.items() if count == most}
-
-    def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[tuple[Places, Places], tuple[Places, Places]]:
-        """What stages give again, and what they sent: tensors, and what flows back."""
-        again, sent = (Places(), Places()), (Places(), Places())
-        for m, brought in enumerate(self.data):
-            for number, one in brought.items():
-                sent[0].add(place_of((None, number)), m, one)
-        for stage, seen in self.stages.items():
-            for call, m, link in zip(seen.calls, self.orders[stage].numbers, links[stage], strict=True):
-                if m == UNKNOWN_MICROBATCH:
-                    continue
-                for number, one in enumerate(call.outputs):
-                    sent[0].add(_output(stage, number), m, one)
-                for number, one in call.input_gradients.items():
-                    sent[1].add(_handed(stage, number), m, one)
-                for where, number in link.gives.keys() - link.strange:  # of what is strange nobody knows what is due
-                    one = link.gives[where, number]
-                    name = _handed(stage, number) if where == HANDED_ON else _output(stage, number)
-                    again[where != MADE].add(name, m, one)
-        return again, sent
-
-    def _columns(self, stage: int, again: tuple[Places, Places], sent: tuple[Places, Places]) -> Iterator[Column]:
+    def _columns(self, stage: int, again: Both, sent: Both, limits: Limits) -> Iterator[Column]:
+        """What passed a stage, by where and number; ``limits`` get what rounding did to what came."""
         calls = self.stages[stage].calls
-        for where, what, part in _PARTS:
+        given = {n: place_of(source) for (of, n), source in self.sources.of_inputs.items() if of == stage}
+        made = {n: place_of((stage, n)) for n in range(max((len(call.outputs) for call in calls), default=0))}
+        told = {at: those for at, those in self.consumers.items() if at not in self.sources.untold}
+        came = {n: _sum_of(those) for (of, n), those in told.items() if of == stage}
+        handed = {n: input_of(of, n) for of, n in self.sources.inputs if of == stage}
+        for where, what, part, named, flows in (
+            (GIVEN, "input", "inputs", given, sent),
+            (MADE, "output", "outputs", made, again),
+            (KEPT, "input when the backward begins", "kept", given, sent),
+            (RECEIVED, "output gradient", "output_gradients", *((came, sent) if stage != self.last else (made, again))),
+            (HANDED_ON, "input gradient", "input_gradients", handed, again),
+        ):
             rows = [getattr(call, part) for call in calls]
             members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
-            places, elsewhere, named = self._flow(stage, where, again=again, sent=sent)
+            places, elsewhere = flows if where in (GIVEN, MADE, KEPT) else reversed(flows)
             due = {number for number, place in named.items() if place in places}
             for number in sorted(set().union(due, *members)):
                 seen = tuple(member.get(number) for member in members)
@@ -250,31 +254,45 @@ class Chain:
                 name = f"{what} {number}" if number else what
                 own = (place,) if place and kind is Kind.FORWARD else ()
                 judged = where == KEPT or bool(place)
-                yield Column(kind, where, name, number, seen, places, elsewhere, own, place, judged)
+                column = Column(kind, where, name, number, seen, places, elsewhere, own, place, judged)
+                yield self._rounded(column, stage, limits) if where == RECEIVED else column
 
-    def _flow(
-        self,
-        stage: int,
-        where: str,
-        *,
-        again: tuple[Places, Places],
-        sent: tuple[Places, Places],
-    ) -> tuple[Places, Places, dict[int, str]]:
-        """What should pass there, what flows the other way, and the place of each tensor by its number."""
-        inputs = {number: source for (of, number), source in self.sources.of_inputs.items() if of == stage}
-        if where in (GIVEN, KEPT):
-            return sent[0], sent[1], {n: place_of(source) for n, source in inputs.items()}
-        if where == MADE:
-            count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
-            return again[0], again[1], {n: _output(stage, n) for n in range(count)}
-        if where == HANDED_ON:
-            return again[1], again[0], {n: _handed(stage, n) for n in range(self.sources.inputs(stage))}
-        if stage == self.last:
-            count = max((len(call.outputs) for call in self.stages[stage].calls), default=0)
-            return again[1], again[0], {n: _output(stage, n) for n in range(count)}
-        known = self.consumers.keys() - self.sources.untold
-        came = {n: self.consumers[of, n] for of, n in known if of == stage}
-        return sent[1], sent[0], {n: _sum_of(those) for n, those in came.items()}
+    def _rounded(self, column: Column, stage: int, limits: Limits) -> Column:
+        """``column`` of gradients, where those that came in a narrower type than they were sent in have that one.
+
+        A gradient has the type of its output and can have no other. How far rounding put them is added to ``limits``:
+        infinitely where numbers may be too large for that type, for then nothing tells what came from a fault.
+        """
+        found = list(column.seen)
+        for k, (m, call) in enumerate(self.calls(stage)):
+            seen, due = found[k], column.known.get(m)
+            if seen is None or due is None or column.number >= len(call.outputs):
+                continue
+            wide = seen.widened(due.dtype)
+            if wide is not seen and seen.dtype == call.outputs[column.number].dtype and not seen.is_same(due):
+                found[k], narrow = wide, torch.finfo(seen.dtype)
+                fits = math.isfinite(seen.norm) or due.norm <= narrow.max  # no element is above the norm
+                limits[RECEIVED, column.number, k] += narrow.eps if fits else math.inf
+        return replace(column, seen=tuple(found))
+
+
+def why_unsure(stage: int, seen: StageSeen, links: Sequence[Link]) -> str:
+    """Why more may have come to what an inner ``stage`` gave than was sent there; empty where it may not.
+
+    That is of a loss outside; or of another output made of that one: how much is known where the stage runs again.
+    """
+    if seen.outside is not None:
+        where = f" at {seen.outside[0].place}" if seen.outside else ""
+        return Reason.OWN_BACKWARD.doubt(_OUTSIDE.format(where, stage))
+    again = all(link.gives for link in links)
+    several = not again and any(len(call.giving) > 1 for call in seen.calls)
+    return Reason.LINK.doubt(_SEVERAL.format(stage)) if several else ""
+
+
+def _known(one: Crossing) -> Crossing:
+    """``one`` of a stage to which more may have come than was sent: where it did, nobody knows what is due."""
+    unnamed = one.where == RECEIVED and one.really is not None and one.really.kind in _UNNAMED
+    return replace(one, same=True, judged=False) if unnamed and one.judged else one
 
 
 def _giving(call: Call, due: frozenset[int], *, trains: bool) -> Call:
@@ -285,30 +303,18 @@ def _giving(call: Call, due: frozenset[int], *, trains: bool) -> Call:
     return call if due or trains else replace(call, giving=frozenset())
 
 
-_PARTS = (
-    (GIVEN, "input", "inputs"),
-    (MADE, "output", "outputs"),
-    (KEPT, "input when the backward begins", "kept"),
-    (RECEIVED, "output gradient", "output_gradients"),
-    (HANDED_ON, "input gradient", "input_gradients"),
-)
-
-
 def place_of(source: Source) -> str:
     """What it is called among the places of tensors."""
     stage, number = source
     if stage is not None:
-        return _output(stage, number)
+        return f"output {number} of stage {stage}"
     return f"{INPUT} (target {number - TARGETS})" if is_target(source) else f"{INPUT} {number}"
 
 
-def _output(stage: int, number: int) -> str:
-    return f"output {number} of stage {stage}"
+def _sum_of(inputs: Sequence[Input]) -> str:
+    return TOGETHER.join(input_of(*one) for one in inputs)
 
 
-def _sum_of(inputs: Sequence[tuple[int, int]]) -> str:
-    return TOGETHER.join(_handed(*one) for one in inputs)
-
-
-def _handed(stage: int, number: int) -> str:
-    return f"input {number} of stage {stage}"  # among gradients
+def input_of(stage: int, number: int) -> str:
+    """What it is called among the places of gradients."""
+    return f"input {number} of stage {stage}"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import coarsest, precision_among, precision_of
-from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.loss_scale import LossScale
@@ -36,13 +35,11 @@ from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.collect import Begun, EarlyStep, WatchedStages
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.division import Division
-from pipeproof.wings.composed.extra_calls import ExtraCalls
 from pipeproof.wings.composed.gradients import OwnGradients
 from pipeproof.wings.composed.held_gradients import length_in_pieces
 from pipeproof.wings.composed.lines import RankLines
-from pipeproof.wings.composed.link import Link
-from pipeproof.wings.composed.own_backwards import together
-from pipeproof.wings.composed.own_calls import StageSeen, hidden
+from pipeproof.wings.composed.link import Link, StageSeen
+from pipeproof.wings.composed.own_calls import ExtraCalls, together
 from pipeproof.wings.composed.peers import Peers
 from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.reruns import RerunNote, Reruns
@@ -212,10 +209,8 @@ class ComposedCheck(CheckedStep):
         lines = self._lines
         own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
         extra = ExtraCalls.among(own_chain, self._data)
-        own_chain = extra.without
         calls = {stage: extra.left(stage, own) for stage, own in calls.items()}
-        own_chain, calls = together(Chain(own_chain, self._data), own_chain, calls)
-        chain = Chain(own_chain, self._data)
+        chain, calls = together(Chain(extra.without, self._data), calls)
         for why in refusals(chain):
             self.refuse(why)
         others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
@@ -267,9 +262,7 @@ class ComposedCheck(CheckedStep):
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
             self._early.check()
-            self._begun.check_called(self._own, calls, self.microbatches)
-            if unseen := hidden(calls):
-                raise RecordError(Reason.HIDDEN.doubt(unseen))
+            self._begun.check_called(self._own, calls)
         untold = self._one_name is None and self._by.contract.ties is None
         weights = weights_here(self._shards, self._weights, self._first) if untold else {}
         mine = self._watched.seen(self._exchange.rank, calls), weights

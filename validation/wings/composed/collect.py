@@ -20,10 +20,10 @@ from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.own_calls import StageSeen, counting, on_its_own, with_own_loss
+from pipeproof.wings.composed.link import StageSeen
+from pipeproof.wings.composed.own_calls import counting, with_own_loss
 from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.sums import hooks_of
-from pipeproof.wings.composed.wiring import several_calls
 from pipeproof.worlds.fence import Fence
 from pipeproof.worlds.stack import Stack
 
@@ -137,14 +137,12 @@ class Begun:
         begun = self._kept.get(name)
         return begun is None or not torch.equal(begun.to(now.device), now)
 
-    def check_called(self, own: RankStages, calls: Mapping[int, Sequence[Call]], microbatches: int) -> None:
-        """Raise ``RecordError`` for a stage that computes in no ``calls`` that are seen, or on what it gave itself."""
+    def check_called(self, own: RankStages, calls: Mapping[int, Sequence[Call]]) -> None:
+        """Raise ``RecordError`` for a stage that computes in no ``calls`` that are seen."""
         for stage, module in own.modules.items():
             trained = {own.rename(stage, n): one.grad for n, one in module.named_parameters() if one.requires_grad}
             if not calls[stage] and (not trained or any(self.has_grown(*pair) for pair in trained.items())):
                 raise RecordError(_UNSEEN.format(stage))
-            if len(calls[stage]) >= 2 * microbatches and on_its_own(calls[stage]):
-                raise RecordError(several_calls(stage, "on what it gave itself"))
 
     def without_gradients(self, own: RankStages, calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
         """Which stages have something to train, and ran without gradients."""

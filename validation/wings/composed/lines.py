@@ -6,7 +6,7 @@ from typing import Any, Self, TypeVar
 
 from pipeproof.observers.calls import Call
 from pipeproof.records.rank_part import Arrival, Run
-from pipeproof.wings.composed.own_calls import StageSeen
+from pipeproof.wings.composed.link import StageSeen
 
 Each = TypeVar("Each")
 

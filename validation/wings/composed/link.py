@@ -1,14 +1,15 @@
-"""What a call of a stage gives when it is rerun: a link of the chain."""
+"""What is known of a stage: its calls, and what each gives when it is rerun, a link of the chain."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from pipeproof.observers.calls import Call
 from pipeproof.observers.recording import MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch
+from pipeproof.worlds.stack import Stack
 
 Point = tuple[str, int]  # where at a call, and the tensor's number there
 
@@ -49,6 +50,26 @@ class Link:
     def endless(self) -> bool:
         """Whether it gives what is not finite, and not the same: where numbers overflow depends on their order."""
         return not self.strange and math.inf in self.limits.values()
+
+
+@dataclass(frozen=True)
+class StageSeen:
+    """A stage on its rank, and its calls. ``trains``: it has weights to be trained.
+
+    ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same. ``outside``: where
+    the backward of a loss was called for that came to what it gave; None where none did.
+    """
+
+    rank: int
+    calls: tuple[Call, ...]
+    meant: Mapping[int, int] = field(default_factory=dict)
+    outside: Stack | None = None
+    trains: bool = True
+
+    def without_own(self, links: Sequence[Link]) -> "StageSeen":
+        """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""
+        pairs = zip(self.calls, links, strict=True)
+        return replace(self, calls=tuple(call.without_own(link.received) for call, link in pairs))
 
 
 def seen_at(call: Call, at: Point) -> Sketch | None:

@@ -1,42 +1,20 @@
-"""A stage's calls in a step that is held against itself."""
+"""A stage's calls as the chain reads them: those that are microbatches', each with one backward."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import torch
-
-from pipeproof.foreign.call_matching import Column
+from pipeproof.core.ledger import Ledger
 from pipeproof.observers.calls import Call
-from pipeproof.observers.elements import is_rounded
-from pipeproof.observers.recording import RECEIVED
 from pipeproof.observers.sketch import Sketch
-from pipeproof.wings.composed.link import Link
-from pipeproof.worlds.stack import Stack
+from pipeproof.wings.composed.chain import Chain
+from pipeproof.wings.composed.link import StageSeen
+from pipeproof.wings.composed.sources import Data
 
-_PASS = "pass plain tensors, in tuples, lists or mappings, or register its class with torch.utils._pytree"
-_ARGUMENT = "what is passed on there is not seen; call the stage's module with it, or make it a parameter"
-Limited = tuple[str, int, int]  # where, the tensor's number there, its call's
-
-
-@dataclass(frozen=True)
-class StageSeen:
-    """A stage on its rank, and its calls. ``trains``: it has weights to be trained.
-
-    ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same. ``outside``: where
-    the backward of a loss was called for that came to what it gave; None where none did.
-    """
-
-    rank: int
-    calls: tuple[Call, ...]
-    meant: Mapping[int, int] = field(default_factory=dict)
-    outside: Stack | None = None
-    trains: bool = True
-
-    def without_own(self, links: Sequence[Link]) -> "StageSeen":
-        """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""
-        pairs = zip(self.calls, links, strict=True)
-        return replace(self, calls=tuple(call.without_own(link.received) for call, link in pairs))
+Value = TypeVar("Value")
+_IDLE = "calls that add nothing: {} of stage {}"
+_EXTRA = "stage {} was called {} times for {} microbatch{}: the first call is none of theirs"
+_ADDED = "; it had a backward, and gradients are wrong: pass all microbatches that the step runs, or let it add nothing"
 
 
 def counting(calls: Sequence[Call], microbatches: int) -> list[Call]:
@@ -55,80 +33,76 @@ def with_own_loss(call: Call, *, apart: bool) -> Call:
     return replace(call, input_gradients={}, in_parts={}, parts=parts) if apart or several else call
 
 
-def hidden(stages: Mapping[int, Sequence[Call]]) -> str:
-    """Why it is not known what passes one of ``stages``: nobody looks into an object, or an input is no argument."""
-    for stage, call in ((stage, call) for stage, calls in stages.items() for call in calls):
-        if call.hidden:
-            return f"stage {stage} is given or gives {call.hidden}, in which tensors are not seen: {_PASS}"
-        if call.attribute:
-            return f"stage {stage} has a tensor that wants a gradient in its attribute {call.attribute}: {_ARGUMENT}"
-    return ""
+@dataclass(frozen=True)
+class ExtraCalls:
+    """By stage, the places of its calls beside those of microbatches, each of which has another call there.
 
-
-def on_its_own(calls: Sequence[Call]) -> bool:
-    """Whether a module was called on what another call of it made."""
-    made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
-    return any(one.digest in made for call in calls for one in call.inputs)
-
-
-def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
-    """``stages``, where what came in another type than it was sent in is what was sent, if every number is the same."""
-    calls = [call for seen in stages.values() for call in seen.calls]
-    came = [one for call in calls for one in (*call.inputs, *call.kept.values())]
-    activations = _in_other_types([one for call in calls for one in call.outputs], came)
-    flows = [one for call in calls for one in call.output_gradients.values()]
-    gradients = _in_other_types([one for call in calls for one in call.input_gradients.values()], flows)
-
-    def read(call: Call) -> Call:
-        inputs = [activations.get(one.digest, one) for one in call.inputs]
-        kept = {n: activations.get(one.digest, one) for n, one in call.kept.items()}
-        flows = {n: gradients.get(one.digest, one) for n, one in call.output_gradients.items()}
-        return replace(call, inputs=inputs, kept=kept, output_gradients=flows)
-
-    return {stage: replace(seen, calls=tuple(map(read, seen.calls))) for stage, seen in stages.items()}
-
-
-def _in_other_types(sent: Sequence[Sketch], came: Sequence[Sketch]) -> dict[bytes, Sketch]:
-    """What was ``sent``, by the digests under which it ``came`` in a wider or a narrower type."""
-    known = {one.digest: one for one in sent}
-    narrowed = {said: one for one in sent for said in one.said}
-    found: dict[bytes, Sketch] = {}
-    for one in came:
-        those = [known[said] for said in one.said if said in known] or [
-            narrowed[d] for d in [one.digest] if d in narrowed
-        ]
-        if one.digest not in known and those:
-            found[one.digest] = those[0]
-    return found
-
-
-def in_types_of_outputs(
-    column: Column, calls: Sequence[Call], numbers: Sequence[int]
-) -> tuple[Column, dict[Limited, float]]:
-    """``column``, and how far rounding put gradients that came in a narrower type than they were sent in.
-
-    A gradient has the type of its output and can have no other. ``numbers`` are the microbatches of ``calls``. How far
-    is infinite where numbers may be too large for that type: then nothing tells what came from a fault.
+    ``idle``: those to which zeros alone flowed, as to padding. ``first``: a first call too many, as one that tells
+    shapes, whatever flowed back: gradients decide.
     """
-    found, limits = list(column.seen), dict[Limited, float]()
-    for k, (call, number) in enumerate(zip(calls, numbers, strict=True)):
-        seen, due = found[k], column.known.get(number)
-        if column.where != RECEIVED or seen is None or due is None or column.number >= len(call.outputs):
-            continue
-        forced = seen.dtype == call.outputs[column.number].dtype
-        if forced and seen.digest != due.digest and _narrower(seen, due):
-            found[k] = replace(seen, dtype=due.dtype, narrow=due.narrow)
-            limits[column.where, column.number, k] = (
-                math.inf if _may_overflow(due, seen) else torch.finfo(seen.dtype).eps
-            )
-    return replace(column, seen=tuple(found)), limits
+
+    stages: Mapping[int, StageSeen]
+    microbatches: int
+    idle: Mapping[int, frozenset[int]]
+    first: Mapping[int, frozenset[int]]
+
+    @classmethod
+    def among(cls, stages: Mapping[int, StageSeen], data: Data) -> "ExtraCalls":
+        """Those of ``stages``; ``data`` is what each microbatch brings."""
+        chain, idle, first = Chain(stages, data), dict[int, frozenset[int]](), dict[int, frozenset[int]]()
+        for stage in stages:
+            calls = chain.calls(stage)
+            adding = {m for m, call in calls if not call.is_idle}
+            idle[stage] = frozenset(k for k, (m, call) in enumerate(calls) if call.is_idle and m in adding)
+            left = [k for k in range(len(calls)) if k not in idle[stage]]
+            others = {calls[k][0]: calls[k][1].output_gradients for k in left[1:]}
+            whole = len(left) == len(data) + 1 and others.keys() == {*range(len(data))}
+            again = any(others.get(calls[k][0]) == calls[k][1].output_gradients for k in left[:1])
+            first[stage] = frozenset(left[:1] if whole and not again else ())
+        return cls(stages, len(data), idle, first)
+
+    @property
+    def without(self) -> dict[int, StageSeen]:
+        """The stages without these."""
+        return {stage: replace(seen, calls=tuple(self.left(stage, seen.calls))) for stage, seen in self.stages.items()}
+
+    def left(self, stage: int, every: Sequence[Value]) -> list[Value]:
+        """Of ``every`` one of the stage's calls, or of something for each, those of microbatches."""
+        return [one for k, one in enumerate(every) if k not in self.idle[stage] | self.first[stage]]
+
+    def enter(self, ledger: Ledger, own: Iterable[int]) -> None:
+        """Say what a rank's ``own`` stages have of these, once gradients were compared in ``ledger``."""
+        wrong = {one.stage for one in ledger.mismatches if one.law in ("gradient", "presence")}
+        for stage in sorted(own):
+            calls = self.stages[stage].calls
+            if self.idle[stage]:
+                ledger.remark("microbatches", _IDLE.format(len(self.idle[stage]), stage))
+            for k in self.first[stage]:
+                told = _EXTRA.format(stage, len(calls), self.microbatches, "es" * (self.microbatches != 1))
+                ledger.remark("microbatches", told + _ADDED * (stage in wrong and calls[k].trained))
 
 
-def _may_overflow(sent: Sketch, came: Sketch) -> bool:
-    """Whether what ``came`` may be without end for the type that it came in alone: no element is above the norm."""
-    return not math.isfinite(came.norm) and not sent.norm <= torch.finfo(came.dtype).max
+def together(chain: Chain, own: Mapping[int, Sequence[Call]]) -> tuple[Chain, dict[int, list[Call]]]:
+    """``chain`` and this rank's ``own`` calls, in which several backwards of a stage are one.
+
+    Consumers, outputs and terms of a loss may each have their own. The last stage comes first: what it hands on in
+    parts, others get in parts.
+    """
+    stages, calls = dict(chain.stages), {stage: list(those) for stage, those in own.items()}
+    for stage, seen in sorted(stages.items(), reverse=True):
+        sent = [_sent_back(chain, stages, stage, m) for m in chain.orders[stage].numbers]
+        both = [call.together(one) for call, one in zip(calls.get(stage, seen.calls), sent, strict=True)]
+        stages[stage] = replace(seen, calls=tuple(replace(call, again=None) for call in both))
+        calls |= {stage: both} if stage in own else {}
+    return Chain(stages, chain.data), calls
 
 
-def _narrower(one: Sketch, other: Sketch) -> bool:
-    both = is_rounded(one.dtype) and is_rounded(other.dtype)
-    return both and torch.finfo(one.dtype).eps > torch.finfo(other.dtype).eps
+def _sent_back(chain: Chain, stages: Mapping[int, StageSeen], stage: int, microbatch: int) -> dict[int, list[Sketch]]:
+    """What the consumers of each output of ``stage``, or what may be some, handed back of a microbatch."""
+    found: dict[int, list[Sketch]] = {}
+    for (of, number), inputs in chain.consumers.items():
+        for consumer, at in sorted(inputs) if of == stage else ():
+            pairs = zip(chain.orders[consumer].numbers, stages[consumer].calls, strict=True)
+            for call in (call for m, call in pairs if m == microbatch and at in call.input_gradients):
+                found.setdefault(number, []).extend([call.input_gradients[at], *call.in_parts.get(at, ())])
+    return found

@@ -1,187 +1,140 @@
 """Where the inputs of stages come from: an output of another stage, or data; content tells, and else their form."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-import torch
-
+from pipeproof.observers.calls import Call
 from pipeproof.observers.elements import is_rounded
 from pipeproof.observers.sketch import Sketch
-from pipeproof.wings.composed.own_calls import StageSeen
+from pipeproof.wings.composed.link import StageSeen
 
 Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by number: its inputs, then its targets
-Source = tuple[int | None, int]  # the stage that a tensor is an output of, and its number; None: of the data
+Input = tuple[int, int]  # a stage, and the number of the input there
+Output = tuple[int, int]
+Source = tuple[int | None, int]  # an output; or None, and the number of a datum
 TARGETS = 1 << 16  # the number of a microbatch's first target
 
 
 class Sources:
-    """Where each input of ``stages`` comes from, as far as that is known; ``data`` is what each microbatch brings."""
+    """Where each input of ``stages`` comes from, as far as that is known; ``data`` is what each microbatch brings.
+
+    ``sent``: what each source sent, data first. An output that is the very tensor of another one is that. ``votes``: of
+    each input and each source before it, how much of what came was sent from there.
+    ``of_inputs``: the source of each input, as far as it is known. ``unsure``: where that is one of several equal
+    outputs, these. ``untold``: those of which nobody knows what should flow back to them.
+    """
 
     def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
-        self.stages, self.data = stages, data
+        self.stages = stages
+        self.sent: dict[Source, list[Sketch]] = {}
+        for brought in data:
+            for number, one in sorted(brought.items()):
+                self.sent.setdefault((None, number), []).append(one)
+        for stage, call in ((stage, call) for stage, seen in stages.items() for call in seen.calls):
+            for number, one in enumerate(call.outputs):
+                if number not in call.repeated:
+                    self.sent.setdefault((stage, number), []).append(one)
+        again = {(stage, n, of) for stage, seen in stages.items() for c in seen.calls for n, of in c.repeated.items()}
+        self._times = Counter[Source](
+            [*self.sent, *((stage, of) for stage, _, of in again)]
+        )  # so often each is put out
+        counts = {stage: max((len(call.inputs) for call in seen.calls), default=0) for stage, seen in stages.items()}
+        self.inputs = [(stage, number) for stage, count in counts.items() for number in range(count)]
+        self.votes = {at: self._votes_of(at) for at in self.inputs}
+        self.of_inputs, self.unsure = self._wired()
+        self.untold = {output for those in self.unsure.values() for output in those}
 
-    @property
-    def of_inputs(self) -> dict[tuple[int, int], Source]:
-        """Where each stage's inputs come from, by their numbers, as far as that is known."""
-        return self._wired[0]
-
-    @property
-    def unsure(self) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
-        """The inputs that may be any of these equal outputs."""
-        return self._wired[1]
-
-    @property
-    def untold(self) -> Collection[tuple[int, int]]:
-        """The outputs of which nobody knows what should have flowed back to them."""
-        return {output for those in self.unsure.values() for output in those}
-
-    @cached_property
-    def _wired(self) -> tuple[dict[tuple[int, int], Source], Mapping[tuple[int, int], Sequence[tuple[int, int]]]]:
-        found: dict[tuple[int, int], Source] = {}
-        for source_of in (self._as_sent, self._of_its_form):  # what came as it was sent leaves less to guess from
-            for stage, number in self.places_in:
-                if (stage, number) in found:
-                    continue
-                if (source := source_of(stage, number, set(found.values()))) is not None:
-                    found[stage, number] = self._first_of(source)
+    def _wired(self) -> tuple[dict[Input, Source], dict[Input, list[Output]]]:
+        found: dict[Input, Source] = {}
+        for fits in (self._was_sent, self._has_form):  # what came as it was sent leaves less to guess from
+            for at in [one for one in self.inputs if one not in found]:
+                taken = Counter(found.values())
+                fitting = {
+                    source: (count, free, source[0] is not None, source[1] == at[1], source[0] or 0)
+                    for source, count in self.votes[at].items()
+                    if fits(at, source, free := taken[source] < self._times[source])
+                }
+                if fitting:  # of tensors that are equal, each is some input's: the nearest stage's
+                    found[at] = max(fitting, key=fitting.__getitem__)
         equal = self._equal(found)
-        forced = _one_each(equal, {source for at, source in found.items() if at not in equal and self._flows(*at)})
+        forced = self._one_each(equal, {source for at, source in found.items() if at not in equal and self.flows(at)})
         found |= forced
-        for stage, at in self._unreceived(found):
-            if (due := self._due_at(stage, at, found)) is not None:
-                found[stage + 1, due] = stage, at
+        for output in [one for one in self.sent if self.gives(one) and one not in found.values()]:
+            if (due := self._due_at(output, found)) is not None:
+                found[due] = output
         return found, {} if forced else equal
 
-    def _equal(self, sources: Mapping[tuple[int, int], Source]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """Of inputs that gradients flow through, and that may be any of several equal outputs: these.
+    def _was_sent(self, at: Input, source: Source, free: bool) -> bool:
+        """Whether most of what came as this input was sent from there."""
+        return 2 * self.votes[at][source] > len(self.came(at))
 
-        What was found comes first.
-        """
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for (stage, number), source in sources.items():
-            votes = self._votes(stage, number)
-            if not votes[source] or not self._flows(stage, number):
-                continue
-            equal = [source, *(self._first_of(one) for one, count in votes.items() if count == votes[source])]
-            others = {(of, at): None for of, at in equal if of is not None}
-            those = list(others)
-            if source[0] is not None and len(those) > 1:
-                found[stage, number] = those
-        return found
-
-    def _flows(self, stage: int, number: int) -> bool:
-        """Whether a gradient is to flow through an input."""
-        return any(number in call.needing for call in self.stages[stage].calls)
-
-    def _first_of(self, source: Source) -> Source:
-        """``source``, or where it is the very tensor of another output, that."""
-        stage, number = source
-        calls = self.stages[stage].calls if stage is not None else ()
-        return stage, next((call.repeated[number] for call in calls if number in call.repeated), number)
-
-    def unreceived(self) -> list[tuple[int, int]]:
-        """The outputs through which gradients should flow that no stage is known to have received, by stage."""
-        return self._unreceived(self.of_inputs)
-
-    def _unreceived(self, sources: Mapping[tuple[int, int], Source]) -> list[tuple[int, int]]:
-        giving = {(s, at) for s, seen in self.stages.items() for call in seen.calls for at in call.giving}
-        return sorted(one for one in giving - {*sources.values()} if one[0] != max(self.stages))
-
-    def _due_at(self, stage: int, at: int, sources: Mapping[tuple[int, int], Source]) -> int | None:
-        """The input of the next stage at which an output is due that nobody received: one of its form, of another."""
-        sent = {call.outputs[at].shape for call in self.stages[stage].calls if at < len(call.outputs)}
-        calls = self.stages[stage + 1].calls if stage + 1 in self.stages else ()
-        fitting = [
-            number
-            for number in range(max((len(call.inputs) for call in calls), default=0))
-            if sources.get((stage + 1, number), (None, 0))[0] != stage
-            and sent >= {call.inputs[number].shape for call in calls if number < len(call.inputs)}
-            and any(number in call.needing for call in calls)
-        ]
-        return at if at in fitting else next(iter(fitting), None)
-
-    @property
-    def places_in(self) -> Iterator[tuple[int, int]]:
-        """Every stage's inputs, by their numbers."""
-        for stage in self.stages:
-            yield from ((stage, number) for number in range(self.inputs(stage)))
-
-    def _came(self, stage: int, number: int) -> list[Sketch]:
-        return [call.inputs[number] for call in self.stages[stage].calls if number < len(call.inputs)]
-
-    def _as_sent(self, stage: int, number: int, taken: set[Source]) -> Source | None:
-        """Where most of what came as this input was sent from. Of tensors that are equal, each is some input's."""
-        votes = self._votes(stage, number)
-        most = max(votes.values(), default=0)
-        best = [source for source, count in votes.items() if count == most]
-        found = max(best, default=None, key=lambda source: (source not in taken, source[1] == number))
-        return found if 2 * most > len(self._came(stage, number)) else None
-
-    def _of_its_form(self, stage: int, number: int, taken: set[Source]) -> Source | None:
-        """What has the form of this input, and is nothing that came elsewhere as it was sent.
+    def _has_form(self, at: Input, source: Source, free: bool) -> bool:
+        """Whether a source has the form of this input, and is ``free``: nothing that came elsewhere.
 
         Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself. What is
-        the same in every call, and nobody's, is such.
+        the same in every call, and nobody's, is such. Targets need be as given in the last stage alone.
         """
-        came, votes = self._came(stage, number), self._votes(stage, number)
-        forms = _forms(came)
-        alike = [s for s, sent in self._sent(stage) if not is_target(s) and forms <= _forms(sent)]
-        beside = [source for source in alike if source not in taken]
-        flows = self._flows(stage, number)
-        if not flows and len(came) > 1 and len({one.digest for one in came}) == 1:
-            beside = [source for source in beside if votes[source]]
-        fitting = [source for source in beside if source[0] is not None] or beside or (alike if flows else [])
-        if stage == max(self.stages) and not flows:
-            # Some targets must be as given: a rank that makes no loss may have none.
-            fitting += [one for one, count in votes.items() if count and is_target(one) and one not in taken]
-        return max(fitting, default=None, key=lambda source: (votes[source], source[1] == number))
+        came, known, flows = self.came(at), self.votes[at][source] > 0, self.flows(at)
+        if is_target(source):
+            return known and at[0] == max(self.stages) and free
+        own = not flows and len({one.digest for one in came}) == 1 < len(came)
+        return forms(came) <= forms(self.sent[source]) and (flows or free) and (known or not own)
 
-    def _votes(self, stage: int, number: int) -> dict[Source, int]:
-        """How much of what came as this input each source sent."""
-        came = Counter(one.digest for one in self._came(stage, number))
-        return {source: (came & Counter(one.digest for one in sent)).total() for source, sent in self._sent(stage)}
-
-    def _sent(self, stage: int) -> Iterator[tuple[Source, list[Sketch]]]:
-        """What can come into a stage: outputs of those before it, the nearest first, and data; for the first, data."""
-        return ((source, those) for source, those in self.sent.items() if source[0] is None or source[0] < stage)
-
-    @cached_property
-    def sent(self) -> dict[Source, list[Sketch]]:
-        """The outputs of stages, the last one's first, then data."""
-        found: dict[Source, list[Sketch]] = {}
-        for stage in sorted(self.stages, reverse=True):
-            calls = self.stages[stage].calls
-            for number in range(max((len(call.outputs) for call in calls), default=0)):
-                found[stage, number] = [call.outputs[number] for call in calls if number < len(call.outputs)]
-        for number in sorted(set().union(*self.data)):
-            found[None, number] = [one[number] for one in self.data if number in one]
+    def _equal(self, sources: Mapping[Input, Source]) -> dict[Input, list[Output]]:
+        """Of inputs that gradients flow through, and that may be any of several equal outputs: these."""
+        found: dict[Input, list[Output]] = {}
+        for at, source in sources.items():
+            votes = self.votes[at]
+            those = [(of, number) for (of, number), count in votes.items() if of is not None and count == votes[source]]
+            if source in those and len(those) > 1 and votes[source] and self.flows(at):
+                found[at] = those
         return found
 
-    def forms(self, source: Source) -> set[tuple[tuple[int, ...], torch.dtype]]:
-        """The shapes and types of what it sent."""
-        return {(one.shape, one.dtype) for one in self.sent[source]}
+    @staticmethod
+    def _one_each(equal: Mapping[Input, Sequence[Output]], used: set[Source]) -> dict[Input, Output]:
+        """The one way in which ``equal`` outputs go to one input each, but for those that are ``used``; or none."""
+        found: dict[Input, Output] = {}
+        for at in sorted(equal):
+            free = [output for output in equal[at] if output not in {*used, *found.values()}]
+            if len(free) != 1:
+                return {}
+            found[at] = free[0]
+        return found
 
-    def inputs(self, stage: int) -> int:
-        """How many inputs a stage has."""
-        return max((len(call.inputs) for call in self.stages[stage].calls), default=0)
+    def _due_at(self, output: Source, sources: Mapping[Input, Source]) -> Input | None:
+        """The input of the next stage at which an output is due that nobody received: one of its form, of another."""
+        shapes = {one.shape for one in self.sent[output]}
+        fitting = [
+            at
+            for at in self.inputs
+            if at[0] - 1 == output[0] != sources.get(at, (None, 0))[0]
+            and self.flows(at)
+            and shapes >= {one.shape for one in self.came(at)}
+        ]
+        return max(fitting, default=None, key=lambda at: at[1] == output[1])
+
+    def gives(self, source: Source) -> bool:
+        """Whether it is an output of a stage before the last, and brings a gradient."""
+        inner = () if source[0] in (None, max(self.stages)) else self.stages[source[0]].calls
+        return any(source[1] in call.giving for call in inner)
+
+    def flows(self, at: Input) -> bool:
+        """Whether a gradient is to flow through an input."""
+        return any(at[1] in call.needing for call in self.stages[at[0]].calls)
+
+    def came(self, at: Input) -> list[Sketch]:
+        """What came as an input."""
+        return [call.inputs[at[1]] for call in self.stages[at[0]].calls if at[1] < len(call.inputs)]
+
+    def _votes_of(self, at: Input) -> dict[Source, int]:
+        """How much of what came as this input each source sent: data, and the outputs of stages before."""
+        came = Counter(one.digest for one in self.came(at))
+        before = {source: those for source, those in self.sent.items() if source[0] is None or source[0] < at[0]}
+        return {source: (came & Counter(one.digest for one in those)).total() for source, those in before.items()}
 
 
-def _one_each(
-    equal: Mapping[tuple[int, int], Sequence[tuple[int, int]]], used: Collection[Source]
-) -> dict[tuple[int, int], tuple[int, int]]:
-    """The one way in which each of ``equal`` outputs goes to one input, but for those that are ``used``; else none."""
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for at in sorted(equal):
-        free = [output for output in equal[at] if output not in used and output not in found.values()]
-        if len(free) != 1:
-            return {}
-        found[at] = free[0]
-    left = {output for those in equal.values() for output in those} - {*used, *found.values()}
-    return {} if left else found
-
-
-def _forms(tensors: Sequence[Sketch]) -> set[tuple[tuple[int, ...], bool]]:
+def forms(tensors: Iterable[Sketch]) -> set[tuple[tuple[int, ...], bool]]:
     """Their shapes, and whether their numbers are rounded: a type may become another of its kind on its way."""
     return {(one.shape, is_rounded(one.dtype)) for one in tensors}
 
@@ -190,3 +143,24 @@ def is_target(source: Source) -> bool:
     """Whether it is a target of the microbatches."""
     stage, number = source
     return stage is None and number >= TARGETS
+
+
+def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
+    """``stages``, where what came in another type than it was sent in is what was sent, if every number is the same."""
+    calls = [call for seen in stages.values() for call in seen.calls]
+    activation = _in_its_type(one for call in calls for one in call.outputs)
+    gradient = _in_its_type(one for call in calls for one in call.input_gradients.values())
+
+    def read(call: Call) -> Call:
+        kept = {n: activation(one) for n, one in call.kept.items()}
+        flows = {n: gradient(one) for n, one in call.output_gradients.items()}
+        return replace(call, inputs=[*map(activation, call.inputs)], kept=kept, output_gradients=flows)
+
+    return {stage: replace(seen, calls=tuple(map(read, seen.calls))) for stage, seen in stages.items()}
+
+
+def _in_its_type(sent: Iterable[Sketch]) -> Callable[[Sketch], Sketch]:
+    """Gives of what came what was ``sent``, where that is the same but for its type."""
+    every = [one for one in sent if one.digest]  # of a sum nobody knows it
+    known = {said: one for one in every for said in one.said} | {one.digest: one for one in every}
+    return lambda came: next((known[one] for one in (came.digest, *came.said) if one in known), came)

@@ -19,13 +19,11 @@ from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.held_gradients import Unmeasured
-from pipeproof.wings.composed.link import Link
+from pipeproof.wings.composed.link import Link, StageSeen
 from pipeproof.wings.composed.loss_link import weightless_microbatches
-from pipeproof.wings.composed.outside import enter_unsure
-from pipeproof.wings.composed.own_calls import StageSeen
 from pipeproof.wings.composed.sources import Data
 from pipeproof.wings.composed.weights import Weights, enter_weights
-from pipeproof.wings.composed.wiring import enter_wiring
+from pipeproof.wings.composed.wiring import enter_unsure, enter_wiring
 
 LAWS = (
     "parameters-once",  # every parameter of the model is in one stage, where the model is known

@@ -1,21 +1,45 @@
-"""How a step's stages are wired: which inputs are known to be which output or datum, and what that leaves open."""
+"""What a chain leaves open: inputs that nobody sent, what nobody received, and calls that tell no microbatch."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from pipeproof.core.cause import listed
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Passed
+from pipeproof.observers.recording import RECEIVED
+from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.sizes import some
-from pipeproof.wings.composed.chain import Chain, place_of
-from pipeproof.wings.composed.sources import TARGETS, Source, is_target
+from pipeproof.wings.composed.chain import Chain, input_of, place_of, why_unsure
+from pipeproof.wings.composed.link import Link, StageSeen
+from pipeproof.wings.composed.sources import Input, Source, Sources, forms, is_target
 
 _LAW = "boundaries"
-_UNSURE = "{} are equal, so gradients cannot be traced to one of them: check a later step, in which they differ"
+_EQUAL = "gradients cannot be traced to one of these equal outputs: check a later step, in which they differ"
 _UNUSED_TARGET = (
     "without loss_fn= a stage needs the target, and none was given it: call one with it, or pass None for it"
+)
+_HIDDEN = (
+    "stage {stage} is given or gives {what}, in which tensors are not seen: pass plain tensors, in tuples, lists or "
+    "mappings, or register its class with torch.utils._pytree"
+)
+_ATTRIBUTE = (
+    "stage {stage} has a tensor that wants a gradient in its attribute {what}: what is passed on there is not seen; "
+    "call the stage's module with it, or make it a parameter"
+)
+_GIVES_NOTHING = "stage {stage} gave no tensor that is seen: let its module give them in tuples, lists or mappings"
+_SEVERAL = (
+    "stage {stage}'s module is called on several inputs of each microbatch, or on what it gave itself: pass one that "
+    "makes all of its calls for a microbatch in one"
+)
+_TOO_OFTEN = (
+    "stage {stage} was called {times} for {count}, and these calls were on nothing that was sent: {what}; pass all "
+    "microbatches that the step runs, or say warmup"
+)
+_TOO_SELDOM = (
+    "stage {stage} was called {times} for {count}, also on what nobody sent: if that is several at once, call it for "
+    "each microbatch in the step that is checked"
 )
 
 
@@ -26,170 +50,96 @@ def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> 
 
     Inputs are known by their content. So one that is exchanged for another of its form in every call is not seen to be.
     """
-    unplaced, unused = list(_unplaced(chain)), list(_unused(chain))
-    data = [one for one in unused if one[0] is None]
-    if any(not flows for _, _, flows in unplaced):  # it may have come as one of those
-        ledger.leave_out(_LAW, [_name(one) for one in data], "no stage is known to have been given it", Reason.WIRING)
-    for stage, number, flows in unplaced:
-        name = f"input {number} of stage {stage}"
-        if flows:
-            ledger.leave_out(_LAW, [name], "nobody is known to have sent it", Reason.WIRING)
+    rows = dict[tuple[str, Reason | None], list[str]]()
+    for name, why, reason in _open(chain.sources, loss_inside=loss_inside):
+        rows.setdefault((why, reason), []).append(name)
+    for (why, reason), names in rows.items():
+        if reason is not None:
+            ledger.leave_out(_LAW, names, why, reason)
+        for name in names if reason is None else ():
+            ledger.remark(_LAW, f"{name} {why}")
+
+
+def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Reason | None]]:
+    """What is open: an input or a source, why, and the reason, if a fault may hide there."""
+    wired, sent, last = sources.of_inputs, sources.sent, max(sources.stages)
+    for stage, number in [one for one in sources.inputs if one not in wired]:
+        of_targets = any(count for source, count in sources.votes[stage, number].items() if is_target(source))
+        if sources.flows((stage, number)) or (loss_inside and of_targets):
+            yield input_of(stage, number), "nobody is known to have sent it", Reason.WIRING
         else:
-            ledger.remark(_LAW, f"{name} is no stage's and no data: it was taken as it came")
-    lost = chain.sources.unreceived()
-    ledger.leave_out(_LAW, [place_of(one) for one in lost], "nobody is known to have received it", Reason.WIRING)
-    instead = dict(_instead(chain, [one for one in unused if one not in lost]))
-    for source, other in instead.items():
-        told = f"no stage was given it, and {_name(other)} went to several inputs"
-        ledger.leave_out(_LAW, [_name(source)], told, Reason.WIRING)
-    for source, name in _altered(chain, [one for one in unused if one not in lost and one not in instead]):
-        told = f"no stage was given it, and {name}, which has its form, was sent by nobody"
-        ledger.leave_out(_LAW, [_name(source)], told, Reason.WIRING)
-    used = {*chain.sources.of_inputs.values()}
-    targets = [_name(one) for one in chain.sources.sent if is_target(one) and one not in used]
-    ledger.leave_out(_LAW, targets if loss_inside else [], _UNUSED_TARGET, Reason.WIRING)
-    for one in data:
-        if one not in instead:
-            ledger.remark(_LAW, f"{_name(one)} went to no stage")
-    for those in chain.sources.unsure.values():
-        stages = sorted({stage for stage, _ in those})
-        which = f"outputs of stages {listed(stages)}" if len(stages) > 1 else f"several outputs of stage {stages[0]}"
-        ledger.doubt(_LAW, _UNSURE.format(which), Reason.EQUAL_OUTPUTS)
-    for told in _exchanged(chain):
-        ledger.remark(_LAW, told)
+            yield input_of(stage, number), "is no stage's and no data: it was taken as it came", None
+    of_loss = [_contents(those) for source, those in sent.items() if is_target(source)]
+    for source in [one for one in sent if one not in wired.values() and one[0] != last]:
+        name, is_datum = place_of(source), source[0] is None
+        if is_target(source) or (is_datum and _contents(sent[source]) in of_loss):
+            if loss_inside and is_target(source):
+                yield name, _UNUSED_TARGET, Reason.WIRING
+        elif sources.gives(source):
+            yield name, "nobody is known to have received it", Reason.WIRING
+        elif (at := _instead(source, sources)) is not None:
+            yield name, f"no stage was given it, and {input_of(*at)} may be another in its place", Reason.WIRING
+        elif is_datum:
+            yield name, "went to no stage", None
+    for output in sorted(sources.untold):
+        yield place_of(output), _EQUAL, Reason.EQUAL_OUTPUTS
+    known = sorted((at, source) for at, source in wired.items() if at not in sources.unsure)
+    for (at, one), (to, other) in combinations(known, 2):
+        alike = (at[0], one[0], forms(sent[one])) == (to[0], other[0], forms(sent[other]))
+        if alike and one[1] > other[1]:
+            told = f"are {place_of(one)} and {place_of(other)}: that order was taken as meant"
+            yield f"inputs {at[1]} and {to[1]} of stage {at[0]}", told, None
+
+
+def _contents(tensors: Sequence[Sketch]) -> list[bytes]:
+    return [one.digest for one in tensors]
+
+
+def _instead(source: Source, sources: Sources) -> Input | None:
+    """An input that may have come in place of what no stage was given: it is nobody's, or one of several of another."""
+    times, form = Counter(sources.of_inputs.values()), forms(sources.sent[source])
+    for at in sources.inputs:
+        other = sources.of_inputs.get(at)
+        if other is not None:
+            fits = times[other] > 1 and other[0] == source[0] and forms(sources.sent[other]) == form
+        else:
+            fits = source[0] is None or (source[0] < at[0] and forms(sources.came(at)) == form)
+        if fits:
+            return at
+    return None
+
+
+def enter_unsure(
+    stages: Mapping[int, StageSeen], links: Mapping[int, Sequence[Link]], flows: Mapping[int, Passed], ledger: Ledger
+) -> None:
+    """Enter what came to ``stages`` of which nobody knows what is due."""
+    for stage, flow in flows.items():
+        left = [one for one in flow.crossings if one.where == RECEIVED and not one.judged and one.really is not None]
+        if left and (why := why_unsure(stage, stages[stage], links[stage])):
+            ledger.leave_out(_LAW, [f"{one.what} of {one.at}" for one in left], why)
 
 
 def refusals(chain: Chain) -> Iterator[str]:
     """Why it is not known what stages were called on, or what they give."""
-    yield from gives_nothing(chain)
-    yield from _called_too_often(chain)
-    yield from _called_too_seldom(chain)
-    for stage in _on_several_inputs(chain):
-        yield several_calls(stage, "on several inputs of each microbatch")
-
-
-def _on_several_inputs(chain: Chain) -> Iterator[int]:
-    """The stages that were called several times for each microbatch, each time on something else that was sent."""
-    sent = _sent(chain)
+    count, sources = chain.microbatches, chain.sources
+    sent = {one.digest for source, those in sources.sent.items() if not is_target(source) for one in those}
     for stage, seen in chain.stages.items():
-        given = {tuple(one.digest for one in call.inputs) for call in seen.calls}
-        if chain.microbatches and sum(sent.issuperset(one) for one in given) >= 2 * chain.microbatches:
-            yield stage
-
-
-def gives_nothing(chain: Chain) -> Iterator[str]:
-    """Where a stage before the last gave no tensor, so that nobody saw what it sends: it may come out later."""
-    for stage, seen in chain.stages.items():
-        if stage != chain.last and any(not (call.outputs or call.unread) for call in seen.calls):
-            told = f"stage {stage} gave no tensor that is seen: let its module give them in tuples, lists or mappings"
-            yield Reason.HIDDEN.doubt(told)
-
-
-def _called_too_often(chain: Chain) -> Iterator[str]:
-    """Where stages were called more often than there are microbatches, on what nobody sent and no microbatch brings."""
-    sent, count = _sent(chain), chain.microbatches
-    for stage, seen in chain.stages.items():
-        unknown = [m == UNKNOWN_MICROBATCH for m in chain.orders[stage].numbers]
-        given = [{one.digest for one in call.inputs} for call in seen.calls]
-        strange = [k + 1 for k, one in enumerate(given) if unknown[k] and sent.isdisjoint(one)]
-        if strange and len(given) > count:
-            told = f"stage {stage} was called {len(given)} times, and {count} microbatches were given"
-            which = f"call {strange[0]}" if len(strange) == 1 else f"each of calls {listed(strange)}"
-            told += (
-                f": what {which} was given is none of theirs; pass all microbatches that the step runs, or say warmup"
-            )
-            yield Reason.CALLS.doubt(told)
-
-
-def _called_too_seldom(chain: Chain) -> Iterator[str]:
-    """Where stages had fewer calls than there are microbatches, and some on nothing that was sent: perhaps on several.
-
-    Where all are on what was sent, microbatches are missing.
-    """
-    sent, count = _sent(chain), chain.microbatches
-    for stage, seen in chain.stages.items():
-        given = [{one.digest for one in call.inputs} for call in seen.calls]
-        if 0 < len(given) < count and all(given) and any(map(sent.isdisjoint, given)):
-            times = some(len(given), "time")
-            told = f"stage {stage} was called {times} for {count} microbatches, also on what nobody sent"
-            told += ": if that is several at once, call it for each microbatch in the step that is checked"
-            yield Reason.CALLS.doubt(told)
-
-
-def _sent(chain: Chain) -> set[bytes]:
-    """The digests of all that stages put out and microbatches bring, but for targets."""
-    return {one.digest for source, those in chain.sources.sent.items() if not is_target(source) for one in those}
-
-
-def several_calls(stage: int, how: str) -> str:
-    """That nobody knows which of a stage's calls is about which microbatch."""
-    told = f"stage {stage}'s module is called {how}: pass one that makes all of its calls for a microbatch in one"
-    return Reason.CALLS.doubt(told)
-
-
-def _unplaced(chain: Chain) -> Iterator[tuple[int, int, bool]]:
-    """The inputs of which nobody is known to have sent them: stage, number, and whether a gradient flows there."""
-    for stage, number in chain.sources.places_in:
-        if (stage, number) not in chain.sources.of_inputs:
-            yield stage, number, any(number in call.needing for call in chain.stages[stage].calls)
-
-
-def _unused(chain: Chain) -> Iterator[Source]:
-    """The inputs of microbatches, and outputs of stages before the last, that are known to have come nowhere.
-
-    An input that is a target, too, went into the loss.
-    """
-    used = set(chain.sources.of_inputs.values())
-    again = {(stage, k) for stage, seen in chain.stages.items() for call in seen.calls for k in call.repeated}
-    targets = [_contents(chain, source) for source in chain.sources.sent if is_target(source)]
-    for source in chain.sources.sent:
-        if source in used | again or source[0] == chain.last or is_target(source):
-            continue
-        if source[0] is not None or _contents(chain, source) not in targets:
-            yield source
-
-
-def _contents(chain: Chain, source: Source) -> list[bytes]:
-    return [one.digest for one in chain.sources.sent[source]]
-
-
-def _instead(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, Source]]:
-    """Each of the ``unused`` with another of its form that went to several inputs: it may have come in its place."""
-    several = [source for source, count in Counter(chain.sources.of_inputs.values()).items() if count > 1]
-    for source in unused:
-        forms = chain.sources.forms(source)
-        other = next((one for one in several if one[0] == source[0] and chain.sources.forms(one) == forms), None)
-        if other is not None:
-            yield source, other
-
-
-def _altered(chain: Chain, unused: list[Source]) -> Iterator[tuple[Source, str]]:
-    """Each of the ``unused`` outputs with an input of its form, of a later stage, that nobody sent: it may be that.
-
-    What is the same in every call may be a rank's own, as positions are. Then no stage need have sent any.
-    """
-    for stage, number, flows in _unplaced(chain):
-        calls = [call for call in chain.stages[stage].calls if number < len(call.inputs)]
-        forms = {(call.inputs[number].shape, call.inputs[number].dtype) for call in calls}
-        for source in unused if not flows else ():
-            if source[0] is not None and source[0] < stage and chain.sources.forms(source) == forms:
-                yield source, f"input {number} of stage {stage}"
-
-
-def _exchanged(chain: Chain) -> Iterator[str]:
-    """Inputs of one form that come from one place, and in another order than there."""
-    known = sorted((at, source) for at, source in chain.sources.of_inputs.items() if at not in chain.sources.unsure)
-    for stage in chain.stages:
-        own = [(number, source) for (of, number), source in known if of == stage]
-        for (i, one), (j, other) in combinations(own, 2):
-            if one[0] == other[0] and one[1] > other[1] and chain.sources.forms(one) == chain.sources.forms(other):
-                yield (
-                    f"inputs {i} and {j} of stage {stage} are {_name(one)} and {_name(other)}: that order was taken"
-                    " as meant"
-                )
-
-
-def _name(source: Source) -> str:
-    if source[0] is not None:
-        return place_of(source)
-    return f"target {source[1] - TARGETS}" if is_target(source) else f"input {source[1]} of the microbatches"
+        calls, times = seen.calls, len(seen.calls)
+        given = [frozenset(one.digest for one in call.inputs) for call in calls]
+        made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
+        own = any(map(made.intersection, given)) or sum(map(sent.issuperset, {*given})) >= 2 * count
+        gives_nothing = stage != chain.last and not all(call.outputs or call.unread for call in calls)
+        nobodys = [sent.isdisjoint(one) for one in given]
+        strange = [k for k, (m, _) in enumerate(chain.calls(stage)) if m == UNKNOWN_MICROBATCH and nobodys[k]]
+        table: Mapping[str, tuple[object, Reason]] = {
+            _HIDDEN: (next((call.hidden for call in calls if call.hidden), ""), Reason.HIDDEN),
+            _ATTRIBUTE: (next((call.attribute for call in calls if call.attribute), ""), Reason.HIDDEN),
+            _GIVES_NOTHING: (gives_nothing, Reason.HIDDEN),
+            _TOO_OFTEN: (times > count and listed(k + 1 for k in strange), Reason.CALLS),
+            _TOO_SELDOM: (0 < times < count and all(given) and any(nobodys), Reason.CALLS),
+            _SEVERAL: (times >= 2 * count > 0 and own, Reason.CALLS),
+        }
+        counts = {"times": some(times, "time"), "count": some(count, "microbatch")}
+        for sentence, (holds, reason) in table.items():
+            if holds:
+                yield reason.doubt(sentence.format(stage=stage, what=holds, **counts))

@@ -1,6 +1,6 @@
-"""A step by hand, whose calls are not quite as they should be, or are right in an unusual way."""
+"""Steps whose calls are not quite as they should be, or are right in an unusual way."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.pipeline_here import DATA, MSE, Job, Layer, Sent, checked, layers
 
 WIDTH, ROWS, COUNT = 8, 4, 3
 Around = Callable[[], AbstractContextManager[object]]
@@ -237,3 +238,120 @@ def test_an_input_that_a_stage_has_in_an_attribute_is_not_seen() -> None:
             made.backward(last.input_tensor.grad)
         check.gradients()
     golden(str(check.verdict).splitlines()[0])
+
+
+@dataclass
+class Tried(Job):
+    """Runs one microbatch more, first of all, of which nobody told. ``cleared``: what it gave is."""
+
+    cleared: bool = True
+
+    def step(self) -> list[float]:
+        self._train(0, torch.ones(4, 8), DATA[0][1])
+        for one in (one for stage in self.stages for one in stage.parameters()):
+            one.grad = None if self.cleared else one.grad
+        return super().step()
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+@pytest.mark.parametrize("cleared", [True, False])
+def test_sums_decide_whether_a_call_too_many_was_a_fault(cleared: bool, warmup: int) -> None:
+    job = Tried(layers(torch.tanh, torch.sin), cleared=cleared)
+    verdict = checked(job, given=DATA, contract=Contract(warmup=warmup))
+    assert verdict.verdict == ("pass" if cleared else "fail"), str(verdict)
+    assert bool(verdict.law("microbatches").note) == (not warmup)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_beside_a_call_too_many_nobody_says_that_every_stage_ran_once(wrong: bool) -> None:
+    job = Job(layers(torch.tanh, torch.sin, torch.tanh), trial=True)
+    job.fault = lambda stage, m, given: [one * 1.5 if wrong and (stage, m) == (1, 1) else one for one in given]
+    verdict = checked(job)
+    assert verdict.verdict == ("fail" if wrong else "pass"), str(verdict)
+    assert verdict.law("microbatches").note
+    assert not any("order" in one.kinds for one in verdict.ruled_out)
+
+
+class Next(Layer):
+    """As many as its inputs, all of which get one gradient."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+        return sum(others, x + 1)
+
+
+def verdict_of_two(apart: Mapping[int, int]) -> Verdict:
+    """Of a step in which the second stage's output goes to the third, and to the fourth, which adds both up."""
+    return checked(Job([*layers(torch.tanh, torch.sin), Next(), Next()], route={3: [(2, 0), (1, 0)]}, apart=apart))
+
+
+@pytest.mark.parametrize("apart", [{}, {1: 1}], ids=["together", "apart"])
+def test_two_consumers_may_send_the_same(apart: Mapping[int, int]) -> None:
+    verdict = verdict_of_two(apart)
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def test_what_no_consumer_sent_is_a_backward_too_many() -> None:
+    verdict = verdict_of_two({1: 2})
+    assert [(one.kind, one.stage) for one in verdict.cause] == [("doubled", 1)], str(verdict)
+
+
+class Summed(Layer):
+    """Of all its inputs together."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+        return super().forward(sum(others, x))
+
+
+@pytest.mark.parametrize(("keep", "outcome"), [(1.0, "pass"), (0.5, "fail")])
+def test_what_two_consumers_send_may_cancel(keep: float, outcome: str) -> None:
+    stages = [*layers(torch.tanh, torch.neg), Summed()]
+    stages[1].layer = nn.Identity()  # type: ignore[union-attr]
+    verdict = checked(Job(stages, route={2: [(1, 0), (0, 0)]}, keep=keep))
+    assert verdict.law("boundaries").outcome == outcome, str(verdict)
+
+
+class Shared(Layer):
+    """Both of its outputs are made of what it makes first."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> tuple[Tensor, Tensor]:
+        whole: Tensor = super().forward(sum(others, x))
+        return whole.sin(), whole.exp()
+
+
+@dataclass
+class OneByOne(Job):
+    """Each output has a backward of its own, the first of each stage as often as ``times`` says."""
+
+    often: int = 1
+
+    def _back(self, k: int, made: list[Tensor], sent: Sent) -> None:
+        for n, one in enumerate(made):
+            for _ in range(self.often if n == 0 else 1):
+                for _, came in sent[k, n]:
+                    one.backward(came.grad, retain_graph=True)
+
+
+@pytest.mark.parametrize("often", [1, 2])
+def test_each_output_may_have_a_backward_of_its_own(often: int) -> None:
+    torch.manual_seed(0)
+    verdict = checked(OneByOne([Shared(), Shared(), Summed()], often=often))
+    assert verdict.verdict == ("pass" if often == 1 else "fail"), str(verdict)
+    assert {(one.kind, one.stage) for one in verdict.cause} <= {("doubled", 0), ("doubled", 1)}
+
+
+@pytest.mark.parametrize(("times", "outcome"), [(1.0, "pass"), (2.0, "fail")])
+def test_each_term_of_the_loss_may_have_a_backward_of_its_own(times: float, outcome: str) -> None:
+    def both(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output, target) + output.abs().mean()
+
+    first, last = layers(torch.tanh, torch.sin)
+    with check_step({0: first, 1: last}, DATA, against=Composed(both), rename="{}.{}".format) as check:
+        for x, target in DATA:
+            sent = first(x)
+            came = sent.detach().requires_grad_()
+            made = last(came)
+            (MSE(made, target) / len(DATA)).backward(retain_graph=True)
+            (times * made.abs().mean() / len(DATA)).backward()
+            sent.backward(came.grad)
+        check.gradients()
+    assert check.verdict.verdict == outcome, str(check.verdict)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
+from pipeproof.wings.composed.chain import place_of
 from tests.support.pipeline_here import Job, Layer, Sent, checked, layers
 
 
@@ -38,11 +39,11 @@ def verdict_of(first: int, *, equal: bool = False, job: type[Job] = Job, **more:
     return checked(job(stages, route={2: [(first, 0), (1 - first, 0)]}, **more))  # type: ignore[arg-type]
 
 
-def assert_untraced(verdict: Verdict, which: str) -> None:
+def assert_untraced(verdict: Verdict, *outputs: tuple[int, int]) -> None:
     assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"], str(verdict)
     assert verdict.verdict == "unknown"
-    why = f"{which} are equal, so gradients cannot be traced to one of them: check a later step, in which they differ"
-    assert why in verdict.law("boundaries").note
+    assert Reason.EQUAL_OUTPUTS in verdict.law("boundaries").reasons
+    assert verdict.law("boundaries").left_out == tuple(map(place_of, outputs))
 
 
 @pytest.mark.parametrize("apart", [{}, {0: 1}], ids=["together", "apart"])
@@ -50,7 +51,7 @@ def assert_untraced(verdict: Verdict, which: str) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_where_equal_outputs_come_from_is_not_known(first: int, equal: bool, apart: dict[int, int]) -> None:
     verdict = verdict_of(first, equal=equal, apart=apart)  # type: ignore[arg-type]
-    assert_untraced(verdict, "outputs of stages 0, 1")
+    assert_untraced(verdict, (0, 0), (1, 0))
 
 
 @pytest.mark.parametrize("inputs", [[(0, 0), (0, 1)], [(0, 1), (0, 0)]])
@@ -58,7 +59,7 @@ def test_which_of_the_equal_outputs_of_one_stage_came_is_not_known(inputs: list[
     """In another order the job may be right, and what flowed back may have been exchanged as well."""
     stages = [*layers(lambda x: (torch.tanh(x), torch.tanh(x))), Layer(twice_the_first)]
     stages[1].layer = nn.Identity()  # type: ignore[union-attr]
-    assert_untraced(checked(Job(stages, route={1: inputs})), "several outputs of stage 0")
+    assert_untraced(checked(Job(stages, route={1: inputs})), (0, 0), (0, 1))
 
 
 def copied(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ def copied(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_one_of_two_equal_outputs_may_go_past_the_next_stage(past: int, both: Callable[..., Any]) -> None:
     stages = [*layers(both, torch.sin), Layer(twice_the_first)]
     verdict = checked(Job(stages, route={1: [(0, 1 - past)], 2: [(1, 0), (0, past)]}))
-    assert_untraced(verdict, "several outputs of stage 0")
+    assert_untraced(verdict, (0, 0), (0, 1))
 
 
 class Astray(Job):
@@ -96,7 +97,7 @@ def test_a_gradient_that_goes_to_another_of_equal_outputs_does_not_pass(equal: b
 def test_of_many_equal_outputs_it_is_not_known_either() -> None:
     stages = [*layers(torch.tanh), *(Zeroed() for _ in range(5)), Layer(twice_the_first)]
     verdict = checked(Job(stages, route={6: [(5, 0), (0, 0)]}))
-    assert_untraced(verdict, "outputs of stages 0, 1, 2, 3, 4, 5")
+    assert_untraced(verdict, *((stage, 0) for stage in range(6)))
 
 
 def test_equal_outputs_that_each_go_to_one_stage_are_told_apart() -> None:
@@ -105,7 +106,7 @@ def test_equal_outputs_that_each_go_to_one_stage_are_told_apart() -> None:
 
 
 def test_a_gradient_that_is_altered_on_its_way_to_one_of_equal_outputs_does_not_pass() -> None:
-    assert_untraced(verdict_of(1, keep=0.5), "outputs of stages 0, 1")
+    assert_untraced(verdict_of(1, keep=0.5), (0, 0), (1, 0))
 
 
 class Beside(nn.Module):

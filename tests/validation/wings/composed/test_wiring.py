@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from pipeproof.core.reason import Reason
 from pipeproof.observers.calls import Call
 from pipeproof.observers.sketch import sketch
-from pipeproof.wings.composed.chain import Chain
-from pipeproof.wings.composed.own_calls import StageSeen
-from pipeproof.wings.composed.wiring import gives_nothing
+from pipeproof.wings.composed.chain import Chain, place_of
+from pipeproof.wings.composed.link import StageSeen
+from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, Job, checked, layers
 
-INPUT, OUTPUT = "input 1 of the microbatches", "output 1 of stage 0"
+INPUT, OUTPUT = place_of((None, 1)), place_of((0, 1))
 
 
 class Beside(nn.Module):
@@ -145,8 +145,8 @@ def test_more_calls_than_microbatches_were_given_are_told_so(given: int) -> None
 
 def test_what_comes_out_of_a_stage_later_is_not_seen() -> None:
     seen = {number: StageSeen(0, (Call(True, outputs=[sketch(DATA[0][0])] * number),)) for number in range(3)}
-    golden("\n".join(gives_nothing(Chain(seen, []))))
-    assert not [*gives_nothing(Chain({0: seen[1], 1: seen[0]}, []))], "of the last one the loss is another's"
+    golden("\n".join(refusals(Chain(seen, [{}]))))
+    assert not [*refusals(Chain({0: seen[1], 1: seen[0]}, [{}]))], "of the last one the loss is another's"
 
 
 class Batched(Job):
