@@ -245,4 +245,6 @@ def test_a_bug_is_caught(whitebox: WhiteBox, fault: str, cause: str, rank: int, 
     assert verdict.verdict == "fail"
     assert {one.kind for one in verdict.cause} == ({cause} if cause else set()), verdict
     assert verdict.mismatches[0].rank == rank, verdict
-    assert told in str(verdict).partition("  replay")[0], verdict  # which has the name of this test, and so these words
+    assert told in verdict.details.partition("  replay")[0], (
+        verdict
+    )  # which has the name of this test, and so these words

@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_get_the_others_weights_is_named(whitebox: WhiteBox
     assert verdict.verdict == "fail"
     (first,) = verdict.mismatches
     assert (first.law, first.rank, first.parameter) == ("updated-parameters", 1, "0.bias")
-    golden(str(verdict), lines="^  (where|seen|expected) ")
+    golden(verdict.details, lines="^  (where|seen|expected) ")
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -58,7 +58,7 @@ def test_a_fault_is_named(whitebox: WhiteBox, title: str) -> None:
     found = check(verdict, one.truth, one.counts)
     assert (found.caught, found.false) == (True, ()), found
     assert found.naming == ("unknown" if "first wrong" in HOLDS[title] else "right"), found
-    assert HOLDS[title] in str(verdict), verdict
+    assert HOLDS[title] in verdict.details, verdict
 
 
 @pytest.mark.parametrize("title", SILENT)

@@ -116,6 +116,6 @@ def test_a_planted_program_that_breaks_a_law_is_no_pass_though_nothing_runs() ->
             verdict = validate(Case.parse(f"{planted.smallest} specimen={name}"), world)
             assert (verdict.verdict, verdict.exit_status) == ("fail", 1)
             assert [cause.kind for cause in verdict.cause] == [planted.fault.kind]
-            golden(str(verdict).splitlines()[0])
+            golden(verdict.details.splitlines()[0])
             assert f"{planted.law}: " in verdict.failure
     assert refusal(Case.parse(planted.smallest)) is None

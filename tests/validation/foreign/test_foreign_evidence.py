@@ -131,7 +131,7 @@ def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox
     assert (verdict.verdict, verdict.cause) == ("fail", ())
     golden(verdict.undecided[0], numbers=False)
     assert {one.microbatch for one in verdict.mismatches if one.law == "boundaries"} == {None}
-    assert "dropped" not in str(verdict)
+    assert "dropped" not in verdict.details
     note = "of 2 calls of stage 1 nothing tells the microbatch: they were counted alone"
     assert (verdict.law("microbatches").outcome, verdict.law("microbatches").note) == ("pass", note)
 
