@@ -5,8 +5,7 @@ gives way first. The command alone is never cut: it is there to be copied.
 """
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipeproof.core.cause import KINDS, Cause, Cells, listed
@@ -18,14 +17,13 @@ if TYPE_CHECKING:
     from pipeproof.core.verdict import LawResult, Verdict
 
 _LINES, _COLUMNS, _LABEL = 14, 100, 14
-_FEW = 4  # microbatches that a sentence names
+_FEW = 2  # microbatches that a sentence names
 _WIDTH = _COLUMNS - _LABEL - 2  # of what stands beside a label
 # What gives way where there are too many lines, and how many of its own stay.
-_LEAST: Mapping[str, int] = MappingProxyType(
-    {
-        **{"right": 1, "not compared": 1, "and": 1, "ranks": 6, "wrong": 1, "at": 1, "shown by": 1},
-        **{"stopped": 1, "cause": 1, "open": 1, "try": 1, "first seen": 1, "gradients": 2, "or": 0, "wrong": 0},
-    }
+_LEAST: Sequence[tuple[str, int]] = (
+    *(("right", 1), ("not compared", 1), ("and", 1), ("ranks", 6), ("wrong", 1), ("at", 1), ("shown by", 1)),
+    *(("stopped", 1), ("cause", 1), ("open", 1), ("first seen", 1), ("try", 1), ("gradients", 2), ("or", 0)),
+    ("wrong", 0),
 )
 _TEXTS = {"stopped", "cause", "right", "not compared", "wrong", "shown by", "open", "try", "first seen"}
 
@@ -38,7 +36,7 @@ def brief(verdict: "Verdict") -> str:
         return f"{verdict.word.upper()} {headline(verdict)}{left}"
     first, *more = _wrapped(f"{verdict.word.upper()} {sentence(verdict)}", _COLUMNS)
     sections = {label: lines for label, lines in _sections(verdict) if lines}
-    for label, least in _LEAST.items():
+    for label, least in _LEAST:
         over = 1 + len(more) + sum(map(len, sections.values())) - _LINES
         if over > 0 and label in sections:
             sections[label] = _cut(sections[label], max(least, len(sections[label]) - over), text=label in _TEXTS)
@@ -62,7 +60,7 @@ def cause_sentence(cause: Cause) -> str:
     place = f"{of_stages} ({of_ranks})" if stages and ranks else of_stages or of_ranks
     microbatches = _numbered("microbatch", cause.microbatches) if len(cause.microbatches) <= _FEW else ""
     place = ", ".join(filter(None, [place, microbatches, cause.parameter])) or "everywhere"
-    times = "" if cause.factor is None else f" (x{digits(cause.factor)})"
+    times = "" if cause.factor in (None, 1.0) else f" (x{digits(cause.factor)})"
     return f"{place}: {KINDS[cause.kind]}{times}"
 
 
@@ -83,7 +81,8 @@ def _sections(verdict: "Verdict") -> Iterator[tuple[str, list[str]]]:
     yield "try", [row for one in verdict.next[:1] for row in _wrapped(one, _WIDTH)]
     yield "gradients", _matrix(verdict.cells)
     wrong = [law for law in verdict.laws if law.outcome == "fail"]
-    yield "wrong" if verdict.judged else "different", _wrapped(_differences(wrong), _WIDTH) if causes else []
+    more = causes or verdict.headline or any(law.note for law in wrong)  # else the first line has it
+    yield "wrong" if verdict.judged else "different", _wrapped(_differences(wrong), _WIDTH) if more else []
     right = [law for law in verdict.laws if law.outcome == "pass"]
     yield "right" if verdict.judged else "same", _wrapped(_agreement(right), _WIDTH) if right else []
     others = () if verdict.verdict == "unknown" else ("unknown",)
@@ -100,7 +99,9 @@ def _first(verdict: "Verdict", first: Mismatch) -> str:
     values = [first.read(due), f"{due} {first.expected}"]
     if not verdict.judged:
         values = [f"{due} {first.expected}", f"{found} {first.read(due)}"]
-    return f"{first.where}{first.later}: {', '.join(values)}{first.allowance}"
+    rank = "" if first.rank is None else f" on rank {first.rank}"
+    where = first.where if first.action is None else f"{first.action}{rank}"  # an action has the rest in its name
+    return f"{where}{first.later}: {', '.join(values)}{first.allowance}"
 
 
 def _matrix(cells: Cells | None) -> list[str]:
@@ -112,8 +113,9 @@ def _matrix(cells: Cells | None) -> list[str]:
 
 def _differences(laws: Sequence["LawResult"]) -> str:
     """Which laws are broken, and by how much."""
-    worst = {law.name: f", up to {small(law.worst)}" * bool(law.worst) for law in laws}
-    return ", ".join(f"{law.name} ({law.wrong} of {law.checked}{worst[law.name]})" for law in laws)
+    worst = [f", up to {small(law.worst)}" * bool(law.worst) for law in laws]
+    told = ", ".join(f"{law.name} ({law.wrong} of {law.checked}{far})" for law, far in zip(laws, worst, strict=True))
+    return "; ".join([told, *dict.fromkeys(law.note for law in laws if law.note)])
 
 
 def _agreement(laws: Sequence["LawResult"]) -> str:
@@ -147,7 +149,7 @@ def _wrapped(text: str, width: int, most: int = 2) -> list[str]:
 
 def _cut(rows: Sequence[str], most: int, *, text: bool) -> list[str]:
     """The first of ``rows``, where there are too many; in a ``text`` with a sign of that."""
-    if len(rows) <= most or not text:
+    if len(rows) <= most or not (text and most):
         return [*rows[:most]]
     return [*rows[: most - 1], f"{rows[most - 1][: _WIDTH - 2]} …"]
 
