@@ -195,7 +195,7 @@ def judged_with(**changed: Any) -> Verdict:
 
 def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused() -> None:
     unfinished = WhiteBoxError("call train_batch in the block")
-    golden(str(judged_with(unfinished=unfinished)).splitlines()[0])
+    golden(judged_with(unfinished=unfinished).details.splitlines()[0])
     job = Job()
     with checking(lambda: job.as_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
         job.step()
