@@ -68,7 +68,7 @@ def _causes(verdict: Findings) -> list[str]:
     elif not verdict.cause and (verdict.undecided or (verdict.judged and verdict.verdict == "fail")):
         rows += _labelled("cause", [f"unknown{': the evidence does not decide' if verdict.undecided else ''}"])
     rows += _labelled("found", verdict.cells.lines() if verdict.cells is not None else [])
-    return [*rows, *_labelled("open", verdict.undecided), *_labelled("not", map(str, verdict.ruled_out))]
+    return [*rows, *_labelled("open", verdict.undecided), *_labelled("ruled out", map(str, verdict.ruled_out))]
 
 
 def _next(verdict: Findings) -> list[str]:

@@ -138,10 +138,10 @@ def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> N
     def longer() -> nn.Module:
         return nn.Sequential(*build(), nn.Linear(8, 8))
 
-    told = str(judged(Job(), against=SingleDevice(longer, loss_fn)))
+    told = judged(Job(), against=SingleDevice(longer, loss_fn)).details
     golden(told.splitlines()[0])
     job = Job()
-    twice = str(judged(job, stages={0: job.model, 1: job.model}))
+    twice = judged(job, stages={0: job.model, 1: job.model}).details
     golden(twice.splitlines()[0])
     assert "rename=" not in told + twice
 
