@@ -250,7 +250,7 @@ def _subjects(error: BaseException) -> list["Verdict"]:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     found = {id(each): each for each in frame.f_locals.values() if isinstance(each, module.Verdict) and not each}
     for verdict in found.values():
-        if str(verdict).splitlines()[-1].strip() not in str(error):  # else the test itself has it said
+        if verdict.replay not in str(error):  # else the test itself has it said
             error.add_note(str(verdict))
     return [*found.values()]
 
@@ -272,7 +272,9 @@ class LeftOut:
         report = yield
         crash = getattr(report.longrepr, "reprcrash", None)
         if subjects and crash is not None:  # pytest's summary begins with the type's whole name
-            crash.message = f"{subjects[0].reason} ({type(error).__name__})"
+            crash.message = f"{subjects[0].summary} ({type(error).__name__})"
+        if subjects and item.config.get_verbosity() > 0:
+            report.sections += [("pipeproof", verdict.details) for verdict in subjects]
         if report.failed and _uses_ranks(item) and (seed := item.config.getoption(_SEED)) is not None:
             seeded = f"torch, random and numpy: {_SEED}={seed}, and the test's name"
             report.sections.append(("random numbers", seeded))

@@ -247,7 +247,7 @@ def test_tokens_that_go_to_wrong_experts_are_named(
     first = verdict.mismatches[0]
     assert (first.error or 0.0) > (first.limit or 0.0) > 0.0
     assert " for token " in first.seen
-    assert told in str(verdict), verdict
+    assert told in verdict.details, verdict
 
 
 def by_sorting(stage: nn.Sequential) -> None:

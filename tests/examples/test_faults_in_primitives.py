@@ -261,7 +261,7 @@ def test_torchs_own_context_parallelism_has_no_attention_for_a_cpu(whitebox: Whi
     stack = STACKS["zigzag"]  # which is the order that it has, too
     verdict = validated(stack, whitebox, step=planted(step_of(stack), "context.attended_to_all", of_torch))
     assert verdict.verdict == "unknown", verdict
-    assert "flash_attention_for_cpu.default does not have a sharding strategy" in str(verdict), verdict
+    assert "flash_attention_for_cpu.default does not have a sharding strategy" in verdict.details, verdict
 
 
 def test_a_block_that_is_computed_again_in_another_mode_is_refused_by_torch(whitebox: WhiteBox) -> None:

@@ -130,7 +130,7 @@ def refused(_: RankContext, layout: Layout, kind: str) -> tuple[str, bool]:
             if kind != "no step":
                 tiny_colossal.train_step(*made, iter([batch]))
         trained = any(not one.equal(was) for one, was in zip(model.module.parameters(), before, strict=True))
-        return str(check.verdict), trained
+        return check.verdict.details, trained
 
 
 def accumulated(_: RankContext, layout: Layout, without_sync: bool) -> Verdict:
@@ -157,7 +157,7 @@ def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
                 raise KeyError("the job's own")
         except KeyError as error:
             clean = "step" not in vars(optimizer) and "forward_backward_step" not in vars(booster.plugin.scheduler)
-            return repr(error), str(found.verdict), clean
+            return repr(error), found.verdict.details, clean
     raise AssertionError("what the job raises is the job's")
 
 

@@ -243,7 +243,7 @@ def ended_early(_: RankContext, job: Job) -> tuple[str, str, bool]:
                     trainer.train()
             except KeyError as error:
                 clean = "get_batch_samples" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
-                return repr(error), str(check.verdict), clean
+                return repr(error), check.verdict.details, clean
     raise AssertionError("what the job raises is the job's")
 
 

@@ -87,7 +87,7 @@ def refused(context: RankContext, layout: Layout) -> tuple[str, bool]:
         with check_of(given, microbatches, layout) as check:
             trainer.training_step(iter(microbatches))
         after = trainer.unwrapped_model.parameters()
-        return str(check.verdict), any(not one.equal(other) for one, other in zip(before, after, strict=True))
+        return check.verdict.details, any(not one.equal(other) for one, other in zip(before, after, strict=True))
 
 
 def recorded(_: RankContext, layout: Layout, path: str) -> None:

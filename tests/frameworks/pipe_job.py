@@ -73,7 +73,7 @@ def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
             with check as found:
                 raise KeyError("the job's own")
         except KeyError as error:
-            return repr(error), str(found.verdict), "_take_model_step" not in vars(engine)
+            return repr(error), found.verdict.details, "_take_model_step" not in vars(engine)
     raise AssertionError("what the job raises is the job's")
 
 

@@ -75,7 +75,9 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
 def test_another_number_of_microbatches_than_the_plugin_cuts_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
     assert verdict.verdict == "unknown"
-    assert "the plugin's num_microbatches is 3, and the step has 4 microbatches: let both be the same" in str(verdict)
+    assert (
+        "the plugin's num_microbatches is 3, and the step has 4 microbatches: let both be the same" in verdict.details
+    )
 
 
 def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]) -> None:
@@ -90,11 +92,11 @@ def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]
 def test_ranks_of_a_stage_that_are_neighbours_are_refused(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(dp=2, dp_outside=False), whitebox=whitebox)
     assert verdict.verdict == "unknown"
-    assert "dp_outside is False: pipeproof.colossalai.validate covers True only, the default" in str(verdict)
+    assert "dp_outside is False: pipeproof.colossalai.validate covers True only, the default" in verdict.details
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_model_in_bf16_beside_a_reference_in_fp32_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(bf16=True), dtype=None, whitebox=whitebox)
     assert verdict.verdict == "unknown"
-    assert "the model is boosted to torch.bfloat16, the reference is in torch.float32: pass dtype=" in str(verdict)
+    assert "the model is boosted to torch.bfloat16, the reference is in torch.float32: pass dtype=" in verdict.details

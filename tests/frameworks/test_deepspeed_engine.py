@@ -109,7 +109,7 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
 def test_another_number_of_microbatches_than_the_engine_takes_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
     assert verdict.verdict == "unknown"
-    assert "gradient_accumulation_steps is 3, and the step has 4 microbatches" in str(verdict)
+    assert "gradient_accumulation_steps is 3, and the step has 4 microbatches" in verdict.details
 
 
 def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]) -> None:

@@ -137,7 +137,7 @@ def warmed_up(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
 def test_another_number_of_microbatches_than_the_trainer_takes_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
     assert verdict.verdict == "unknown"
-    assert "batch_accumulation_per_replica is 3, and the step has 4 microbatches" in str(verdict)
+    assert "batch_accumulation_per_replica is 3, and the step has 4 microbatches" in verdict.details
 
 
 def fewer_microbatches(layout: Layout, model: Any, microbatches: list[Any]) -> None:

@@ -106,7 +106,7 @@ def test_a_fault_is_named_in_a_job_that_is_held_against_itself(name: str, world:
 def test_weights_that_stages_share_are_known_by_the_names_of_a_model(world: World) -> None:
     for verdict in world.run(boosted_job.checked, Layout(tied=True), "", Composed(), ranks=2):
         assert verdict.verdict == "unknown"
-        assert "nothing tells by which names: give Composed a build=" in str(verdict)
+        assert "nothing tells by which names: give Composed a build=" in verdict.details
 
 
 RECORDED = {
@@ -201,4 +201,4 @@ def test_what_the_job_raises_is_its_own(world: World) -> None:
 def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
     for verdict in world.run(boosted_job.drew_others, Layout(), ranks=2):
         assert verdict.verdict == "unknown", str(verdict)
-        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in verdict.details

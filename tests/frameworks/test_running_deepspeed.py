@@ -112,4 +112,4 @@ def test_what_the_job_raises_is_its_own(world: World) -> None:
 def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
     for verdict in world.run(pipe_job.drew_others, Layout(), ranks=2):
         assert verdict.verdict == "unknown", str(verdict)
-        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in verdict.details

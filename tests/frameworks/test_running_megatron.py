@@ -79,7 +79,7 @@ def test_a_step_whose_gradients_are_divided_by_tokens_is_not_held_against_itself
     layout, _ = RIGHT["replicas-per-token"]
     for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):
         assert (verdict.verdict, harmed) == ("unknown", [])
-        assert "calculate_per_token_loss is True, and nobody knows the tokens of all" in str(verdict)
+        assert "calculate_per_token_loss is True, and nobody knows the tokens of all" in verdict.details
 
 
 BY_ITSELF = {
@@ -141,8 +141,8 @@ def test_a_shard_that_is_lost_after_gradients_were_compared_is_no_wrong_norm(wor
     for verdict in world.run(gpt_job.checked, layout, "shard-zeroed", ranks=4):
         failed = {law.name for law in verdict.laws if law.outcome == "fail"}
         assert (verdict.verdict, failed, verdict.cause) == ("fail", {"grad-norm"}, ()), str(verdict)
-        assert "every gradient that was compared is what it should be" in str(verdict)
-        assert "gradients were changed after they were compared and before the norm was formed" in str(verdict)
+        assert "every gradient that was compared is what it should be" in verdict.details
+        assert "gradients were changed after they were compared and before the norm was formed" in verdict.details
 
 
 ROUNDED = "rank 1, stage 1, parameter model.decoder.final_layernorm.bias"  # and others, in words
@@ -174,7 +174,7 @@ def test_a_fault_in_a_job_in_bf16_is_caught_and_named(name: str, world: World) -
 def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
     for verdict in world.run(gpt_job.drew_others, Layout(optimizer=True), ranks=2):
         assert verdict.verdict == "unknown", str(verdict)
-        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in verdict.details
 
 
 @pytest.mark.pipeproof_ranks

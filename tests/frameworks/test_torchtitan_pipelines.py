@@ -54,4 +54,4 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
 def test_positions_that_come_to_the_first_stage_alone_are_caught_without_a_name(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=partial(torchtitan_faults.step, "positions-lost"), whitebox=whitebox)
     assert verdict.verdict == "fail", str(verdict)
-    assert "rank 1, stage 1, parameter model.layers.2" in str(verdict)
+    assert "rank 1, stage 1, parameter model.layers.2" in verdict.details

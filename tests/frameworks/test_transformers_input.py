@@ -159,7 +159,7 @@ def test_a_trainer_that_is_not_covered_goes_on_and_the_verdict_says_why(changed:
             trainer.train()
         assert trainer.state.global_step == job.checked + 2
     assert check.verdict.verdict == "unknown"
-    assert sentence in str(check.verdict)
+    assert sentence in check.verdict.details
 
 
 def test_a_step_that_never_came_is_said() -> None:
@@ -168,7 +168,7 @@ def test_a_step_that_never_came_is_said() -> None:
         trainer = hf_job.trainer_of(job, folder)
         with transformers.check_step(trainer, step=9) as check:
             trainer.train()
-    assert "the block took no step 9: call trainer.train in it" in str(check.verdict)
+    assert "the block took no step 9: call trainer.train in it" in check.verdict.details
 
 
 @pytest.mark.parametrize("step", [-1, None, "x"])
@@ -180,7 +180,7 @@ def test_a_number_of_a_step_that_there_cannot_be_is_said_and_the_job_goes_on(ste
             trainer.train()
         assert trainer.state.global_step == job.checked + 2
     assert check.verdict.verdict == "unknown"
-    assert f"step is {step!r}: expected a number from 0, counted from the first in the block" in str(check.verdict)
+    assert f"step is {step!r}: expected a number from 0, counted from the first in the block" in check.verdict.details
 
 
 def test_without_use_nothing_of_transformers_is_imported() -> None:

@@ -67,7 +67,7 @@ def test_a_stage_whose_output_is_like_nothing_is_caught_and_located_without_a_na
     _, layout = UNNAMED[name]
     verdict = judged(layout, own_step=partial(transformers_faults.step, name), whitebox=whitebox)
     assert (verdict.verdict, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
-    assert "rank 1, stage 1" in str(verdict)
+    assert "rank 1, stage 1" in verdict.details
 
 
 @pytest.mark.pipeproof_ranks

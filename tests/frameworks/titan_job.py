@@ -128,7 +128,7 @@ def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
             with check as found:
                 raise KeyError("the job's own")
         except KeyError as error:
-            return repr(error), str(found.verdict), "step" not in vars(trainer.pp_schedule)
+            return repr(error), found.verdict.details, "step" not in vars(trainer.pp_schedule)
     raise AssertionError("what the job raises is the job's")
 
 

@@ -129,8 +129,8 @@ def test_a_reference_that_cannot_be_run_is_said_in_a_sentence(whitebox: WhiteBox
     given, sentence = REFERENCES[name]
     verdict = judged(whitebox, own, **given)
     assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("unknown", 3, ())
-    assert sentence in str(verdict).splitlines()[0]
-    assert "Traceback" not in str(verdict)
+    assert sentence in verdict.details.splitlines()[0]
+    assert "Traceback" not in verdict.details
     assert "Traceback" in verdict.traceback
 
 
@@ -194,8 +194,8 @@ def no_name(name: str) -> str:
 def test_what_cannot_be_read_is_said(whitebox: WhiteBox, step: Any, more: Any, words: str) -> None:
     verdict = judged(whitebox, step, contract=Contract(**more))
     assert verdict.verdict == "unknown"
-    assert words in str(verdict).splitlines()[0]
-    assert "Traceback" not in str(verdict)
+    assert words in verdict.details.splitlines()[0]
+    assert "Traceback" not in verdict.details
 
 
 class Looked(nn.Module):
@@ -290,7 +290,7 @@ def test_a_verdict_never_depends_on_its_explanation(
     verdict = judged(whitebox, wrong)
     assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
-    golden(str(verdict), lines="^  cause")
+    golden(verdict.details, lines="^  cause")
     assert "in crash" in verdict.traceback
 
 
@@ -328,7 +328,7 @@ def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.Monk
     monkeypatch.setattr("pipeproof.foreign.validator.Assembled", crash)
     verdict = judged(whitebox, right)
     assert (verdict.verdict, verdict.laws) == ("unknown", ())
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 @pytest.mark.parametrize(

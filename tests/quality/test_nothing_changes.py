@@ -207,7 +207,7 @@ def test_what_cannot_be_put_back_is_unknown_and_named() -> None:
         Job([stage]).step()
         check.gradients()
     assert check.verdict.verdict == "unknown"
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 class Cached(nn.Module):

@@ -62,7 +62,7 @@ def test_a_batch_is_held_against_the_weights_that_the_job_has() -> None:
 def test_a_batch_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(engine_of(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.zeros(1))])
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
     assert judged(engine_of(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_those_before_clipping() -> None:
 def test_what_is_not_covered_is_refused_and_the_job_goes_on(engine: Any) -> None:
     verdict = judged(engine_of(**engine) if isinstance(engine, dict) else engine)
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_is_not_covered_is_refused_and_the_job_goes_on(engine: Any) -> None
 def test_what_does_not_fit_the_job_is_said(microbatches: Any, build: Any) -> None:
     verdict = judged(engine_of(), microbatches, build)
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 def test_an_engine_with_a_step_of_its_own_keeps_it() -> None:
@@ -126,11 +126,11 @@ def test_a_loss_function_that_the_check_was_not_given_is_named() -> None:
     engine.module.loss_fn = summed
     with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
         engine.train_batch(iter(DATA))
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
     del engine.module.loss_fn
     with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
         engine.train_batch(iter(DATA))
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:

@@ -126,7 +126,7 @@ def test_a_right_step_passes_in_names_of_the_whole_model(per_token: bool) -> Non
 def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(Model(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.tensor(3.0))])
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
     assert judged(Model(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 
@@ -154,7 +154,7 @@ def test_a_wrong_step_is_named() -> None:
 def test_what_is_not_covered_is_refused_and_the_job_goes_on(model: Any, more: Any) -> None:
     verdict = judged(model, **more)
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 def test_a_step_in_which_every_token_is_masked_is_said() -> None:
@@ -163,7 +163,7 @@ def test_a_step_in_which_every_token_is_masked_is_said() -> None:
     verdict = judged(
         Model(calculate_per_token_loss=True), microbatches=masked, drawn=masked, calculate_per_token_loss=True
     )
-    assert (verdict.verdict, told in str(verdict)) == ("unknown", True), str(verdict)
+    assert (verdict.verdict, told in verdict.details) == ("unknown", True), str(verdict)
     with pytest.raises(pipeproof.megatron.MegatronError, match=told):
         pipeproof.megatron.validate(
             len,

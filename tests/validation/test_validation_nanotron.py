@@ -54,7 +54,7 @@ def test_a_loss_that_is_not_divided_is_named() -> None:
 def test_a_block_without_a_step_is_said() -> None:
     with pipeproof.nanotron.check_step(Trainer(), DATA, reference=lambda _: NanotronModel(), timeout_s=5) as check:
         pass
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 def changed(**what: Any) -> Trainer:
@@ -96,18 +96,18 @@ POINTED = [{**one, "label_ids": TensorPointer(1)} for one in DATA]
 def test_what_is_not_covered_is_said_and_the_job_goes_on(trainer: Any, given: Any) -> None:
     verdict = judged(trainer(), **given)
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 def test_a_version_that_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, version="0.5.1")
-    golden(str(judged(Trainer())).splitlines()[0])
+    golden(judged(Trainer()).details.splitlines()[0])
 
 
 @pytest.mark.parametrize("module", ["nanotron", "nanotron.parallel.pipeline_parallel.engine"])
 def test_a_package_that_is_missing_or_does_not_import_is_said(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    golden(str(judged(Trainer())).splitlines()[0])
+    golden(judged(Trainer()).details.splitlines()[0])
 
 
 def test_what_goes_to_other_ranks_is_on_the_cpu() -> None:
@@ -124,7 +124,7 @@ def test_what_goes_to_other_ranks_is_on_the_cpu() -> None:
 def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(Trainer(), drawn=[DATA[0], {**DATA[1], "input_ids": torch.full((1, 2), 5.0)}])
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
     assert judged(Trainer(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 

@@ -194,7 +194,8 @@ def _tell(terminal: Terminal, run: Run, verdict: Verdict, setting: Setting) -> N
     if passed and (why := run.doubt()):
         terminal.say(why)
     if setting.explain or not passed or terminal.manner.verbose:
-        (terminal.detail if passed else terminal.say)(str(verdict), verdict.word)
+        text = verdict.details if setting.explain or terminal.manner.verbose else str(verdict)
+        (terminal.detail if passed else terminal.say)(text, verdict.word)
 
 
 def exit_status(verdicts: Sequence[Verdict]) -> int:

@@ -135,7 +135,7 @@ def _campaign(setting: Setting, drawn: Drawn, tally: Tally, parts: Parts) -> int
         if left is not None:
             terminal.say(f"rounding is too coarse to decide {some(len(tally.undecided), 'case')}, such as:")
         for verdict in verdicts:
-            terminal.say(str(verdict), verdict.word)
+            terminal.say(verdict.details if terminal.manner.verbose else str(verdict), verdict.word)
         status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
         if file is not None and file.open and not verdicts:
             terminal.say(file.open)

@@ -102,9 +102,8 @@ def _explained(first: Record, second: Record, files: tuple[str, str]) -> tuple[V
 
 
 def _tell(verdict: Verdict) -> None:
-    headline, _, rest = str(verdict).partition("\n")
-    Terminal().say(headline, verdict.word)
-    (Terminal().detail if verdict.verdict == "pass" else Terminal().say)(rest)
+    terminal = Terminal()
+    terminal.say(verdict.details if terminal.manner.verbose else str(verdict), verdict.word)
 
 
 def _contents(record: Record) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
 from types import MappingProxyType
 
 from pipeproof.pipeline.sizes import digits, first_few
@@ -52,7 +52,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "master-weights": "weights are not those of their master copies",
         # Messages and memory.
         "wrong-message": "a message arrived as another",
-        "mispaired": "tensors that are right met those of another microbatch",
+        "mispaired": "a backward used another microbatch's activation or gradient",
         "overwritten": "a tensor was overwritten while it was still needed",
         "uninitialised": "a tensor was read before it was filled, or nobody passed it on",
         "rounded": "a tensor went through a narrower type",
@@ -229,12 +229,18 @@ class Cells:
         return [f"stage {stage} but for {first_few(names)}" for stage, names in some.items() if names]
 
     def lines(self, most: int = 16) -> list[str]:
-        """A table: stages down, microbatches across. Of more than ``most``, those that are not as they should be."""
+        """A table: stages down, those that are alike in one row, and microbatches across.
+
+        Of more than ``most`` microbatches it has those that are not as they should be.
+        """
         columns = range(len(self.rows[0]))
         wrong = [m for m in columns if not all(row[m].right for row in self.rows)]
         shown = list(columns) if len(columns) <= most else wrong[:most]
         table = [["microbatch", *map(str, shown)]]
-        table += [[f"stage {stage}", *(str(row[m]) for m in shown)] for stage, row in enumerate(self.rows)]
+        for row, alike in groupby(enumerate(self.rows), key=lambda one: one[1]):
+            first, *more = (stage for stage, _ in alike)
+            name = f"stages {first}-{more[-1]}" if more else f"stage {first}"
+            table.append([name, *(str(row[m]) for m in shown)])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
         left = len(columns) - len(shown)

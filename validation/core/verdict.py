@@ -1,34 +1,32 @@
 """The verdict as data: what was compared, what broke, and what to type next."""
 
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from pipeproof.core.cause import KINDS, Cause, Cells, OwnLine, RuledOut
-from pipeproof.core.hints import hints
+from pipeproof.core.brief import brief, sentence
+from pipeproof.core.cause import Cause, OwnLine
+from pipeproof.core.details import CAUSES, details, headline
+from pipeproof.core.findings import JUDGED as JUDGED
+from pipeproof.core.findings import Findings
+from pipeproof.core.findings import LawResult as LawResult
+from pipeproof.core.findings import Outcome as Outcome
+from pipeproof.core.findings import Tier as Tier
 from pipeproof.core.measured import Measured, versions
 from pipeproof.core.mismatch import Mismatch as Mismatch
 from pipeproof.core.mismatch import Size as Size
 from pipeproof.core.mismatch import Value as Value
 from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
-from pipeproof.core.reason import Reason
 from pipeproof.pipeline.sizes import shortened
-from pipeproof.worlds.rank_report import Race, RankFailed, details, headline
-from pipeproof.worlds.stack import Line
+from pipeproof.worlds import rank_report
+from pipeproof.worlds.rank_report import Race, RankFailed, RankReport
 
 SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
-Tier = Literal["bitwise", "fp32", "TF32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
-Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
-
-_SHOWN = 4  # mismatches on a screen; the rest are counted
-_CAUSES = 3  # causes that hold together, or explanations, on a screen
 _LONGEST = 300  # characters of what was raised
-JUDGED = ("seen", "expected")
-_UNJUDGED: Mapping[str, str] = {"pass": "same", "fail": "different", "wrong": "different"}
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
@@ -55,37 +53,6 @@ class NoVerdict(ValidationFailed):
 
 
 @dataclass(frozen=True)
-class LawResult:
-    """A property that must hold, and how it fared.
-
-    checked: how many things were compared. exact: how many of them agreed bit for bit. wrong: how many did not agree.
-    left_out: the names of those that should have been compared and were not. reasons: why it is unknown, or not seen.
-    """
-
-    name: str
-    outcome: Outcome
-    checked: int = 0
-    exact: int = 0
-    wrong: int = 0
-    worst: float = 0.0
-    floor: float = 0.0
-    note: str = ""
-    left_out: tuple[str, ...] = ()
-    reasons: tuple[Reason, ...] = ()
-
-    def __str__(self) -> str:
-        return self.line(self.outcome)
-
-    def line(self, outcome: str) -> str:
-        """All of it on one line; ``outcome`` is the word for how it fared."""
-        exact = f"{self.checked} compared, {self.exact} bit for bit" if self.checked else ""
-        missed = f"{len(self.left_out)} not compared" if self.left_out else ""
-        worst = f"worst {small(self.worst)}" if self.worst else ""
-        details = ", ".join(text for text in (exact, missed, worst, self.note) if text)
-        return f"{self.name:<18} {outcome:<14} {details}".rstrip()
-
-
-@dataclass(frozen=True)
 class Crash:
     """What was raised where nothing should be: on one line, and with its traceback."""
 
@@ -98,77 +65,22 @@ class Crash:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a validation found; it is true if that is a pass.
-
-    tier: "bitwise", a dtype's name, or "none" if not everything agreed. cause: what explains it, all of it together. It
-    is empty if the evidence does not decide; then ``undecided`` says why. Both are empty if nobody asked. alternatives:
-    explanations that the evidence allows as well, each as a whole, the likeliest first. ruled_out: what was compared on
-    the way and agreed. cells: the coefficients that causes rest on. bindings: the case's numbers, in words. floor: the
-    largest rounding floor over all gradients; 0 if none was measured. failure: how the ranks failed, if there was
-    nothing to judge. ended: "error" for a crash, "hang" for a hang. headline: a sentence for what the laws cannot say.
-    rerun: what to type if there is no replay line. seconds: what it took. stopped: what was raised while things were
-    compared. unsought: what was raised while the cause was looked for. traceback: of either. measured: numbers. sides:
-    what found and due are called; of two runs, neither of which is known to be right, they are names of these.
-    """
-
-    config: str
-    verdict: Literal["pass", "fail", "unknown"]
-    tier: Tier
-    laws: tuple[LawResult, ...]
-    mismatches: tuple[Mismatch, ...] = ()
-    cause: tuple[Cause, ...] = ()
-    alternatives: tuple[tuple[Cause, ...], ...] = ()
-    ruled_out: tuple[RuledOut, ...] = ()
-    undecided: tuple[str, ...] = ()
-    cells: Cells | None = None
-    bindings: str = ""
-    floor: float = 0.0
-    failure: str = ""
-    headline: str = ""
-    rerun: str = ""
-    seconds: float = field(default=0.0, compare=False)
-    stopped: str = ""
-    unsought: str = ""
-    traceback: str = field(default="", compare=False)
-    ended: Literal["", "error", "hang"] = ""
-    sides: tuple[str, str] = JUDGED
-
-    @property
-    def judged(self) -> bool:
-        """Whether one side is known to be right."""
-        return self.sides == JUDGED
-
-    @property
-    def word(self) -> str:
-        """The outcome as a reader meets it: a crash and a hang are no verdict, but are no mere doubt either."""
-        return self.ended or self.outcome(self.verdict)
-
-    def outcome(self, word: str) -> str:
-        """``word`` for an outcome; what differs from a run that may be wrong has not failed."""
-        return word if self.judged else _UNJUDGED.get(word, word)
+class Verdict(Findings):
+    """What a validation found; it is true if that is a pass. ``Findings`` says what its fields are."""
 
     @property
     def reason(self) -> str:
         """What is wrong, in a few words: the causes, or the laws that are broken."""
-        told = " and ".join(cause.short for cause in self.cause[:_CAUSES])
+        told = " and ".join(cause.short for cause in self.cause[:CAUSES])
         if self.verdict == "fail":
-            return told or self._headline()
-        return f"{self.word.upper()} {self._headline()}"
-
-    measured: Measured = field(default=Measured(), compare=False, repr=False)
+            return told or headline(self)
+        return f"{self.word.upper()} {headline(self)}"
 
     @property
-    def next(self) -> list[str]:
-        """What to look at, or to do, for its causes; where it is unknown, what makes it known."""
-        unknown = [law for law in self.laws if law.outcome == self.verdict == "unknown"]
-        cures = dict.fromkeys(reason.cure for law in unknown for reason in law.reasons)
-        return [*hints(self.cause, self.measured), *cures]
-
-    @property
-    def replay(self) -> str:
-        """The line that runs this case again."""
-        return self.rerun or f'pipeproof replay "{self.config}"'
+    def summary(self) -> str:
+        """The user's line in which it went wrong, as far as it is known, and what is wrong."""
+        lines = [one.line for cause in self.cause[:1] for one in cause.lines] or self.failed_at
+        return ": ".join([*(line.place for line in lines[:1]), sentence(self)])
 
     @property
     def exit_status(self) -> int:
@@ -195,12 +107,18 @@ class Verdict:
 
     def of_failure(self, failure: RankFailed) -> "Verdict":
         """This verdict, where ranks failed and there is nothing to judge. A race is a fault all the same."""
+        told = self.with_reports(failure.reports)
         if isinstance(race := failure.cause, Race):
             lines = tuple(OwnLine(what, line) for what, line in race.lines)
             cause = Cause(race.kind, rank=race.rank, detail=race.said, lines=lines)
-            return replace(self, verdict="fail", headline=race.said, failure=details(failure.reports), cause=(cause,))
+            return replace(told, verdict="fail", headline=race.said, cause=(cause,))
         ended: Literal["error", "hang"] = "hang" if failure.hang else "error"
-        return replace(self, headline=headline(failure.reports), failure=details(failure.reports), ended=ended)
+        return replace(told, headline=rank_report.headline(failure.reports), ended=ended)
+
+    def with_reports(self, reports: Sequence[RankReport]) -> "Verdict":
+        """This verdict, with what became of ranks."""
+        failed_at, ranks = rank_report.in_short(reports)
+        return replace(self, failure=rank_report.details(reports), failed_at=failed_at, ranks=ranks)
 
     def raise_if_failed(self) -> None:
         """Raise ``PipelineMismatch`` or ``NoVerdict``, with the whole screen as its text, unless this is a pass."""
@@ -213,72 +131,13 @@ class Verdict:
         return {law.name: law for law in self.laws}[name]
 
     def __str__(self) -> str:
-        """All that a reader needs, on one screen: the cause, where, seen, expected, the bindings, what to type next."""
-        rows = [f"{self.word.upper()} {self._headline()}", *self._causes()]
-        if self.failure:
-            rows += [self.failure, *self._next()]
-        if self.mismatches:
-            first = self.mismatches[0]
-            found, due = self.sides
-            rows.append(f"  where     {first.where}{first.later}")
-            values = [(found, first.read(due)), (due, first.expected)]
-            (a, one), (b, other) = values if self.judged else reversed(values)  # as they were named
-            rows += [f"  {a:<9} {one}", f"  {b:<9} {other}{first.allowance}"]
-        rows.append(f"  bindings  {self.bindings}" if self.bindings else f"  case      {self.config}")
-        rows += [f"  then      {mismatch.line(self.sides[1])}" for mismatch in self.mismatches[1:_SHOWN]]
-        if len(self.mismatches) > _SHOWN:
-            rows.append(f"  then      and {len(self.mismatches) - _SHOWN} more")
-        return "\n".join([*rows, *self._laws(), f"  replay    {self.replay}"])
+        """What a reader needs first, in a few lines."""
+        return brief(self)
 
-    def _causes(self) -> list[str]:
-        told = [cause for cause in self.cause if not (self.ended and cause.detail in self._headline())]
-        rows = _conjunction("cause", told)
-        for causes in self.alternatives[:_CAUSES]:
-            rows += _conjunction("or", causes)
-        if len(self.alternatives) > _CAUSES:
-            rows += _labelled("or", [f"{len(self.alternatives) - _CAUSES} more explanations"])
-        rows += [] if self.failure else self._next()
-        if self.stopped:
-            rows += _labelled("stopped", [f"before all was compared: {self.stopped}"])
-        if self.unsought:
-            rows += _labelled("cause", [f"not sought: looking for it raised {self.unsought}"])
-        elif not self.cause and (self.undecided or (self.judged and self.verdict == "fail")):
-            rows += _labelled("cause", [f"unknown{': the evidence does not decide' if self.undecided else ''}"])
-        rows += _labelled("found", self.cells.lines() if self.cells is not None else [])
-        return [*rows, *_labelled("open", self.undecided), *_labelled("not", map(str, self.ruled_out))]
-
-    def _next(self) -> list[str]:
-        return _labelled("next", self.next[:_CAUSES])
-
-    def _laws(self) -> list[str]:
-        """The laws that matter; where any did not pass, those that did, in a line for each note."""
-        if self.verdict == "pass":
-            shown, passed = list(self.laws), []
-        else:
-            shown = [law for law in self.laws if law.outcome in ("fail", "unknown")]
-            passed = [law for law in self.laws if law.outcome == "pass"]
-        rows = [law.line(self.outcome(law.outcome)) for law in shown]
-        for note in dict.fromkeys(law.note for law in passed):
-            alike = [law for law in passed if law.note == note]
-            compared = f"{', '.join(law.name for law in alike)}: {sum(law.checked for law in alike)} compared"
-            rows.append(f"{self.outcome('pass'):<18} {', '.join(filter(None, [compared, note]))}")
-        if passed:
-            rows += _not_seen(self.laws)
-        return _labelled("laws", rows)
-
-    def _headline(self) -> str:
-        if self.headline:
-            return self.headline
-        if self.failure:
-            return "the ranks failed before there was anything to judge"
-        if self.verdict == "pass":
-            return f"{sum(law.checked for law in self.laws)} comparisons, {self.tier}"
-        if self.verdict == "unknown" and self.stopped:
-            return f"not all was compared: {self.stopped}"
-        broken = [law for law in self.laws if law.outcome == self.verdict]
-        if self.verdict == "fail":
-            return ", ".join(f"{law.name} ({law.wrong} of {law.checked})" for law in broken)
-        return "; ".join(f"{law.name}: {law.note}" if law.note else law.name for law in broken)
+    @property
+    def details(self) -> str:
+        """All of it: causes, lines, laws, and what was ruled out."""
+        return details(self)
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON. ``measured`` is left out of a pass: its laws have the largest errors."""
@@ -293,33 +152,6 @@ class Verdict:
         """The verdict as a page: one file of HTML that needs no network."""
         html: str = import_module(__name__.partition(".")[0]).page(self)  # the front door leads to rooms after this one
         return html
-
-
-def _not_seen(laws: Sequence[LawResult]) -> list[str]:
-    """The laws of which nothing was seen, those with one reason on one line."""
-    reasons: dict[str, list[str]] = {}
-    for law in laws:
-        if law.outcome == "not seen":
-            reasons.setdefault(law.note, []).append(law.name)
-    return [f"{'not seen':<18} {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-
-
-def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:
-    """Causes that hold together; those that the screen has no room for are counted."""
-    rows = []
-    shown: set[Line] = set()
-    for cause in causes[:_CAUSES]:
-        rows += _labelled(label, [f"{cause.kind}: {KINDS[cause.kind]}", str(cause)])
-        own = {one.line for one in cause.lines}
-        rows += _labelled("ran at", cause.own_lines() if not own <= shown else ())
-        label, shown = "and", shown | own
-    left = len(causes) - _CAUSES
-    return rows + (_labelled("and", [f"{left} more"]) if left > 0 else [])
-
-
-def _labelled(label: str, lines: Iterable[str]) -> list[str]:
-    """``lines`` of the screen, with ``label`` at the first."""
-    return [f"  {'' if k else label:<9} {line}" for k, line in enumerate(lines)]
 
 
 def raised(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from pipeproof.cases.case import Case
+from pipeproof.core.brief import sentence
 from pipeproof.core.verdict import Verdict, small
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.columns import ROWS
@@ -42,12 +43,21 @@ class CaseResult:
         if self.group == "planted":
             caught = "is caught" if self.outcome == "pass" else f"is not caught: {self.verdict.verdict}"
             return f"the planted fault {self.case.specimen} {caught}"
-        return str(self.verdict).partition("\n")[0]
+        return f"{self.verdict.word.upper()} {sentence(self.verdict)}"
 
     @property
     def story(self) -> str:
-        """The whole screen."""
-        return str(self.verdict) if self.group != "planted" or self.outcome != "pass" else self.headline
+        """What a reader needs first."""
+        return self.headline if self._as_planted else str(self.verdict)
+
+    @property
+    def details(self) -> str:
+        """All of it: a file may be all that is left of a run."""
+        return self.headline if self._as_planted else self.verdict.details
+
+    @property
+    def _as_planted(self) -> bool:
+        return self.group == "planted" and self.outcome == "pass"
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ def junit(result: GateResult) -> bytes:
         )
         if one.outcome != "pass":
             kind = "failure" if one.outcome == "fail" else "error"
-            ElementTree.SubElement(found, kind, message=_xml(one.headline)).text = _xml(one.story)
+            ElementTree.SubElement(found, kind, message=_xml(one.headline)).text = _xml(one.details)
     every = ElementTree.SubElement(suite, "testcase", classname="pipeproof.gate", name="every case ran", time="0")
     if result.short:
         ElementTree.SubElement(every, "error", message=_xml(result.short))

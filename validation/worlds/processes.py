@@ -10,6 +10,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -65,19 +66,20 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             self._questions.send_bytes(b"?")
 
-    def testimony(self, deadline_s: float) -> tuple[str, str | None, tuple[int, ...] | None, str]:
-        """Its stack, what it waits for, from which ranks, and how far it has come.
+    def testimony(self, deadline_s: float) -> RankReport:
+        """Where it is, what it waits for, from which ranks, and how far it has come.
 
         Told before the deadline (of ``time.monotonic``), or else as can be seen.
         """
         with contextlib.suppress(EOFError, OSError):
             if self._questions.poll(max(0.0, deadline_s - time.monotonic())):
-                stack, waiting, peers, progress = unpack(self._questions.recv_bytes())
-                return stack, waiting, peers, progress
+                told: RankReport = unpack(self._questions.recv_bytes())
+                return replace(told, rank=self.seat.rank)
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)  # the handler in C needs no interpreter lock
             time.sleep(GRACE_S)
-        return f"busy in native code\n{self._signal_stack()}", None, None, ""
+        seen = f"busy in native code\n{self._signal_stack()}"
+        return RankReport(self.seat.rank, Ending.STOPPED, traceback=seen)
 
     def kill(self) -> None:
         """End the process at once; ``bury`` sees to the rest."""
@@ -265,11 +267,9 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
     deadline_s = time.monotonic() + ANSWER_S
     answers = {}
     for worker in workers:
-        stack, waiting, peers, progress = worker.testimony(deadline_s)
         ending = Ending.STUCK if complaint else Ending.STOPPED
-        answers[worker] = RankReport(
-            worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers, progress=progress
-        )
+        told = worker.testimony(deadline_s)
+        answers[worker] = replace(told, ending=ending, message=complaint, at_s=time.time())
     return answers
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from textwrap import indent
 
-from pipeproof.worlds.stack import Line
+from pipeproof.worlds.stack import Line, Stack
 
 
 def unfreed(waits: Mapping[int, Collection[int]]) -> list[tuple[int, ...]]:
@@ -64,7 +64,7 @@ class RankReport:
     ``at_s`` is the wall clock at the end, in seconds since the epoch.
     ``payload`` is, as bytes, the result of a rank that finished, or the ValueError that ended it. ``groups``: how many
     process groups jobs have left there so far. ``left``: the job has destroyed the group of all ranks: its process can
-    run no other.
+    run no other. ``stack``: the lines of the user's own code in which it raised, or was.
     """
 
     rank: int
@@ -78,6 +78,7 @@ class RankReport:
     progress: str = ""
     groups: int = 0
     left: bool = False
+    stack: Stack = ()
 
     @property
     def failed(self) -> bool:
@@ -204,6 +205,19 @@ def details(reports: Sequence[RankReport]) -> str:
     """What ``headline`` leaves out of the story: tracebacks, and the other ranks."""
     (_, body), *others = _story(reports)
     return "\n".join([*([body.rstrip()] if body.strip() else []), *(_paragraph(*one) for one in others)])
+
+
+def in_short(reports: Sequence[RankReport]) -> tuple[Stack, tuple[str, ...]]:
+    """Where the culprit raised, and the story in a line for each rank that ``headline`` does not tell all of."""
+    culprit = next(report for report in reports if report.rank == culprit_of(reports))
+    if culprit.ending is not Ending.STUCK:
+        return culprit.stack, tuple(heading for heading, _ in _story(reports)[1:])
+    every = sorted(reports, key=lambda report: report.rank != culprit.rank)
+    return (), tuple(f"{replace(one, progress='').line()}{_at(one)}" for one in every)
+
+
+def _at(report: RankReport) -> str:
+    return f", at {report.stack[0].place}" if report.stack else ""
 
 
 def _story(reports: Sequence[RankReport]) -> Sequence[tuple[str, str]]:

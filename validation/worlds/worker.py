@@ -29,6 +29,7 @@ from pipeproof.worlds.posted_messages import awaited, is_ours, parting, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.settings import Settings
 from pipeproof.worlds.shipping import pack, unpack_job
+from pipeproof.worlds.stack import stack_of
 
 # The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
 # the only thing that ends a wait inside gloo.
@@ -157,9 +158,10 @@ def _failure(rank: int, error: BaseException) -> RankReport:
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame):
         trace = trace.tb_next
     told = traceback.TracebackException(type(error), error, trace)
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     message = "".join(told.format_exception_only()).strip()
     trace_text, payload = "".join(told.format()), _packed_cause(error)
-    return RankReport(rank, Ending.RAISED, message, trace_text, at_s=now_s, payload=payload)
+    return RankReport(rank, Ending.RAISED, message, trace_text, at_s=now_s, payload=payload, stack=stack_of(innermost))
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -181,7 +183,10 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frame = sys._current_frames()[main]
-            questions.send_bytes(pack((stack_text(traceback.extract_stack(frame)), *_wait(main, frame), progress())))
+            waiting, peers = _wait(main, frame)
+            report = RankReport(-1, Ending.STOPPED, waiting=waiting, peers=peers, progress=progress())
+            told = stack_text(traceback.extract_stack(frame))
+            questions.send_bytes(pack(replace(report, traceback=told, stack=stack_of(frame))))  # -1: who asks knows
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 

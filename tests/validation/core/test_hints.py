@@ -40,7 +40,7 @@ def test_a_factor_is_said_to_be_what_it_equals(factor: float | None, said: str) 
     *factors, general = verdict.next
     assert " ".join(verdict.next).startswith(said)
     assert general == HINTS["scale"]
-    assert f"  next      {verdict.next[0]}" in str(verdict).splitlines()
+    assert f"  next      {verdict.next[0]}" in verdict.details.splitlines()
     assert verdict.as_dict()["next"] == [*factors, general]
 
 

@@ -38,6 +38,6 @@ def test_what_makes_it_known_is_told_once_for_each_reason() -> None:
     verdict = Verdict("c", "unknown", "none", laws)
     cures = [Reason.ROUNDING.cure, Reason.HOOKS.cure]
     assert verdict.next == verdict.as_dict()["next"] == cures
-    assert str(verdict).splitlines()[1:3] == [f"  next      {cures[0]}", f"            {cures[1]}"]
+    assert verdict.details.splitlines()[1:3] == [f"  next      {cures[0]}", f"            {cures[1]}"]
     assert all(cure in verdict.to_html() for cure in cures)
     assert not replace(verdict, verdict="fail").next

@@ -249,7 +249,7 @@ def test_what_is_added_to_a_gradient_of_rounding_alone_is_a_fault(whitebox: Whit
     verdict = judged(whitebox, step, reference=before_a_norm)
     assert verdict.verdict == "fail", verdict
     assert [(one.law, one.parameter) for one in verdict.mismatches] == [("gradient", "0.bias")]
-    assert "made of what they should be" not in str(verdict)
+    assert "made of what they should be" not in verdict.details
 
 
 def summed_after_a_norm() -> nn.Module:

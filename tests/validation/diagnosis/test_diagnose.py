@@ -94,8 +94,8 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("wrong-message", 1, 1, (0, 1))
     golden(cause.detail)
     assert cause.action == "1F0"
-    assert f"            {cause}" in str(verdict)
-    assert len(str(verdict).splitlines()) <= 30
+    assert f"            {cause}" in verdict.details
+    assert len(verdict.details.splitlines()) <= 30
     assert asdict(verdict.cause[0]) == verdict.as_dict()["cause"][0]  # type: ignore[index]
     ran = verdict.measured.ran
     assert ran is not None

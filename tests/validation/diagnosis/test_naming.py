@@ -265,7 +265,7 @@ def test_a_share_that_was_multiplied_is_not_called_unsummed(
 ) -> None:
     verdict = shared_at_both_ends(whitebox, first, last)
     if kind is None:
-        assert "others once" not in str(verdict), str(verdict)
+        assert "others once" not in verdict.details, str(verdict)
         return
     assert {(cause.kind, cause.stage) for cause in verdict.cause} == {(kind, stage)}, str(verdict)
     wrong = f"its share is there {first if stage == 0 else last:g} times, the others once, in every copy"

@@ -100,7 +100,7 @@ def test_numbers_that_are_whole_cannot_be_compared(whitebox: WhiteBox) -> None:
 
     verdict = judged(whitebox, step)
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0].partition(": ")[2])
+    golden(verdict.details.splitlines()[0].partition(": ")[2])
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])

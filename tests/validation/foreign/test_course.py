@@ -287,7 +287,7 @@ def test_the_mode_of_a_first_evaluation_is_judged_too(whitebox: WhiteBox) -> Non
     verdict = judged(whitebox, EvaluatesInTraining, steps=["eval", "train"])
     assert verdict.law("microbatches").outcome == "fail"
     assert [one.kind for one in verdict.cause] == ["mode"]
-    assert "operation 1, eval" in str(verdict)
+    assert "operation 1, eval" in verdict.details
 
 
 class LosesTheLast(Run):
@@ -396,4 +396,4 @@ def test_what_goes_wrong_is_caught_named_and_placed(whitebox: WhiteBox, kind: ty
     assert {one.law for one in verdict.mismatches} == told.broken, verdict
     assert (first.operation, first.doing, first.rank, first.stage) == told.at, verdict
     assert [one.kind for one in verdict.cause] == [told.cause] * bool(told.cause), verdict
-    assert ("operation {}, {}".format(*told.at) in str(verdict)) == (told.at[0] > 1)
+    assert ("operation {}, {}".format(*told.at) in verdict.details) == (told.at[0] > 1)

@@ -170,7 +170,7 @@ def test_one_number_that_is_near_anothers_is_not_that(whitebox: WhiteBox) -> Non
         near_another, reference=Scored, microbatches=data, ranks=1, loss_fn=lambda output, _: output
     )
     assert verdict.verdict == "fail"
-    assert "microbatch 3's" not in str(verdict)
+    assert "microbatch 3's" not in verdict.details
 
 
 def one_not_scaled(model: nn.Sequential, microbatches: list[Any], *, scale: float) -> HandedBack:

@@ -85,7 +85,7 @@ def test_a_scheduler_that_does_not_step_once_is_seen_in_the_update(whitebox: Whi
     assert verdict.verdict == "fail"
     assert [cause.kind for cause in verdict.cause] == ["update"], verdict
     assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
-    assert "operation 3" in str(verdict), verdict
+    assert "operation 3" in verdict.details, verdict
     golden(verdict.cause[0].detail.rpartition(" and ")[2])
 
 

@@ -177,7 +177,7 @@ def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
     assert not verdict.cause
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
     golden(verdict.law("boundaries").note)
-    assert "0.layer" not in str(verdict), "the other stages are judged all the same"
+    assert "0.layer" not in verdict.details, "the other stages are judged all the same"
 
 
 def test_a_fault_of_another_stage_is_told_all_the_same() -> None:

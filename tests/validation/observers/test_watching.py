@@ -109,7 +109,7 @@ def no_leaf(model: nn.Sequential, microbatches: list[Any], *, silent: bool = Fal
 def test_a_step_that_finds_no_gradient_is_told_whose(silent: bool, said: str, whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(no_leaf, silent=silent))
     assert verdict.word == "error", verdict
-    *_, told = str(verdict).partition("the stage was last called at")
+    *_, told = verdict.details.partition("the stage was last called at")
     assert said in told
     assert "no_leaf: loss =" in told
     assert ("no_leaf: dist.recv(x, 0)" in told) != silent

@@ -170,7 +170,7 @@ def test_what_differs_before_the_step_is_said_and_nothing_is_judged(path: Path) 
         check.report(losses=[1.0], norm=1.0)
     assert check.verdict.verdict == "unknown"
     assert check.verdict.exit_status == 3
-    golden(str(check.verdict).splitlines()[0], numbers=False)
+    golden(check.verdict.details.splitlines()[0], numbers=False)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_record_of_another_step_is_said(options: dict[str, Any], words: str, p
 
 
 def test_a_file_that_is_no_record_is_said() -> None:
-    assert "is no record" in str(step(__file__))
+    assert "is no record" in step(__file__).details
     assert "cannot read nowhere" in str(step("nowhere"))
 
 
@@ -197,7 +197,7 @@ def test_nobody_with_microbatches_is_said(path: Path) -> None:
     for against, words in ((path, "nobody says which microbatches"), (BESIDE, "nobody says which microbatches")):
         with check_step(build(), None, against=against) as check:
             pass
-        assert words in str(check.verdict)
+        assert words in check.verdict.details
 
 
 def test_a_reference_that_is_another_model_or_raises_is_said() -> None:
@@ -229,7 +229,7 @@ def test_two_stages_with_one_name_are_said_and_a_rename_tells_them_apart(path: P
     stages = {1: whole[:2], 5: nn.Sequential(whole[2], whole[3])}
     with check_step(stages, data(), against=path) as check:
         pass
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
     with check_step(stages, data(), against=path, rename=lambda s, n: f"{int(n[0]) + s // 2}{n[1:]}") as check:
         pass
     assert check.verdict.law("parameters-once").checked == 6
@@ -244,13 +244,13 @@ def test_a_record_that_was_altered_is_said_where_it_is_read(path: Path, tmp_path
     (tmp_path / "altered").write_bytes(content)
     verdict = step(tmp_path / "altered")
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 def test_microbatches_that_cannot_be_told_apart_are_said(path: Path) -> None:
     with check_step(build(), [(object(), None)], against=path) as check:
         pass
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 def test_a_step_that_raises_keeps_its_own_error(path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_step_that_raises_keeps_its_own_error(path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot"), check:
         build()(torch.zeros(2, 3))
     assert check.verdict.verdict == "unknown"
-    golden(str(check.verdict).splitlines()[0], numbers=False)
+    golden(check.verdict.details.splitlines()[0], numbers=False)
 
 
 class Lonely(Exchange):
@@ -279,12 +279,12 @@ def test_a_rank_that_never_came_is_named_first(path: Path, late: bool, monkeypat
     verdict = step(path, timeout_s=4.0)
     why = "within 4 s" if late else "as it had ended its part already"
     head = f"{'HANG' if late else 'ERROR'} rank 1 did not come to the end of the checked step {why}"
-    assert str(verdict).splitlines()[:2] == [head, "rank 0: finished"]
+    assert verdict.details.splitlines()[:2] == [head, "rank 0: finished"]
     assert (verdict.verdict, verdict.exit_status, verdict.reason) == ("unknown", 3, head)
     check = check_step(build(), data(), against=path, timeout_s=4.0)
     with pytest.raises(KeyError), check:
         raise KeyError("x")
-    golden(str(check.verdict), lines="^ERROR|rank 1: did")
+    golden(check.verdict.details, lines="^ERROR|rank 1: did")
 
 
 def test_a_verdict_before_the_end_is_refused(path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.Monkey
 def test_what_cannot_be_compared_ends_no_job(path: Path) -> None:
     verdict = step(path, report=lambda losses, norm: {"norm": object()})
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -133,6 +133,6 @@ def _about(verdict: Verdict) -> Html:
         *versions().items(),
         ("schema", SCHEMA),
     ]
-    text = more("As text", tag("pre", str(verdict)))
+    text = more("As text", tag("pre", verdict.details))
     trace = more("Traceback", tag("pre", verdict.traceback)) if verdict.traceback else None
     return section("This run", facts(known, class_="about"), text, trace)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pipeproof.core.cause import KINDS, Cause
+from pipeproof.core.details import headline
 from pipeproof.core.verdict import Verdict, small
 
 OUTCOMES = {"pass": "Pass", "fail": "Fail", "unknown": "Unknown", "error": "Error", "hang": "Hang"}
@@ -45,7 +46,7 @@ def _headline(verdict: Verdict) -> str:
             else f"{rest} of them bit for bit, the others to the rounding of {verdict.tier}"
         )
         return f"all {count} comparisons agree, {how}"
-    text = str(verdict).partition("\n")[0].partition(" ")[2]
+    text = headline(verdict)
     if verdict.word == "different":
         return f"The two runs differ: {text}"
     return f"{text}; its cause is not known" if verdict.word == "fail" and not verdict.cause else text

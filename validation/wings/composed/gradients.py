@@ -34,7 +34,7 @@ _NO_CAUSE = (
     "gradients of replicas are no multiple of their sum, nor more by those of the step "
     "before: no other cause was sought there"
 )
-_SPEAKS = "the cause was not sought: stage {} speaks to other ranks when it is run"
+_SPEAKS = "the cause was not sought: stage {} communicates and can be rerun once only"
 
 
 @dataclass

@@ -42,7 +42,7 @@ def test_a_graph_that_is_cut_is_named_as_that_and_where_it_is(whitebox: WhiteBox
     assert (verdict.mismatches[0].rank, verdict.mismatches[0].stage) == (1, 1)
     assert [one.what for one in cause.lines][:1] == [f"1F{those[0]}"]
     assert "detach" in verdict.next[0]
-    golden(str(verdict), lines="but for")
+    golden(verdict.details, lines="but for")
     golden("\n".join(verdict.next))
     assert not verdict.undecided
 

@@ -138,10 +138,10 @@ def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> N
     def longer() -> nn.Module:
         return nn.Sequential(*build(), nn.Linear(8, 8))
 
-    told = str(judged(Job(), against=SingleDevice(longer, loss_fn)))
+    told = judged(Job(), against=SingleDevice(longer, loss_fn)).details
     golden(told.splitlines()[0])
     job = Job()
-    twice = str(judged(job, stages={0: job.model, 1: job.model}))
+    twice = judged(job, stages={0: job.model, 1: job.model}).details
     golden(twice.splitlines()[0])
     assert "rename=" not in told + twice
 
@@ -149,7 +149,7 @@ def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> N
 def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:
     verdict = judged(Job(), steps=2)
     assert verdict.verdict == "unknown"
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_is_refused_is_said_and_the_job_goes_on(error: Exception, sentence:
         went_on = True
     assert went_on
     assert check.verdict.verdict == "unknown"
-    assert sentence in str(check.verdict)
+    assert sentence in check.verdict.details
 
 
 def test_an_adapter_that_raises_ends_no_job() -> None:
@@ -179,7 +179,7 @@ def test_an_adapter_that_raises_ends_no_job() -> None:
 
     verdict = judged_with(watching=broken)
     assert verdict.verdict == "unknown"
-    assert "RuntimeError: hooks" in str(verdict)
+    assert "RuntimeError: hooks" in verdict.details
 
     def blind() -> Any:
         raise RuntimeError("gradients")
@@ -195,7 +195,7 @@ def judged_with(**changed: Any) -> Verdict:
 
 def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused() -> None:
     unfinished = WhiteBoxError("call train_batch in the block")
-    golden(str(judged_with(unfinished=unfinished)).splitlines()[0])
+    golden(judged_with(unfinished=unfinished).details.splitlines()[0])
     job = Job()
     with checking(lambda: job.as_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
         job.step()
@@ -206,7 +206,7 @@ def test_what_the_job_raises_is_its_own() -> None:
     job = Job()
     with pytest.raises(KeyError), checking(job.as_step, timeout_s=5) as check:
         raise KeyError("x")
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
     assert "before" not in vars(job)
 
 
@@ -240,4 +240,4 @@ def test_a_timeout_that_is_none_is_said_and_the_job_goes_on(timeout_s: Any) -> N
     job = Job()
     with checking(job.as_step, timeout_s=timeout_s) as check:
         job.step()
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])

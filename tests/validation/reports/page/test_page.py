@@ -35,7 +35,7 @@ def test_a_page_says_all_that_there_is_and_makes_nothing_up(verdict: Verdict) ->
 
 
 def test_text_json_and_page_say_the_same() -> None:
-    shown, data, text = said(FAILED), json.loads(json.dumps(FAILED.as_dict())), str(FAILED)
+    shown, data, text = said(FAILED), json.loads(json.dumps(FAILED.as_dict())), FAILED.details
     for law in data["laws"]:
         assert law["name"] in shown
         assert law["note"] in shown

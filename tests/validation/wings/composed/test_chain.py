@@ -21,7 +21,7 @@ RANKS, COUNT = 3, 4
 
 def checked(world: World, faults: Faults | None = None, **options: Any) -> Verdict:
     verdicts = world.run(partial(step, **options), COUNT, faults or Faults(), ranks=RANKS)
-    assert len({str(verdict) for verdict in verdicts}) == 1, "all ranks have one verdict"
+    assert len({verdict.details for verdict in verdicts}) == 1, "all ranks have one verdict"
     found: Verdict = verdicts[0]
     return found
 

@@ -141,7 +141,7 @@ def test_where_it_is_not_that_is_said_and_the_job_goes_on_with_its_bits(kind: st
     ((verdicts, weights),) = world.run(job, kind, True, False, ranks=1)
     for verdict in verdicts:
         assert verdict.verdict == "unknown"
-        assert f"{OTHERS[kind]}: pass " in str(verdict)
+        assert f"{OTHERS[kind]}: pass " in verdict.details
     assert weights == world.run(job, kind, False, False, ranks=1)[0][1]
 
 

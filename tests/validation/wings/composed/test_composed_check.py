@@ -257,7 +257,7 @@ def test_what_nobody_knows_is_said_of_all_laws_that_need_it(case: str, max_norm:
     verdict = checked(job(), contract=Contract(max_norm=max_norm))
     laws = {one.name: one.outcome for one in verdict.laws}
     assert verdict.verdict == "unknown", str(verdict)
-    assert sentence in str(verdict)
+    assert sentence in verdict.details
     assert laws["boundaries"] == laws["gradient"] == laws["grad-norm"] == "unknown", str(verdict)
 
 
@@ -299,7 +299,7 @@ def test_what_a_stage_has_besides_tensors_is_left_alone() -> None:
     assert not put_off.later
     assert [one.calls for one in stages if isinstance(one, Layer)] == [3, 3]
     assert check.verdict.verdict == "unknown", str(check.verdict)
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 def test_a_microbatch_that_never_ran_is_named() -> None:
@@ -336,14 +336,14 @@ def test_the_one_call_that_ran_in_another_mode_is_named() -> None:
 
 def test_what_is_no_step_is_refused_in_a_sentence() -> None:
     (one,) = layers(torch.tanh)
-    golden(str(checked(Job([one, one]))).splitlines()[0])
+    golden(checked(Job([one, one])).details.splitlines()[0])
     assert "microbatches is empty" in str(checked(Job([one]), given=[]))
     with check_step(one, DATA, against=Composed(MSE), operation=1) as check:
         check.gradients()
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
     with check_step(one, DATA, against=Composed(MSE)) as check:
         check.gradients()
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 def test_a_crash_of_ours_ends_no_job_and_without_causes_a_verdict_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ def told_otherwise(context: RankContext, numbers: Sequence[int], max_norms: Sequ
     named = {"rename": lambda stage, name: f"{rank}.{name}"}
     with check_step({numbers[rank]: module}, DATA, against=against, timeout_s=10.0, **named) as check:  # type: ignore[arg-type]
         check.gradients()
-    return str(check.verdict)
+    return check.verdict.details
 
 
 @pytest.mark.parametrize(("numbers", "max_norms"), [((0, 2), (1.0, 1.0)), ((0, 0), (1.0, 1.0)), ((0, 1), (1.0, 2.0))])
@@ -385,7 +385,7 @@ def of_one_name(context: RankContext) -> str:
         for x, _ in DATA:
             module(x).sum().backward()
         check.gradients()
-    return str(check.verdict)
+    return check.verdict.details
 
 
 def test_weights_of_one_name_that_are_not_one_are_told_with_the_cure(simulated: World) -> None:

@@ -197,7 +197,7 @@ def test_what_a_contract_does_not_say_is_asked_for(name: str, simulated: World) 
     way, sentence = UNSAID[name]
     verdict = simulated.run(step, way, ranks=len(way.counts))[0]
     assert verdict.verdict == "unknown", str(verdict)
-    assert sentence in str(verdict)
+    assert sentence in verdict.details
 
 
 def checked(divided: dict[int, float]) -> Verdict:

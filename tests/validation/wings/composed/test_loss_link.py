@@ -30,7 +30,7 @@ def test_activations_that_crossed_are_wrong_where_they_came_and_nowhere_else(sta
     (cause,) = verdict.cause
     assert (cause.rank, cause.stage, cause.microbatches) == (1, 1, (0, 1))
     assert "wrong-message" in {other.kind for (other, *_) in verdict.alternatives}
-    follows = next(line for line in str(verdict).splitlines() if "loss, presence, gradient" in line)
+    follows = next(line for line in verdict.details.splitlines() if "loss, presence, gradient" in line)
     golden(follows)
 
 

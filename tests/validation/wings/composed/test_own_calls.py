@@ -173,7 +173,7 @@ def test_a_message_that_never_wants_its_gradient_is_seen(wanting: tuple[bool, bo
     verdict = simulated.run(step, Way(wanting=wanting), ranks=2)[0]
     assert verdict.verdict == "fail"
     assert (verdict.cause[0].rank, verdict.cause[0].stage) == (1, 1)
-    assert "without requires_grad" in str(verdict)
+    assert "without requires_grad" in verdict.details
 
 
 def test_a_message_that_is_widened_and_altered_is_wrong(simulated: World) -> None:
@@ -237,7 +237,7 @@ def test_an_input_that_a_stage_has_in_an_attribute_is_not_seen() -> None:
             (loss_fn(last(), target) / COUNT).backward()
             made.backward(last.input_tensor.grad)
         check.gradients()
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 @dataclass

@@ -109,13 +109,13 @@ def told(which: list[int]) -> Verdict:
 def test_a_target_that_is_told_before_a_call_is_not_seen(which: list[int]) -> None:
     verdict = told(which)
     assert verdict.verdict == "unknown", str(verdict)
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 def test_a_target_that_is_the_same_in_all_calls_came_to_no_stage() -> None:
     verdict = told([0, 0, 0])
     assert verdict.verdict == "unknown", str(verdict)
-    golden(str(verdict).splitlines()[0])
+    golden(verdict.details.splitlines()[0])
 
 
 class Changing(Layer):

@@ -39,7 +39,7 @@ def one_step(
 def told(context: RankContext, options: list[Options], optimizers: list[bool]) -> str:
     stage = stage_of(context.rank)
     given = torch.optim.SGD(stage.parameters(), lr=0.1) if optimizers[context.rank] else None
-    return str(one_step(context, stage, Composed(LOSS, optimizer=given, **options[context.rank])))
+    return one_step(context, stage, Composed(LOSS, optimizer=given, **options[context.rank])).details
 
 
 LATE = Contract(accumulation=Accumulation(late=True))
@@ -92,7 +92,7 @@ def frozen(context: RankContext) -> str:
         check.gradients()
         if optimizer is not None:
             optimizer.step()
-    return str(check.verdict)
+    return check.verdict.details
 
 
 def flows(context: RankContext) -> None:
@@ -104,7 +104,7 @@ def flows(context: RankContext) -> None:
 def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
     by, began = Composed(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
     found = one_step(context, stage_of(context.rank), by, given if context.rank else None)
-    return str(found), monotonic() - began
+    return found.details, monotonic() - began
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -118,11 +118,11 @@ def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World) 
 def test_what_is_no_contract_is_said_in_a_sentence() -> None:
     with check_step(nn.Linear(8, 8), data(COUNT), against=Composed(LOSS, contract=3)) as check:  # type: ignore[arg-type]
         check.gradients()
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])
 
 
 @pytest.mark.parametrize("stage", [nn.LazyLinear(8), nn.Linear(8, 8, device="meta")])
 def test_weights_that_are_made_in_the_first_call_are_said_in_a_sentence(stage: nn.Module) -> None:
     with check_step(stage, data(COUNT), against=Composed(LOSS)) as check:
         check.gradients()
-    golden(str(check.verdict).splitlines()[0])
+    golden(check.verdict.details.splitlines()[0])

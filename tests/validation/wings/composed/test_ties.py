@@ -107,7 +107,7 @@ def test_only_the_model_tells_whether_equal_weights_are_one(
 )
 def test_ties_that_cannot_be_are_refused(build: Any, sentence: str) -> None:
     verdict = checked(Tied(stages_of(draw)), build=build, contract=Contract(ties=[(*ENDS, "x")]))
-    assert (verdict.verdict, sentence in str(verdict)) == ("unknown", True), str(verdict)
+    assert (verdict.verdict, sentence in verdict.details) == ("unknown", True), str(verdict)
 
 
 def test_what_else_is_wrong_still_fails() -> None:

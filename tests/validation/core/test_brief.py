@@ -1,0 +1,91 @@
+"""The few lines that a reader gets first: what they say, and that there are never more."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeproof.core.brief import brief, cause_sentence
+from pipeproof.core.cause import Cause, Cell, Cells, OwnLine
+from pipeproof.core.mismatch import Mismatch, Size
+from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import LawResult, Verdict
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from pipeproof.worlds.stack import Line
+from tests.support.golden import golden
+
+LAWS = (
+    LawResult("loss", "pass", 8, 8),
+    LawResult("gradient", "fail", 8, 4, 4, worst=0.5, floor=1e-7),
+    LawResult("boundaries", "unknown", 4, 4, note="one tensor was not compared", reasons=(Reason.HIDDEN,)),
+    LawResult("grad-norm", "not seen", note="no rank reports a norm"),
+)
+LINES = tuple(OwnLine("0B1", Line(f"step_{k}.py", 47 + k, "backward", "y.backward(received)")) for k in range(3))
+DROPPED = Cause("dropped", rank=0, stage=0, microbatches=(2,), detail="its output gradient came", lines=LINES)
+FIRST = Mismatch("gradient", 1, Size((4,), 1.0, factor=0.5, cosine=1.0), Size((4,), 2.0), "tensor", 0, 0, error=0.5)
+CELLS = Cells((tuple(Cell(float(m != 2)) for m in range(4)), *([(Cell(1.0),) * 4] * 3)))
+FAILED = Verdict("my_step on 2 ranks", "fail", "none", LAWS, (FIRST,), (DROPPED,), cells=CELLS, rerun="pytest t.py")
+
+LONG = " ".join(f"word{k}" for k in range(60))
+CROWDED = replace(
+    FAILED,
+    mismatches=(replace(FIRST, parameter=LONG),) * 9,
+    cause=(replace(DROPPED, detail=LONG, parameter=LONG), *(Cause("zero", stage=k) for k in range(9))),
+    alternatives=((Cause("scale", stage=1, factor=2.0),),),
+    cells=Cells(tuple((Cell(float(k)),) * 30 for k in range(12))),
+    stopped=LONG,
+    rerun=f'pytest "{LONG}"',
+)
+HANG = [RankReport(k, Ending.STUCK, "did not finish", waiting="a message", peers=(1 - k,)) for k in range(2)]
+CRASH = [
+    RankReport(0, Ending.STOPPED, waiting="a barrier"),
+    RankReport(1, Ending.RAISED, "ValueError: bad", stack=(Line("my.py", 3, "step", "raise"),)),
+]
+BLANK = Verdict("my_step on 2 ranks", "unknown", "none", (), rerun="pytest t.py")
+KINDS = {
+    "a fault": FAILED,
+    "a fault without a cause": replace(FAILED, cause=(), cells=None, undecided=("stage 1: nothing fits",)),
+    "two causes": replace(FAILED, cause=(DROPPED, Cause("scale", stage=1, factor=0.25))),
+    "another explanation": replace(FAILED, alternatives=((Cause("scale", stage=1),),)),
+    "a pass": Verdict("my_step", "pass", "bitwise", (LAWS[0], LAWS[3])),
+    "unknown": replace(FAILED, verdict="unknown", laws=(LAWS[0], LAWS[2]), mismatches=(), cause=(), cells=None),
+    "a hang": BLANK.of_failure(RankFailed(HANG)),
+    "a crash": BLANK.of_failure(RankFailed(CRASH)),
+    "two runs": replace(FAILED, cause=(), cells=None, sides=("A", "B")),
+    "crowded": CROWDED,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_says_what_is_wrong_where_and_what_to_do(name: str) -> None:
+    golden(brief(KINDS[name]), exact=True)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_has_fourteen_lines_of_a_hundred_columns(name: str) -> None:
+    rows = brief(KINDS[name]).splitlines()
+    assert len(rows) <= 14
+    assert [row for row in rows if len(row) > 100 and not row.startswith("  again ")] == []
+
+
+def test_the_command_is_never_cut() -> None:
+    assert f"  again         {CROWDED.replay}" in brief(CROWDED).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("cause", "place"),
+    [
+        (Cause("zero"), "everywhere"),
+        (Cause("zero", rank=1), "rank 1"),
+        (Cause("zero", rank=1, stage=2), "stage 2 (rank 1)"),
+        (Cause("zero", stages=(0, 2), parameter="w"), "stages 0, 2, w"),
+        (Cause("zero", stage=0, microbatches=(1, 3)), "stage 0, microbatches 1, 3"),
+        (Cause("zero", stage=0, microbatches=tuple(range(9))), "stage 0"),
+    ],
+)
+def test_a_sentence_begins_with_the_place(cause: Cause, place: str) -> None:
+    assert cause_sentence(cause) == f"{place}: a gradient is zero"
+
+
+def test_a_summary_begins_with_the_users_line() -> None:
+    assert FAILED.summary.startswith("step_0.py:47 backward: stage 0 (rank 0), microbatch 2: ")
+    assert KINDS["a crash"].summary.startswith("my.py:3 step: rank 1 raised ValueError: bad")

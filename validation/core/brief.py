@@ -1,0 +1,156 @@
+"""A verdict in a few lines: what is wrong and where, the user's lines, what to try, and what was compared.
+
+A pass is one line. All else has at most 14 lines of at most 100 columns; where there is more to say, what tells least
+gives way first. The command alone is never cut: it is there to be copied.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from pipeproof.core.cause import KINDS, Cause, Cells, listed
+from pipeproof.core.details import by_note, headline
+from pipeproof.core.findings import Findings, LawResult
+from pipeproof.core.mismatch import Mismatch, small
+from pipeproof.pipeline.sizes import digits, shortened, some
+
+_LINES, _COLUMNS, _LABEL = 14, 100, 14
+_FEW = 2  # microbatches that a sentence names
+_WIDTH = _COLUMNS - _LABEL - 2  # of what stands beside a label
+# What gives way where there are too many lines, and how many of its own stay.
+_LEAST: Sequence[tuple[str, int]] = (
+    *(("right", 1), ("not compared", 1), ("and", 1), ("ranks", 6), ("wrong", 1), ("at", 1), ("shown by", 1)),
+    *(("stopped", 1), ("cause", 1), ("open", 1), ("first seen", 1), ("try", 1), ("gradients", 2), ("or", 0)),
+    *(("", 2), ("wrong", 0)),
+)
+_TEXTS = {"", "stopped", "cause", "right", "not compared", "wrong", "shown by", "open", "try", "first seen"}
+
+
+def brief(verdict: Findings) -> str:
+    """What a reader needs first."""
+    if verdict.verdict == "pass":
+        missed = [law.name for law in verdict.laws if law.outcome in ("not seen", "unknown")]
+        left = f"; not compared: {', '.join(missed)}" if missed else ""
+        return f"{verdict.word.upper()} {headline(verdict)}{left}"
+    first = _wrapped(f"{verdict.word.upper()} {sentence(verdict)}", _COLUMNS - 2, 5)
+    sections = {"": first} | {label: lines for label, lines in _sections(verdict) if lines}
+    for label, least in _LEAST:
+        over = sum(map(len, sections.values())) - _LINES
+        if over > 0 and label in sections:
+            sections[label] = _cut(sections[label], max(least, len(sections[label]) - over), text=label in _TEXTS)
+    first = sections.pop("")
+    rows = [f"  {'' if k else label:<{_LABEL}}{line}" for label, own in sections.items() for k, line in enumerate(own)]
+    return "\n".join([first[0], *(f"  {one}" for one in first[1:]), *rows])
+
+
+def sentence(verdict: Findings) -> str:
+    """What is wrong, with its place: the first cause, or what broke."""
+    if verdict.cause and verdict.verdict == "fail" and not verdict.failure:
+        return cause_sentence(verdict.cause[0])
+    unexplained = verdict.verdict == "fail" and verdict.judged and bool(verdict.mismatches)
+    return headline(verdict) + "; the cause is not known" * unexplained
+
+
+def cause_sentence(cause: Cause) -> str:
+    """A cause, after its stage and rank."""
+    stages = cause.stages or (() if cause.stage is None else (cause.stage,))
+    ranks = cause.ranks or (() if cause.rank is None else (cause.rank,))
+    of_stages, of_ranks = _numbered("stage", stages), _numbered("rank", ranks)
+    place = f"{of_stages} ({of_ranks})" if stages and ranks else of_stages or of_ranks
+    microbatches = _numbered("microbatch", cause.microbatches) if len(cause.microbatches) <= _FEW else ""
+    place = ", ".join(filter(None, [place, microbatches, cause.parameter])) or "everywhere"
+    times = "" if cause.factor in (None, 1.0) else f" (x{digits(cause.factor)})"
+    return f"{place}: {KINDS[cause.kind]}{times}"
+
+
+def _sections(verdict: Findings) -> Iterator[tuple[str, list[str]]]:
+    """What there is to say, by label, in the order in which it is read."""
+    causes = verdict.cause if not verdict.failure else ()
+    lines = [one.line for cause in causes[:1] for one in cause.lines]
+    yield "at", [shortened(str(one), _WIDTH) for one in [*lines, *verdict.failed_at][:2]]
+    yield "first seen", [row for one in verdict.mismatches[:1] for row in _wrapped(_first(verdict, one), _WIDTH)]
+    yield "shown by", _wrapped(causes[0].detail, _WIDTH) if causes else []
+    yield "and", [shortened(cause_sentence(one), _WIDTH) for one in causes[1:]]
+    told = [cause_sentence(one[0]) for one in verdict.alternatives[:1]]
+    yield "or", [shortened(one, _WIDTH) for one in told if one != sentence(verdict)]
+    yield "ranks", [shortened(one, _WIDTH) for one in verdict.ranks or verdict.failure.splitlines()]
+    yield "stopped", _wrapped(f"{verdict.stopped}, before all was compared" if verdict.stopped else "", _WIDTH)
+    yield "cause", _wrapped(f"not looked for: {verdict.unsought}" if verdict.unsought else "", _WIDTH)
+    yield "open", [] if causes else [row for one in verdict.undecided[:1] for row in _wrapped(one, _WIDTH)]
+    yield "try", [row for one in verdict.next[:1] for row in _wrapped(one, _WIDTH)]
+    yield "gradients", _matrix(verdict.cells)
+    wrong = [law for law in verdict.laws if law.outcome == "fail"]
+    more = causes or verdict.headline or any(law.note for law in wrong)  # else the first line has it
+    yield "wrong" if verdict.judged else "different", _wrapped(_differences(wrong), _WIDTH) if more else []
+    right = [law for law in verdict.laws if law.outcome == "pass"]
+    yield "right" if verdict.judged else "same", _wrapped(_agreement(right), _WIDTH) if right else []
+    others = () if verdict.verdict == "unknown" else ("unknown",)
+    missed = by_note([law for law in verdict.laws if law.outcome in ("not seen", *others)])
+    yield "not compared", _wrapped("; ".join(f"{_names(laws)}: {note}" for note, laws in missed), _WIDTH)
+    yield "again", [verdict.replay]
+    rest = _rest(verdict)
+    yield "more", [f"{rest}: -v, or verdict.details"] if rest else []
+
+
+def _first(verdict: Findings, first: Mismatch) -> str:
+    """Where a difference was first observed, and which."""
+    found, due = verdict.sides
+    values = [first.read(due), f"{due} {first.expected}"]
+    if not verdict.judged:
+        values = [f"{due} {first.expected}", f"{found} {first.read(due)}"]
+    rank = "" if first.rank is None else f" on rank {first.rank}"
+    where = first.where if first.action is None else f"{first.action}{rank}"  # an action has the rest in its name
+    return f"{where}{first.later}: {', '.join(values)}{first.allowance}"
+
+
+def _matrix(cells: Cells | None) -> list[str]:
+    """What gradients are made of: a row for each stage, or for those that are alike."""
+    if cells is None or cells.right or not cells.told:
+        return []
+    return [shortened(row, _WIDTH) for row in cells.lines()]
+
+
+def _differences(laws: Sequence[LawResult]) -> str:
+    """Which laws are broken, and by how much."""
+    worst = [f", up to {small(law.worst)}" * bool(law.worst) for law in laws]
+    told = ", ".join(f"{law.name} ({law.wrong} of {law.checked}{far})" for law, far in zip(laws, worst, strict=True))
+    return "; ".join([told, *dict.fromkeys(law.note for law in laws if law.note)])
+
+
+def _agreement(laws: Sequence[LawResult]) -> str:
+    """Which laws hold, by how many comparisons."""
+    checked, exact = sum(law.checked for law in laws), sum(law.exact for law in laws)
+    how = "bit for bit" if exact == checked else f"{exact} bit for bit"
+    return f"{some(checked, 'comparison')}, {how}: {_names(laws)}"
+
+
+def _names(laws: Sequence[LawResult]) -> str:
+    return ", ".join(law.name for law in laws)
+
+
+def _rest(verdict: Findings) -> str:
+    """What the details have besides."""
+    counts = {
+        "difference": len(verdict.mismatches),
+        "cause": len(verdict.cause),
+        "explanation": len(verdict.alternatives),
+        "law": len(verdict.laws),
+    }
+    told = [some(count, what) for what, count in counts.items() if count > 1]
+    return ", ".join([*told, *(["stacks"] if verdict.ranks else [])])
+
+
+def _wrapped(text: str, width: int, most: int = 2) -> list[str]:
+    """``text`` in at most so many rows; what does not fit is cut."""
+    rows = textwrap.wrap(text, width, break_on_hyphens=False)
+    return _cut(rows, most, text=True)
+
+
+def _cut(rows: Sequence[str], most: int, *, text: bool) -> list[str]:
+    """The first of ``rows``, where there are too many; in a ``text`` with a sign of that."""
+    if len(rows) <= most or not (text and most):
+        return [*rows[:most]]
+    return [*rows[: most - 1], f"{rows[most - 1][: _WIDTH - 2]} …"]
+
+
+def _numbered(what: str, numbers: Sequence[int]) -> str:
+    return f"{what}{('es' if what.endswith('ch') else 's') * (len(numbers) > 1)} {listed(numbers)}" if numbers else ""
