@@ -7,9 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from pipeproof.core.brief import brief, sentence
 from pipeproof.core.cause import Cause, OwnLine
-from pipeproof.core.details import CAUSES, details, headline
 from pipeproof.core.findings import JUDGED as JUDGED
 from pipeproof.core.findings import Findings
 from pipeproof.core.findings import LawResult as LawResult
@@ -21,6 +19,7 @@ from pipeproof.core.mismatch import Size as Size
 from pipeproof.core.mismatch import Value as Value
 from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
+from pipeproof.core.text import CAUSES, brief, details, headline, sentence
 from pipeproof.pipeline.sizes import shortened
 from pipeproof.worlds import rank_report
 from pipeproof.worlds.rank_report import Race, RankFailed, RankReport

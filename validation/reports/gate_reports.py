@@ -8,7 +8,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from pipeproof.cases.case import Case
-from pipeproof.core.brief import sentence
+from pipeproof.core.text import sentence
 from pipeproof.core.verdict import Verdict, small
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.columns import ROWS

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeproof.core.cause import KINDS, Cause
-from pipeproof.core.details import headline
+from pipeproof.core.text import headline
 from pipeproof.core.verdict import Verdict, small
 
 OUTCOMES = {"pass": "Pass", "fail": "Fail", "unknown": "Unknown", "error": "Error", "hang": "Hang"}

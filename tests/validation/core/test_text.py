@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.core.brief import brief, cause_sentence
-from pipeproof.core.cause import Cause, Cell, Cells, OwnLine
+from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine
 from pipeproof.core.mismatch import Mismatch, Size
 from pipeproof.core.reason import Reason
+from pipeproof.core.text import brief, cause_sentence
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.stack import Line
@@ -41,7 +41,7 @@ CRASH = [
     RankReport(1, Ending.RAISED, "ValueError: bad", stack=(Line("my.py", 3, "step", "raise"),)),
 ]
 BLANK = Verdict("my_step on 2 ranks", "unknown", "none", (), rerun="pytest t.py")
-KINDS = {
+VERDICTS = {
     "a fault": FAILED,
     "a fault without a cause": replace(FAILED, cause=(), cells=None, undecided=("stage 1: nothing fits",)),
     "two causes": replace(FAILED, cause=(DROPPED, Cause("scale", stage=1, factor=0.25))),
@@ -55,14 +55,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", VERDICTS)
 def test_it_says_what_is_wrong_where_and_what_to_do(name: str) -> None:
-    golden(brief(KINDS[name]), exact=True)
+    golden(brief(VERDICTS[name]), exact=True)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", VERDICTS)
 def test_it_has_fourteen_lines_of_a_hundred_columns(name: str) -> None:
-    rows = brief(KINDS[name]).splitlines()
+    rows = brief(VERDICTS[name]).splitlines()
     assert len(rows) <= 14
     assert [row for row in rows if len(row) > 100 and not row.startswith("  again ")] == []
 
@@ -83,9 +83,8 @@ def test_the_command_is_never_cut() -> None:
     ],
 )
 def test_a_sentence_begins_with_the_place(cause: Cause, place: str) -> None:
-    assert cause_sentence(cause) == f"{place}: a gradient is zero"
+    assert cause_sentence(cause) == f"{place}: {KINDS[cause.kind]}"
 
 
 def test_a_summary_begins_with_the_users_line() -> None:
-    assert FAILED.summary.startswith("step_0.py:47 backward: stage 0 (rank 0), microbatch 2: ")
-    assert KINDS["a crash"].summary.startswith("my.py:3 step: rank 1 raised ValueError: bad")
+    golden(f"{FAILED.summary}\n{VERDICTS['a crash'].summary}")
