@@ -10,11 +10,11 @@ microbatch is dark, so that the eye can follow it from rank to rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from math import ceil, floor, log2, log10
+from math import ceil, floor, log2
 
 from pipeproof.pipeline.action import COMPUTE, Action, Kind
 from pipeproof.reports.canvas import Box, Drawing, Text, text_width, wrapped
-from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of, faded, letters_on, mixed
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mixed
 from pipeproof.reports.panel import WORDS, Cell, Panel
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 18.0, 12.0, 12.0
@@ -89,26 +89,21 @@ class _Placed:
             if rank % step == 0 or rank in wrong:
                 colour, middle = (WRONG if rank in wrong else BLACK), self.top + (rank + 0.5) * self._row
                 yield Text(f"rank {rank}", _LEFT - 6, middle, min(_SMALL, self._row), "end", colour, rank in wrong)
-        for cell in self._computing if self.naming else ():
-            if self._fits(cell):
-                yield self._name(cell)
+        for cell in self._computing:
+            if self.naming and self._fits(cell):
+                box = self._box(cell.rank, cell.left, cell.right)
+                left, middle = box.left + box.width / 2, box.top + box.height / 2
+                letters = letters_on(self._fill(cell))
+                yield Text(self.naming(cell.action), left, middle, _NAME, "middle", letters)
 
     def ticks(self) -> Iterator[Text]:
         """Numbers under the axis, at steps of 1, 2 or 5 times a power of ten."""
         shown = self._end * self.panel.per_tick
-        least = shown * 44 / self._room
-        power = 10.0 ** floor(log10(least)) if least > 0 else 1.0
-        step = next((power * part for part in (1, 2, 5) if power * part >= least), power * 10)
-        step = max(step, 1.0) if self.panel.wrong else step  # slots are whole
+        least = max(shown * 44 / self._room, 1.0 if self.panel.wrong else 0.0)  # slots are whole
+        step = next(step for power in range(-15, 18) for part in (1, 2, 5) if (step := part * 10.0**power) >= least)
         for k in range(floor(shown / step * (1 + 1e-9)) + 1):
             at = self._x(k * step / self.panel.per_tick)
             yield Text(f"{k * step:g}", at, self.bottom + 6, _NAME, "middle", _GREY)
-
-    def _name(self, cell: Cell) -> Text:
-        assert self.naming is not None, "only named cells are asked"
-        box = self._box(cell.rank, cell.left, cell.right)
-        left, middle = box.left + box.width / 2, box.top + box.height / 2
-        return Text(self.naming(cell.action), left, middle, _NAME, "middle", letters_on(self._fill(cell)))
 
     def _painted(self, cell: Cell, gap: float) -> Iterator[Box]:
         fill, area = self._fill(cell), self._box(cell.rank, cell.left, cell.right)
@@ -123,7 +118,7 @@ class _Placed:
             return WRONG
         stressed = self.every > 0 and microbatch % self.every == 0
         colour = colour_of(kind, self.panel.places.get(stage, 0), places=self.panel.most, stressed=stressed)
-        return faded(colour, _FADED) if self.panel.wrong else colour
+        return mixed(colour, WHITE, _FADED) if self.panel.wrong else colour
 
     def _fits(self, cell: Cell) -> bool:
         return self._width(cell) >= self._needs[cell.action.kind]
@@ -183,17 +178,13 @@ def picture(panels: Sequence[Panel]) -> Drawing:
 def _room(panel: Panel, end: float) -> float:
     """The width of the axis at which nearly every cell has room for its name, within reason."""
     cells = [cell for cell in panel.cells if cell.action.kind in COMPUTE]
-    lasts: dict[Kind, list[float]] = {}
-    for cell in cells:
-        lasts.setdefault(cell.action.kind, []).append(cell.right - cell.left)
-    for way, _ in _NAMINGS:
-        needs = _needs(cells, way)
-        # A quarter of a kind's cells may be shorter than what its names have room in.
-        widest = (end * max(need, _CELL) / sorted(lasts[kind])[len(lasts[kind]) // 4] for kind, need in needs.items())
-        room = max((_ROOMS[0], *widest))
+    lasts = sorted(cell.right - cell.left for cell in cells)
+    for way, _ in _NAMINGS if cells else ():
+        # A quarter of the cells may be shorter than what names have room in.
+        room = max(_ROOMS[0], end * max(_CELL, *_needs(cells, way).values()) / lasts[len(cells) // 4])
         if room <= _ROOMS[1]:
             return room
-    return _ROOMS[1]
+    return _ROOMS[1] if cells else _ROOMS[0]
 
 
 def _heading(panel: Panel, room: float) -> Iterator[tuple[str, float, bool]]:

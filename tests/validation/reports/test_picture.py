@@ -11,11 +11,12 @@ from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.simulate import Times, simulate
 from pipeproof.reports.canvas import Box, Drawing, Text, text_width
-from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of, contrast
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of
 from pipeproof.reports.panel import Panel, timed
 from pipeproof.reports.picture import painted, picture
 from tests.pipeline.test_trace import TRACE
 from tests.support.golden import golden
+from tests.validation.reports.test_colours import contrast
 from tests.validation.reports.test_panel import broken
 
 AREA = Box(10, 20, 30, 40, "", says="1B2")
