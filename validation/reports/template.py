@@ -3,14 +3,19 @@
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipeproof.core.verdict import small
-from pipeproof.pipeline.layouts.cluster import GIB
 from pipeproof.pipeline.sizes import some, three_digits
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+class Marked(NamedTuple):
+    """Text in a look: the classes of its colours."""
+
+    text: str
+    look: str
 
 
 def rendered(template: str, **values: object) -> str:
@@ -32,8 +37,8 @@ def _environment() -> "Environment":
         undefined=StrictUndefined,
     )
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    made.filters |= {"some": some, "small": small, "digits": three_digits, "share": "{:.1%}".format}
-    made.filters["gib"] = lambda size: three_digits(size / GIB)
+    made.filters |= {"some": some, "digits": three_digits, "share": "{:.1%}".format}
+    made.filters["gib"] = lambda size: three_digits(size / 2**30)
     made.filters["points"] = lambda length: f"{round(length, 2):g}"
     made.filters["uri"] = lambda file: Path(file).as_uri() if Path(file).is_absolute() else None
     made.globals |= {"style": Markup(_text("page.css")), "script": Markup(_text("page.js"))}

@@ -8,8 +8,7 @@ from pipeproof.pipeline.layouts.layout import Job
 from pipeproof.pipeline.layouts.path import Outcome, Step
 from pipeproof.pipeline.layouts.search import Choice
 from pipeproof.pipeline.sizes import three_digits
-from pipeproof.reports.page.sections import Marked
-from pipeproof.reports.template import rendered
+from pipeproof.reports.template import Marked, rendered
 
 _PARTS = ("weights", "gradients", "optimizer", "activations")
 _BADGES = {Outcome.TAKEN: "pass", Outcome.NOT_ENOUGH: "unknown", Outcome.NOT_NEEDED: "not-applicable"}

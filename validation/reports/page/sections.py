@@ -3,21 +3,13 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from pipeproof.core.cause import Cell
 from pipeproof.core.measured import Compared
 from pipeproof.core.verdict import LawResult, Verdict, small
 from pipeproof.reports.columns import ROWS
 from pipeproof.reports.page.grid import decades, step_of
-
-
-class Marked(NamedTuple):
-    """Text in a look: the classes of its colours."""
-
-    text: str
-    look: str
-
+from pipeproof.reports.template import Marked
 
 Rows = list[list[str | Marked]]
 
