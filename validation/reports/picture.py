@@ -70,13 +70,14 @@ class _Placed:
         for rank in range(panel.schedule.n_ranks):
             yield self._box(rank, 0, panel.end)._replace(fill=IDLE)
         as_one = set(chain.from_iterable(panel.pairs))
-        widths = sorted(self._width(cell) for cell in self._computing)
-        thin = widths[len(widths) // 4] if widths else 0.0
-        gap, frame = min(0.9, _GAP * thin), min(1.1, 0.15 * thin)
         for cell in panel.cells:
-            yield from self._painted(cell, 0.0 if cell in as_one else gap)
+            area = self._box(cell.rank, cell.left, cell.right)
+            gap = min(0.9, _GAP * area.width) if cell.action.kind in COMPUTE and cell not in as_one else 0.0
+            area = area._replace(left=area.left + gap / 2, width=area.width - gap, says=cell.says)
+            yield from painted(cell.action.kind, self._fill(cell), area)
         for one, other in panel.pairs:
-            yield self._box(one.rank, one.left, other.right)._replace(edge=BLACK, edge_width=frame)
+            frame = self._box(one.rank, one.left, other.right)
+            yield frame._replace(edge=BLACK, edge_width=min(1.1, 0.05 * frame.width))
         for cell in panel.cells:
             if cell.wrong and self._width(cell) < _SEEN:
                 yield self._box(cell.rank, cell.left, cell.right)._replace(edge=WRONG, edge_width=2.5)
@@ -104,13 +105,6 @@ class _Placed:
         for k in range(floor(shown / step * (1 + 1e-9)) + 1):
             at = self._x(k * step / self.panel.per_tick)
             yield Text(f"{k * step:g}", at, self.bottom + 6, _NAME, "middle", _GREY)
-
-    def _painted(self, cell: Cell, gap: float) -> Iterator[Box]:
-        fill, area = self._fill(cell), self._box(cell.rank, cell.left, cell.right)
-        gap = min(gap, _GAP * area.width) if cell.action.kind in COMPUTE else 0.0
-        yield from painted(
-            cell.action.kind, fill, area._replace(left=area.left + gap / 2, width=area.width - gap, says=cell.says)
-        )
 
     def _fill(self, cell: Cell) -> str:
         stage, kind, microbatch = cell.action
@@ -163,9 +157,11 @@ def picture(panels: Sequence[Panel]) -> Drawing:
     placed = [_Placed(panel, room=room, row=row, end=end) for panel in panels]
     boxes, texts, top = _legend(placed, room)
     for each in placed:
-        for line, size, bold in _heading(each.panel, room):
-            texts.append(Text(line, _LEFT, top + size * _LINE / 2, size, "start", BLACK, bold))
-            top += size * _LINE
+        heading = ((each.panel.title.split(" "), _TITLE, " "), (each.panel.facts, _SMALL, " · "))
+        for words, size, between in heading:
+            for line in wrapped(words, width=room, size=size, between=between):
+                texts.append(Text(line, _LEFT, top + size * _LINE / 2, size, bold=size == _TITLE))
+                top += size * _LINE
         each.top = top + 2
         boxes += each.boxes()
         texts += [*each.texts(), *each.ticks()]
@@ -185,12 +181,6 @@ def _room(panel: Panel, end: float) -> float:
         if room <= _ROOMS[1]:
             return room
     return _ROOMS[1] if cells else _ROOMS[0]
-
-
-def _heading(panel: Panel, room: float) -> Iterator[tuple[str, float, bool]]:
-    """The lines above a panel: text, size, and whether it is bold."""
-    yield from ((line, _TITLE, True) for line in wrapped(panel.title.split(" "), width=room, size=_TITLE, between=" "))
-    yield from ((line, _SMALL, False) for line in wrapped(panel.facts, width=room, size=_SMALL, between=" · "))
 
 
 def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Text], float]:
@@ -218,24 +208,16 @@ _SAMPLE = Box(0, 0, 22, 12, "")
 def _samples(panels: Sequence[Panel]) -> Iterator[tuple[list[Box], str]]:
     kinds = {cell.action.kind for panel in panels for cell in panel.cells}
     most = max(panel.most for panel in panels)
-    part = _SAMPLE.width / most
-    for kind, words in WORDS.items():
-        if kind in kinds:
-            shades = (
-                painted(kind, colour_of(kind, k, places=most), _SAMPLE._replace(left=k * part, width=part))
-                for k in range(most)
-            )
-            yield list(chain.from_iterable(shades)), f"{kind} {words}"
-    if any(panel.pairs for panel in panels):
-        halves = [_SAMPLE._replace(width=8, fill=colour_of(Kind.FORWARD)),
-                  _SAMPLE._replace(left=8, width=14, fill=colour_of(Kind.BACKWARD))]  # fmt: skip
-        yield [*halves, _SAMPLE._replace(edge=BLACK, edge_width=1.1)], "run as one"
-    if kinds - COMPUTE:
-        yield [_SAMPLE._replace(fill=MESSAGE)], "messages"
-    if any(panel.wrong for panel in panels):
-        yield [_SAMPLE._replace(fill=WRONG)], "breaks a law"
-    else:
-        yield [_SAMPLE._replace(fill=IDLE)], "idle"
+    for kind in [kind for kind in WORDS if kind in kinds]:
+        yield [*painted(kind, colour_of(kind, places=most), _SAMPLE)], f"{kind} {WORDS[kind]}"
+    wrong = any(panel.wrong for panel in panels)
+    others = (
+        ("run as one", _SAMPLE._replace(edge=BLACK, edge_width=1.1), any(panel.pairs for panel in panels)),
+        ("messages", _SAMPLE._replace(fill=MESSAGE), bool(kinds - COMPUTE)),
+        ("breaks a law", _SAMPLE._replace(fill=WRONG), wrong),
+        ("idle", _SAMPLE._replace(fill=IDLE), not wrong),
+    )
+    yield from (([sample], words) for words, sample, there in others if there)
 
 
 def _notes(placed: Sequence[_Placed]) -> Iterator[str]:
