@@ -28,7 +28,7 @@ class Name:
     methods: Sequence[str] = field(default=())
 
 
-VERDICT = ("exit_status", "replay", "raise_if_failed", "law", "as_dict")
+VERDICT = ("exit_status", "details", "raise_if_failed", "law", "as_dict")
 SCHEDULE = (
     "train_step",
     "accumulate",
@@ -114,7 +114,8 @@ PARTS: Mapping[str, Sequence[Name]] = {
     ),
     "Verdicts": (
         Name("pipeproof", "Verdict", "validation/core/verdict.py", methods=VERDICT),
-        Name("pipeproof.core.verdict", "LawResult", "validation/core/verdict.py"),
+        Name("pipeproof.core.findings", "Findings", "validation/core/findings.py", methods=("next", "replay")),
+        Name("pipeproof.core.verdict", "LawResult", "validation/core/findings.py"),
         Name("pipeproof.core.mismatch", "Mismatch", "validation/core/mismatch.py"),
         Name("pipeproof.core.cause", "Cause", "validation/core/cause.py"),
     ),

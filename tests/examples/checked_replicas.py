@@ -118,7 +118,7 @@ def main() -> int:
         check.report(losses=losses or None, loss=total)
         optimizer.step()
     if dist.get_rank() == 0:
-        print(check.verdict)
+        print(check.verdict.details)
     dist.barrier()
     dist.destroy_process_group()
     return check.verdict.exit_status

@@ -86,7 +86,7 @@ def train(stage: nn.Module, options: argparse.Namespace) -> int:
             optimizer.step()
             check.report(losses=losses or None, norm=norm)  # pipeproof
         if dist.get_rank() == 0:
-            print(check.verdict)
+            print(check.verdict.details)
         status = max(status, check.verdict.exit_status)
     return status
 

@@ -223,7 +223,7 @@ CAUGHT = [
     ("experts times ranks", "scale", 0, "2 = the number of ranks"),
     ("experts in another order", "computation", 0, "every loss is wrong, and of no other microbatch"),
     ("parts not reduced", "not-reduced", 0, "not reduced over ranks 0, 1: what they have adds up"),
-    ("mean of parts", "scale", 0, "1/2, one over the number of ranks"),
+    ("mean of parts", "scale", 0, "1/2 = 1 / the number of ranks"),
     ("a rank's gradient for that of all", "", 0, "unknown: the evidence does not decide"),
     ("mask of the first part", "computation", 0, "or its inputs or targets are not its own"),
     ("torch's gather", "", 0, "unknown: the evidence does not decide"),

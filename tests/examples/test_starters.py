@@ -27,7 +27,7 @@ def test_every_new_file_passes_as_it_is_and_finds_what_is_wrong(python: Launch, 
     assert "1 failed" in done.stdout
     for kind in ALONE:
         assert f"PASSED test_{kind}.py::test_my_pipeline" in done.stdout
-    assert "cause     scale" in done.stdout
+    assert "everywhere: gradients are a multiple of what they should be" in done.stdout
 
 
 def test_a_framework_that_is_missing_is_one_sentence_with_the_line_that_installs_it(

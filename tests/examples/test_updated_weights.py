@@ -164,7 +164,7 @@ def test_an_optimizer_that_cannot_be_made_is_said(whitebox: WhiteBox) -> None:
     def broken(model: nn.Module) -> torch.optim.Optimizer:
         raise RuntimeError("no such optimizer")
 
-    golden(str(judged(whitebox, alone, optimizer=broken)).splitlines()[0])
+    golden(judged(whitebox, alone, optimizer=broken).details.splitlines()[0])
     with pytest.raises(WhiteBoxError, match="expected a function that makes one of the model"):
         judged(whitebox, alone, optimizer=adam(build()))
 
@@ -257,4 +257,4 @@ def test_a_bound_of_clipping_that_is_no_number_is_said(whitebox: WhiteBox) -> No
     def step(model: nn.Module, microbatches: Any) -> Any:
         return replace(alone(model, microbatches), max_norm="1.0")
 
-    golden(str(judged(whitebox, step)).splitlines()[0])
+    golden(judged(whitebox, step).details.splitlines()[0])

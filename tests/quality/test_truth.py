@@ -43,7 +43,7 @@ SENTENCES = {
     "weights": RuledOut((), "every stage began with the model's parameters", 1),
     "order": RuledOut((), "every stage ran once each way for each microbatch, in the right mode", 1),
     "mode": RuledOut(("order", "mode"), "every stage ran once each way for each microbatch, in its mode", 1),
-    "boundary": RuledOut((), "every tensor at the boundaries of stages is right, to half its digits", 1),
+    "boundary": RuledOut((), "every tensor between stages is right, to half of its digits", 1),
     "messages": RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", 1),
     "sums": RuledOut((), "each action added what its microbatch contributes", 1),
     "tied": RuledOut(("tied-not-summed", "tied-doubled"), "every copy has the sum of all shares", 1),
@@ -58,7 +58,7 @@ SENTENCES = {
     "doubled": RuledOut(("doubled",), "no microbatch is there twice", 1),
     "swapped": RuledOut(("swapped-activations",), "every activation met its own microbatch's output gradient", 1),
     "stale": RuledOut(("stale-gradient", "stale-tensor"), "nothing of an earlier step is in the sums", 1),
-    "scale": RuledOut(("scale", "sign"), "what is there is there with factor 1", 1),
+    "scale": RuledOut(("scale", "sign"), "every contribution has factor 1", 1),
 }
 
 
@@ -108,9 +108,7 @@ def test_a_sentence_that_nobody_knows_is_no_true_one() -> None:
 
 def test_a_kind_that_is_the_fault_is_never_ruled_out() -> None:
     known = replace(DROPPED, kinds=("altered",))
-    found = replace(
-        ruling_out(RuledOut(("altered",), "every tensor at the boundaries of stages is right", 1)), cause=()
-    )
+    found = replace(ruling_out(RuledOut(("altered",), "every tensor between stages is right", 1)), cause=())
     assert roles(found, known) == ["not"]
 
 
@@ -124,7 +122,7 @@ def test_a_kind_that_is_the_fault_is_never_ruled_out() -> None:
         {"microbatches": (2, 3, 4)},
         {"parameter": "a.bias"},
         {"factor": 2.0},
-        {"detail": "8, the number of ranks"},
+        {"detail": "8 = the number of ranks"},
         {"rank": None, "stage": None, "microbatches": (), "parameter": None},
     ],
 )
@@ -159,7 +157,7 @@ def test_causes_that_hold_together_must_all_hold() -> None:
 def test_of_two_faults_both_are_told_or_something_is_left_open() -> None:
     halves = replace(DROPPED, also=(replace(DROPPED, kinds=("altered",)),))
     assert roles(verdict(CAUSE), halves) == ["cause"]
-    assert roles(verdict(CAUSE, undecided=("what follows from this was not judged: more",)), halves) == []
+    assert roles(verdict(CAUSE, undecided=("later effects were not analysed: more",)), halves) == []
 
 
 def test_a_swap_may_be_the_other_one() -> None:

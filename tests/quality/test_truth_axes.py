@@ -22,7 +22,7 @@ HOLDS = {
     "tp: queries' input gradients not reduced": "2.attention.queries is given is, on every rank, that of its own shard",
     "tp: mean of input gradients": "the gradient of what each feedforward.up is given were 0.5 times what it is",
     "tp: outputs reduced twice": "its weights are right, and no factor gives its gradients",
-    "tp: all times tp": "2, the number of ranks",
+    "tp: all times tp": "2 = the number of ranks",
     "tp: shards of a weight exchanged": "has its own, put in another order",
     "sp: gathered without reduction": "first wrong in the backward: stage 0, 2.norm.bias: the 7 parameters used after",
     "ep: no gradient from experts": "the gradient of what each mixture.experts.*.up is given were lost",

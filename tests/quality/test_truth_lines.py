@@ -19,7 +19,7 @@ def test_a_verdict_shows_the_line_of_a_fault(
     monkeypatch.syspath_prepend(tmp_path)
     told = verdict(fault, world, tmp_path)
     assert " ".join(cause.kind for cause in told.cause) == fault.named, told
-    lines = shown(str(told), fault)
+    lines = shown(told.details, fault)
     assert (bool(lines & fault.lines), bool(lines & fault.due)) == (fault.call is None, fault.call != ""), told
     source = fault.source.splitlines()
     for own in (own for cause in told.cause for own in cause.lines if own.line.file.startswith(str(tmp_path))):

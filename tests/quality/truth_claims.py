@@ -58,7 +58,7 @@ EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
         (r"every parameter is (held once|in the stage that should hold it)$", "held"),
         (r"every stage began with the model's parameters$", "weights"),
         (r"every stage ran once each way for each microbatch, in ", "order mode"),
-        (r"every tensor at the boundaries of stages is right", "boundary"),
+        (r"every tensor between stages is right", "boundary"),
         (r"every boundary tensor is right$", "boundary"),
         (r"each action added what its microbatch contributes$", "sums"),
         (r"every copy has the sum of all shares$", "tied"),
@@ -73,7 +73,7 @@ EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
         (r"no microbatch is there twice$", "doubled"),
         (r"every activation( in the sums)? met its own microbatch's output gradient$", "swapped"),
         (r"nothing of an earlier step is in the sums$", "stale"),
-        (r"what is there is there with factor 1$", "scale"),
+        (r"every contribution has factor 1$", "scale"),
     )
 )
 
@@ -84,7 +84,7 @@ _SAYS_NOTHING = (
     r"no fault is proven: ",
     r"gradients of replicas are no multiple of their sum, nor ",
     r"first compared wrong: ",
-    r"stage \d+: nothing that was tried, of microbatches, pairings and two parameters, makes its gradients",
+    r"stage \d+: no mix of microbatches, pairings and two parameters explains its gradients",
     r"stage \d+: the coefficients of .* are not decided",
     r"stage \d+: the gradient of \S+ is (no multiple|wrong in|no sum|\w+\[.*, expected )",
     r"not reproduced: ",
@@ -105,7 +105,7 @@ _SAYS_NOTHING = (
     r"the shards of ranks \d+, \d+ are not made of microbatches alike",
     r"no gradient was handed back, and the weights after the step are right",
     r"rank \d+, stage \d+: the gradient of \S+ is of shape ",
-    r"what follows from this was not judged",
+    r"later effects were not analysed",
 )
 
 # A law that passed says that these are right.
@@ -144,7 +144,7 @@ FIRST_IN_BACKWARD = re.compile(
     r"first wrong in the backward: stage (\d+), (\S+): the \d+ parameters? used after it (?:is|are) "
 )
 OF_STAGE = re.compile(r"of stage (\d+), (.+?) (?:is|are) right$")
-COUNTED = re.compile(r"(?:^|\D)(\d+), (?:one over )?the number of (microbatches|ranks|stages|replicas)\b")
+COUNTED = re.compile(r"(?:^|\D)(\d+) = (?:1 / )?the number of (microbatches|ranks|stages|replicas)\b")
 GARBLED = (
     re.compile(r"(has|of|with|is|:) ?;"),  # nothing between
     re.compile(r": ?$"),  # nothing at the end

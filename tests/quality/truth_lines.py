@@ -146,13 +146,13 @@ def main(words: Sequence[str]) -> int:
         sys.path.insert(0, folder)
         for fault in faults:
             told = verdict(fault, world, Path(folder))
-            lines = shown(str(told), fault)
+            lines = shown(told.details, fault)
             found += bool(lines & fault.lines)
             kinds = ", ".join(cause.kind for cause in told.cause) or told.word
             hit = "yes" if lines & fault.lines else "no"
             terminal.say(f"{hit:<4} {fault.name:<25} {kinds:<18} line {sorted(fault.lines)}, shown {sorted(lines)}")
             if "--texts" in words:
-                terminal.say(str(told))
+                terminal.say(told.details)
     terminal.say(f"{found} of {len(faults)}")
     return 0
 

@@ -101,13 +101,13 @@ def test_what_is_not_covered_is_said_and_the_job_goes_on(trainer: Any, given: An
 
 def test_a_version_that_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, version="0.5.1")
-    golden(str(judged(Trainer())).splitlines()[0])
+    golden(judged(Trainer()).details.splitlines()[0])
 
 
 @pytest.mark.parametrize("module", ["nanotron", "nanotron.parallel.pipeline_parallel.engine"])
 def test_a_package_that_is_missing_or_does_not_import_is_said(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    golden(str(judged(Trainer())).splitlines()[0])
+    golden(judged(Trainer()).details.splitlines()[0])
 
 
 def test_what_goes_to_other_ranks_is_on_the_cpu() -> None:

@@ -6,15 +6,12 @@ gives way first. The command alone is never cut: it is there to be copied.
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from pipeproof.core.cause import KINDS, Cause, Cells, listed
 from pipeproof.core.details import by_note, headline
+from pipeproof.core.findings import Findings, LawResult
 from pipeproof.core.mismatch import Mismatch, small
 from pipeproof.pipeline.sizes import digits, shortened, some
-
-if TYPE_CHECKING:
-    from pipeproof.core.verdict import LawResult, Verdict
 
 _LINES, _COLUMNS, _LABEL = 14, 100, 14
 _FEW = 2  # microbatches that a sentence names
@@ -23,28 +20,29 @@ _WIDTH = _COLUMNS - _LABEL - 2  # of what stands beside a label
 _LEAST: Sequence[tuple[str, int]] = (
     *(("right", 1), ("not compared", 1), ("and", 1), ("ranks", 6), ("wrong", 1), ("at", 1), ("shown by", 1)),
     *(("stopped", 1), ("cause", 1), ("open", 1), ("first seen", 1), ("try", 1), ("gradients", 2), ("or", 0)),
-    ("wrong", 0),
+    *(("", 2), ("wrong", 0)),
 )
-_TEXTS = {"stopped", "cause", "right", "not compared", "wrong", "shown by", "open", "try", "first seen"}
+_TEXTS = {"", "stopped", "cause", "right", "not compared", "wrong", "shown by", "open", "try", "first seen"}
 
 
-def brief(verdict: "Verdict") -> str:
+def brief(verdict: Findings) -> str:
     """What a reader needs first."""
     if verdict.verdict == "pass":
         missed = [law.name for law in verdict.laws if law.outcome in ("not seen", "unknown")]
         left = f"; not compared: {', '.join(missed)}" if missed else ""
         return f"{verdict.word.upper()} {headline(verdict)}{left}"
-    first, *more = _wrapped(f"{verdict.word.upper()} {sentence(verdict)}", _COLUMNS)
-    sections = {label: lines for label, lines in _sections(verdict) if lines}
+    first = _wrapped(f"{verdict.word.upper()} {sentence(verdict)}", _COLUMNS - 2, 5)
+    sections = {"": first} | {label: lines for label, lines in _sections(verdict) if lines}
     for label, least in _LEAST:
-        over = 1 + len(more) + sum(map(len, sections.values())) - _LINES
+        over = sum(map(len, sections.values())) - _LINES
         if over > 0 and label in sections:
             sections[label] = _cut(sections[label], max(least, len(sections[label]) - over), text=label in _TEXTS)
+    first = sections.pop("")
     rows = [f"  {'' if k else label:<{_LABEL}}{line}" for label, own in sections.items() for k, line in enumerate(own)]
-    return "\n".join([first, *(f"  {one}" for one in more), *rows])
+    return "\n".join([first[0], *(f"  {one}" for one in first[1:]), *rows])
 
 
-def sentence(verdict: "Verdict") -> str:
+def sentence(verdict: Findings) -> str:
     """What is wrong, with its place: the first cause, or what broke."""
     if verdict.cause and verdict.verdict == "fail" and not verdict.failure:
         return cause_sentence(verdict.cause[0])
@@ -64,7 +62,7 @@ def cause_sentence(cause: Cause) -> str:
     return f"{place}: {KINDS[cause.kind]}{times}"
 
 
-def _sections(verdict: "Verdict") -> Iterator[tuple[str, list[str]]]:
+def _sections(verdict: Findings) -> Iterator[tuple[str, list[str]]]:
     """What there is to say, by label, in the order in which it is read."""
     causes = verdict.cause if not verdict.failure else ()
     lines = [one.line for cause in causes[:1] for one in cause.lines]
@@ -93,7 +91,7 @@ def _sections(verdict: "Verdict") -> Iterator[tuple[str, list[str]]]:
     yield "more", [f"{rest}: -v, or verdict.details"] if rest else []
 
 
-def _first(verdict: "Verdict", first: Mismatch) -> str:
+def _first(verdict: Findings, first: Mismatch) -> str:
     """Where a difference was first observed, and which."""
     found, due = verdict.sides
     values = [first.read(due), f"{due} {first.expected}"]
@@ -111,25 +109,25 @@ def _matrix(cells: Cells | None) -> list[str]:
     return [shortened(row, _WIDTH) for row in cells.lines()]
 
 
-def _differences(laws: Sequence["LawResult"]) -> str:
+def _differences(laws: Sequence[LawResult]) -> str:
     """Which laws are broken, and by how much."""
     worst = [f", up to {small(law.worst)}" * bool(law.worst) for law in laws]
     told = ", ".join(f"{law.name} ({law.wrong} of {law.checked}{far})" for law, far in zip(laws, worst, strict=True))
     return "; ".join([told, *dict.fromkeys(law.note for law in laws if law.note)])
 
 
-def _agreement(laws: Sequence["LawResult"]) -> str:
+def _agreement(laws: Sequence[LawResult]) -> str:
     """Which laws hold, by how many comparisons."""
     checked, exact = sum(law.checked for law in laws), sum(law.exact for law in laws)
     how = "bit for bit" if exact == checked else f"{exact} bit for bit"
     return f"{some(checked, 'comparison')}, {how}: {_names(laws)}"
 
 
-def _names(laws: Sequence["LawResult"]) -> str:
+def _names(laws: Sequence[LawResult]) -> str:
     return ", ".join(law.name for law in laws)
 
 
-def _rest(verdict: "Verdict") -> str:
+def _rest(verdict: Findings) -> str:
     """What the details have besides."""
     counts = {
         "difference": len(verdict.mismatches),

@@ -1,19 +1,16 @@
 """All that a verdict says, as text: causes with their lines, what was ruled out, values, laws, and what to type."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from pipeproof.core.cause import KINDS, Cause
+from pipeproof.core.findings import Findings, LawResult
 from pipeproof.worlds.stack import Line
-
-if TYPE_CHECKING:
-    from pipeproof.core.verdict import LawResult, Verdict
 
 CAUSES = 3  # causes that hold together, or explanations
 _SHOWN = 4  # mismatches; the rest are counted
 
 
-def details(verdict: "Verdict") -> str:
+def details(verdict: Findings) -> str:
     """Everything, a line for each thing; nothing is cut."""
     rows = [f"{verdict.word.upper()} {headline(verdict)}", *_causes(verdict)]
     if verdict.failure:
@@ -32,7 +29,7 @@ def details(verdict: "Verdict") -> str:
     return "\n".join([*rows, *_laws(verdict), f"  replay    {verdict.replay}"])
 
 
-def headline(verdict: "Verdict") -> str:
+def headline(verdict: Findings) -> str:
     """What broke, by the laws, or what stood in the way of judging them."""
     if verdict.headline:
         return verdict.headline
@@ -48,7 +45,7 @@ def headline(verdict: "Verdict") -> str:
     return "; ".join(f"{law.name}: {law.note}" if law.note else law.name for law in broken)
 
 
-def by_note(laws: Sequence["LawResult"]) -> list[tuple[str, list["LawResult"]]]:
+def by_note(laws: Sequence[LawResult]) -> list[tuple[str, list[LawResult]]]:
     """``laws`` of which the same is noted, together."""
     found: dict[str, list[LawResult]] = {}
     for law in laws:
@@ -56,7 +53,7 @@ def by_note(laws: Sequence["LawResult"]) -> list[tuple[str, list["LawResult"]]]:
     return [*found.items()]
 
 
-def _causes(verdict: "Verdict") -> list[str]:
+def _causes(verdict: Findings) -> list[str]:
     told = [cause for cause in verdict.cause if not (verdict.ended and cause.detail in headline(verdict))]
     rows = _conjunction("cause", told)
     for causes in verdict.alternatives[:CAUSES]:
@@ -71,14 +68,14 @@ def _causes(verdict: "Verdict") -> list[str]:
     elif not verdict.cause and (verdict.undecided or (verdict.judged and verdict.verdict == "fail")):
         rows += _labelled("cause", [f"unknown{': the evidence does not decide' if verdict.undecided else ''}"])
     rows += _labelled("found", verdict.cells.lines() if verdict.cells is not None else [])
-    return [*rows, *_labelled("open", verdict.undecided), *_labelled("not", map(str, verdict.ruled_out))]
+    return [*rows, *_labelled("open", verdict.undecided), *_labelled("ruled out", map(str, verdict.ruled_out))]
 
 
-def _next(verdict: "Verdict") -> list[str]:
+def _next(verdict: Findings) -> list[str]:
     return _labelled("next", verdict.next[:CAUSES])
 
 
-def _laws(verdict: "Verdict") -> list[str]:
+def _laws(verdict: Findings) -> list[str]:
     """The laws that matter; where any did not pass, those that did, in a line for each note."""
     if verdict.verdict == "pass":
         shown, passed = list(verdict.laws), []

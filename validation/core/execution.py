@@ -118,7 +118,7 @@ class Execution:
     def uncompared(self, number: int, *, doubtful: bool) -> None:
         """Say how much at the boundaries was not compared; ``doubtful``: it may hide the fault."""
         if count := self._observed.uncompared(number):
-            note = f"{count} tensors were not compared: their content is at no place in the reference"
+            note = f"{count} tensors match no tensor of the reference and were not compared"
             (self._ledger.doubt if doubtful else self._ledger.remark)("boundaries", note)
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:

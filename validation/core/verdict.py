@@ -2,34 +2,31 @@
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
 from pipeproof.core.brief import brief, sentence
-from pipeproof.core.cause import Cause, Cells, OwnLine, RuledOut
+from pipeproof.core.cause import Cause, OwnLine
 from pipeproof.core.details import CAUSES, details, headline
-from pipeproof.core.hints import hints
+from pipeproof.core.findings import JUDGED as JUDGED
+from pipeproof.core.findings import Findings
+from pipeproof.core.findings import LawResult as LawResult
+from pipeproof.core.findings import Outcome as Outcome
+from pipeproof.core.findings import Tier as Tier
 from pipeproof.core.measured import Measured, versions
 from pipeproof.core.mismatch import Mismatch as Mismatch
 from pipeproof.core.mismatch import Size as Size
 from pipeproof.core.mismatch import Value as Value
 from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
-from pipeproof.core.reason import Reason
 from pipeproof.pipeline.sizes import shortened
 from pipeproof.worlds import rank_report
 from pipeproof.worlds.rank_report import Race, RankFailed, RankReport
-from pipeproof.worlds.stack import Line
 
 SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
-Tier = Literal["bitwise", "fp32", "TF32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
-Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
-
 _LONGEST = 300  # characters of what was raised
-JUDGED = ("seen", "expected")
-_UNJUDGED: Mapping[str, str] = {"pass": "same", "fail": "different", "wrong": "different"}
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
@@ -56,37 +53,6 @@ class NoVerdict(ValidationFailed):
 
 
 @dataclass(frozen=True)
-class LawResult:
-    """A property that must hold, and how it fared.
-
-    checked: how many things were compared. exact: how many of them agreed bit for bit. wrong: how many did not agree.
-    left_out: the names of those that should have been compared and were not. reasons: why it is unknown, or not seen.
-    """
-
-    name: str
-    outcome: Outcome
-    checked: int = 0
-    exact: int = 0
-    wrong: int = 0
-    worst: float = 0.0
-    floor: float = 0.0
-    note: str = ""
-    left_out: tuple[str, ...] = ()
-    reasons: tuple[Reason, ...] = ()
-
-    def __str__(self) -> str:
-        return self.line(self.outcome)
-
-    def line(self, outcome: str) -> str:
-        """All of it on one line; ``outcome`` is the word for how it fared."""
-        exact = f"{self.checked} compared, {self.exact} bit for bit" if self.checked else ""
-        missed = f"{len(self.left_out)} not compared" if self.left_out else ""
-        worst = f"worst {small(self.worst)}" if self.worst else ""
-        details = ", ".join(text for text in (exact, missed, worst, self.note) if text)
-        return f"{self.name:<18} {outcome:<14} {details}".rstrip()
-
-
-@dataclass(frozen=True)
 class Crash:
     """What was raised where nothing should be: on one line, and with its traceback."""
 
@@ -99,58 +65,8 @@ class Crash:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a validation found; it is true if that is a pass.
-
-    tier: "bitwise", a dtype's name, or "none" if not everything agreed. cause: what explains it, all of it together. It
-    is empty if the evidence does not decide; then ``undecided`` says why. Both are empty if nobody asked. alternatives:
-    explanations that the evidence allows as well, each as a whole, the likeliest first. ruled_out: what was compared on
-    the way and agreed. cells: the coefficients that causes rest on. bindings: the case's numbers, in words. floor: the
-    largest rounding floor over all gradients; 0 if none was measured. failure: how the ranks failed, if there was
-    nothing to judge; failed_at: the user's lines in which the first of them did; ranks: a line for each. ended: "error"
-    for a crash, "hang" for a hang. headline: a sentence for what the laws cannot say. rerun: what to type if there is
-    no replay line. seconds: what it took. stopped: what was raised while things were compared. unsought: what was
-    raised while the cause was looked for. traceback: of either. measured: numbers. sides: what found and due are
-    called; of two runs, neither of which is known to be right, they are names of these.
-    """
-
-    config: str
-    verdict: Literal["pass", "fail", "unknown"]
-    tier: Tier
-    laws: tuple[LawResult, ...]
-    mismatches: tuple[Mismatch, ...] = ()
-    cause: tuple[Cause, ...] = ()
-    alternatives: tuple[tuple[Cause, ...], ...] = ()
-    ruled_out: tuple[RuledOut, ...] = ()
-    undecided: tuple[str, ...] = ()
-    cells: Cells | None = None
-    bindings: str = ""
-    floor: float = 0.0
-    failure: str = ""
-    failed_at: tuple[Line, ...] = ()
-    ranks: tuple[str, ...] = ()
-    headline: str = ""
-    rerun: str = ""
-    seconds: float = field(default=0.0, compare=False)
-    stopped: str = ""
-    unsought: str = ""
-    traceback: str = field(default="", compare=False)
-    ended: Literal["", "error", "hang"] = ""
-    sides: tuple[str, str] = JUDGED
-
-    @property
-    def judged(self) -> bool:
-        """Whether one side is known to be right."""
-        return self.sides == JUDGED
-
-    @property
-    def word(self) -> str:
-        """The outcome as a reader meets it: a crash and a hang are no verdict, but are no mere doubt either."""
-        return self.ended or self.outcome(self.verdict)
-
-    def outcome(self, word: str) -> str:
-        """``word`` for an outcome; what differs from a run that may be wrong has not failed."""
-        return word if self.judged else _UNJUDGED.get(word, word)
+class Verdict(Findings):
+    """What a validation found; it is true if that is a pass. ``Findings`` says what its fields are."""
 
     @property
     def reason(self) -> str:
@@ -165,20 +81,6 @@ class Verdict:
         """The user's line in which it went wrong, as far as it is known, and what is wrong."""
         lines = [one.line for cause in self.cause[:1] for one in cause.lines] or self.failed_at
         return ": ".join([*(line.place for line in lines[:1]), sentence(self)])
-
-    measured: Measured = field(default=Measured(), compare=False, repr=False)
-
-    @property
-    def next(self) -> list[str]:
-        """What to look at, or to do, for its causes; where it is unknown, what makes it known."""
-        unknown = [law for law in self.laws if law.outcome == self.verdict == "unknown"]
-        cures = dict.fromkeys(reason.cure for law in unknown for reason in law.reasons)
-        return [*hints(self.cause, self.measured), *cures]
-
-    @property
-    def replay(self) -> str:
-        """The line that runs this case again."""
-        return self.rerun or f'pipeproof replay "{self.config}"'
 
     @property
     def exit_status(self) -> int:

@@ -165,9 +165,9 @@ def factor_words(update: Update, factor: float, within: float = ALIKE) -> str:
     told = {name: value for name, value in known.items() if value not in (0, 1)}
     times = {name: value for name, value in told.items() if abs(size - value) <= within * value}
     over = {name: value for name, value in told.items() if abs(size - 1 / value) <= within / value}
-    for found, fraction, words in ((times, "", ""), (over, "1/", "one over ")):
+    for found, fraction, words in ((times, "", ""), (over, "1/", "1 / ")):
         if found:
-            return f"{minus}{fraction}{next(iter(found.values())):g}, {words}{' or '.join(found)}"
+            return f"{minus}{fraction}{next(iter(found.values())):g} = {words}{' or '.join(found)}"
     return f"{_digits(factor, within)} times"
 
 

@@ -249,9 +249,9 @@ def _unknown(
         if one.unfounded:
             yield f"stage {one.stage}: what the reference's microbatches give does not add up to its own gradients"
         elif not one.explained and not sums[one.stage]:
-            tried = "nothing that was tried, of microbatches, pairings and two parameters, makes its gradients"
+            tried = "no mix of microbatches, pairings and two parameters explains its gradients"
             told = tried if one.residual > one.limit else "rounding hides what its gradients are made of"
-            yield f"stage {one.stage}: {told}; the best leaves {one.residual:.1e} of them, rounding {one.limit:.1e}"
+            yield f"stage {one.stage}: {told} (left over {one.residual:.1e}; rounding allows {one.limit:.1e})"
         elif one.undecided:
             terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
@@ -303,7 +303,7 @@ def _ruled_out(
         (("doubled",), not paired and not any(c > 1 for _, c in terms), "no microbatch is there twice"),
         (swapped, not others and bool(there), f"every activation{lost} met its own microbatch's output gradient"),
         (_STALE, not others and (known or max(nominal) <= 1.0), "nothing of an earlier step is in the sums"),
-        (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),
+        (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "every contribution has factor 1"),
     ):
         if holds and not kinds & set(found):
             told = tuple(kind for kind in found if kind != "swapped-data" or not kinds >= {"dropped", "doubled"})

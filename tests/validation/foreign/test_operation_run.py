@@ -264,4 +264,4 @@ def test_what_the_reference_raises_after_a_fault_does_not_hide_it(whitebox: Whit
     verdict = judged(whitebox, explodes, reference=bounded, steps=["train", "train"])
     assert verdict.law("updated-parameters").outcome == "fail"
     assert [one.kind for one in verdict.cause] == ["update"]
-    golden(str(judged(whitebox, explodes, reference=bounded, optimizer=None)).splitlines()[0])
+    golden(judged(whitebox, explodes, reference=bounded, optimizer=None).details.splitlines()[0])

@@ -189,7 +189,7 @@ def test_a_record_of_another_step_is_said(options: dict[str, Any], words: str, p
 
 
 def test_a_file_that_is_no_record_is_said() -> None:
-    assert "is no record" in str(step(__file__))
+    assert "is no record" in step(__file__).details
     assert "cannot read nowhere" in str(step("nowhere"))
 
 

@@ -73,7 +73,7 @@ def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
     named = replace(FAILED, cause=(cause,), ruled_out=(ruled_out,), bindings=CASE.bindings)
     golden(named.details)
     assert len(named.details.splitlines()) <= 24
-    told = "stage 0: nothing that was tried, of microbatches, pairings and two parameters, makes its gradients"
+    told = "stage 0: no mix of microbatches, pairings and two parameters explains its gradients"
     undecided = replace(FAILED, undecided=(told,))
     golden(undecided.details)
 

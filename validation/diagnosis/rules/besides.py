@@ -15,7 +15,7 @@ from pipeproof.diagnosis.rules.replayed import besides_change
 from pipeproof.diagnosis.rules.shared import apart, shared, stages_of
 
 Found = tuple[Sequence[Cause], Sequence[str]]
-_BEHIND = "what follows from this was not judged: more may be wrong in gradients, or in a later stage"
+_BEHIND = "later effects were not analysed: there may be more faults, in gradients or in a later stage"
 
 
 def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:

@@ -285,7 +285,7 @@ def sound(evidence: Evidence) -> RuledOut | None:
     if not all(map(_all_right, lines)):
         return None
     count = sum(len(_judged(line)) for line in lines)
-    return RuledOut(("wrong-message",), "every tensor at the boundaries of stages is right, to half its digits", count)
+    return RuledOut(("wrong-message",), "every tensor between stages is right, to half of its digits", count)
 
 
 def _judged(evidence: Evidence) -> list[Crossing]:

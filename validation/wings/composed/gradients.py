@@ -153,7 +153,7 @@ class OwnGradients:
             undecided = part.undecided if told else (*part.undecided, _NO_CAUSE)
             return replace(part, causes=(*part.causes, *told), undecided=undecided)
         if stage.speaks:
-            why = f"the cause was not sought: stage {stage.stage} speaks to other ranks when it is run"
+            why = f"the cause was not sought: stage {stage.stage} communicates and can be rerun once only"
             return replace(part, undecided=(*part.undecided, why))
         held = HeldGradients(
             {full: shards.alone(full, observed[full]) for full in names if full in observed},

@@ -138,10 +138,10 @@ def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> N
     def longer() -> nn.Module:
         return nn.Sequential(*build(), nn.Linear(8, 8))
 
-    told = str(judged(Job(), against=SingleDevice(longer, loss_fn)))
+    told = judged(Job(), against=SingleDevice(longer, loss_fn)).details
     golden(told.splitlines()[0])
     job = Job()
-    twice = str(judged(job, stages={0: job.model, 1: job.model}))
+    twice = judged(job, stages={0: job.model, 1: job.model}).details
     golden(twice.splitlines()[0])
     assert "rename=" not in told + twice
 
@@ -195,7 +195,7 @@ def judged_with(**changed: Any) -> Verdict:
 
 def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused() -> None:
     unfinished = WhiteBoxError("call train_batch in the block")
-    golden(str(judged_with(unfinished=unfinished)).splitlines()[0])
+    golden(judged_with(unfinished=unfinished).details.splitlines()[0])
     job = Job()
     with checking(lambda: job.as_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
         job.step()

@@ -336,7 +336,7 @@ def test_the_one_call_that_ran_in_another_mode_is_named() -> None:
 
 def test_what_is_no_step_is_refused_in_a_sentence() -> None:
     (one,) = layers(torch.tanh)
-    golden(str(checked(Job([one, one]))).splitlines()[0])
+    golden(checked(Job([one, one])).details.splitlines()[0])
     assert "microbatches is empty" in str(checked(Job([one]), given=[]))
     with check_step(one, DATA, against=Composed(MSE), operation=1) as check:
         check.gradients()

@@ -39,7 +39,7 @@ def one_step(
 def told(context: RankContext, options: list[Options], optimizers: list[bool]) -> str:
     stage = stage_of(context.rank)
     given = torch.optim.SGD(stage.parameters(), lr=0.1) if optimizers[context.rank] else None
-    return str(one_step(context, stage, Composed(LOSS, optimizer=given, **options[context.rank])))
+    return one_step(context, stage, Composed(LOSS, optimizer=given, **options[context.rank])).details
 
 
 LATE = Contract(accumulation=Accumulation(late=True))
@@ -104,7 +104,7 @@ def flows(context: RankContext) -> None:
 def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
     by, began = Composed(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
     found = one_step(context, stage_of(context.rank), by, given if context.rank else None)
-    return str(found), monotonic() - began
+    return found.details, monotonic() - began
 
 
 @pytest.mark.parametrize("clips", [False, True])
