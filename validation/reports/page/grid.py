@@ -4,6 +4,7 @@ Columns and states are here; ``templates/grid.html`` has lengths and colours.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,11 +57,6 @@ class Placed:
         """Its classes: what kind of action it is, its state, and its colour."""
         kind = {Kind.FORWARD: "f", Kind.BACKWARD_WEIGHT: "g"}.get(self.done.kind, "b")
         return f"{kind} {self.state.replace(' ', '-')} {self.step}".rstrip()
-
-    @property
-    def said(self) -> str:
-        """Its state, in words."""
-        return SAID[self.state]
 
     @property
     def told(self) -> list[object]:
@@ -123,17 +119,6 @@ class Grid:
     def width(self) -> int:
         """How many columns there are."""
         return 1 + max((one.column for one in self.cells), default=-1)
-
-    @property
-    def longest(self) -> int:
-        """Letters of the longest name of an action."""
-        return max((len(one.done.action) for one in self.cells), default=0)
-
-    @property
-    def elsewhere(self) -> Cause | None:
-        """The cause, where it is no action of the grid."""
-        found = any(one.state == "culprit" for one in self.cells)
-        return None if found else next(iter(self.verdict.cause), None)
 
     def wrong(self, *states: State) -> list[list[list[str]]]:
         """The wrong tensors of each action in one of ``states``, along the order of actions, as rows of a table."""
@@ -216,7 +201,7 @@ class Grid:
         if _is_wrong(done.sights):
             step = _worst([sight for sight in done.sights if sight.agrees is False]) or "w4"
             return Placed(done, rank, column, "consequence" if self._follows(done) else "wrong", step)
-        told = [sight for sight in done.sights if sight.made] or done.sights
+        told = _made(done)
         if told and all(sight.agrees for sight in told):
             return Placed(done, rank, column, "right", _worst(told) or _worst(done.sights) or "a0")
         through = self._through.get(_went_to(done))
@@ -233,23 +218,19 @@ class Grid:
     @cached_property
     def _made_wrong(self) -> set[str]:
         """The actions that made something wrong, as far as anybody saw what they made."""
-        every = (done for row in self.ran.ranks for done in row)
-        seen = ((done.action, [sight for sight in done.sights if sight.made] or done.sights) for done in every)
-        return {action for action, sights in seen if _is_wrong(sights)}
+        return {done.action for row in self.ran.ranks for done in row if _is_wrong(_made(done))}
 
     @cached_property
     def _through(self) -> Mapping[tuple[bool, int | None], tuple[str, str]]:
         """What actions went into, where all of that agrees: a microbatch's loss, or the gradients of a stage."""
-        every = [one for one in self.verdict.measured.compared if one.operation == self.ran.operation]
-        groups: dict[tuple[bool, int | None], list[Compared]] = {}
-        for one in every:
-            if one.law == "loss" and one.microbatch is not None:
-                groups.setdefault((True, one.microbatch), []).append(one)
-            elif one.law == "gradient":
-                groups.setdefault((False, one.stage), []).append(one)
+        groups: dict[tuple[bool, int], list[Compared]] = defaultdict(list)
+        for one in self.verdict.measured.compared:
+            at = {"loss": one.microbatch, "gradient": one.stage}.get(one.law)
+            if at is not None and one.operation == self.ran.operation:
+                groups[one.law == "loss", at].append(one)
         return {
-            at: (_went_into(*at, len(group)), _worst(group) or "a0")
-            for at, group in groups.items()
+            place: (_went_into(*place, len(group)), _worst(group) or "a0")
+            for place, group in groups.items()
             if all(one.outcome == "pass" for one in group)
         }
 
@@ -265,6 +246,11 @@ def _told(one: Sight, microbatch: int | None) -> list[str]:
         "bit for bit" if one.error == 0 else ("-" if one.error is None else small(one.error)),
         "" if one.limit is None else small(one.limit),
     ]
+
+
+def _made(done: Done) -> Sequence[Sight]:
+    """The tensors that it made, as far as anybody saw them; else those that it took."""
+    return [sight for sight in done.sights if sight.made] or done.sights
 
 
 def _is_wrong(sights: Sequence[Sight]) -> bool:

@@ -45,6 +45,7 @@ def _values(verdict: Verdict, grid: Grid | None) -> dict[str, object]:
         "closest": _closest(verdict),
         "compared": any(law.checked for law in verdict.laws),
         "grid": grid,
+        "said": SAID,
         "cells": sections.coefficients(verdict),
         "losses": sections.losses(verdict),
         "gradients": sections.gradients(verdict),
