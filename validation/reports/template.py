@@ -26,7 +26,6 @@ def rendered(template: str, **values: object) -> str:
 @cache
 def _environment() -> "Environment":
     from jinja2 import Environment, FunctionLoader, StrictUndefined  # commands that write no such file do without
-    from markupsafe import Markup
 
     made = Environment(
         autoescape=lambda name: name is None or not name.endswith(".md"),
@@ -41,7 +40,7 @@ def _environment() -> "Environment":
     made.filters["gib"] = lambda size: three_digits(size / 2**30)
     made.filters["points"] = lambda length: f"{round(length, 2):g}"
     made.filters["uri"] = lambda file: Path(file).as_uri() if Path(file).is_absolute() else None
-    made.globals |= {"style": Markup(_text("page.css")), "script": Markup(_text("page.js"))}
+    made.globals |= {"style": _text("page.css"), "script": _text("page.js")}
     return made
 
 

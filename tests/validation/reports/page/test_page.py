@@ -105,11 +105,11 @@ def test_no_name_becomes_markup() -> None:
 
 
 def test_other_explanations_stand_beside_the_cause_and_its_lines_are_links() -> None:
-    own = OwnLine("1F0", Line("/home/a b/loop.py", 7, "step", "y = f(x)"))
+    own = OwnLine("1F0", Line("/my code/loop.py", 7, "step", "y = f(x)"))
     cause = replace(FAILED.cause[0], lines=(own, replace(own, line=replace(own.line, file="<string>"))))
     verdict = replace(FAILED, cause=(cause,), alternatives=((Cause("mispaired", stage=1), Cause("sign")),))
     golden(told(verdict).partition("\nWhere\n")[0], exact=True)
-    assert re.findall('href="(file:.*?)"', page(verdict)) == ["file:///home/a%20b/loop.py"]
+    assert re.findall('href="(file:.*?)"', page(verdict)) == ["file:///my%20code/loop.py"]
 
 
 def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
