@@ -1,8 +1,8 @@
 """What is on a picture: names that fit, colours that differ, frames, marks and headings."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -67,14 +67,8 @@ def test_every_name_lies_in_its_own_cell_and_a_kind_is_named_in_one_way_or_not_a
     found = [text.text for text in names(drawing)]
     assert len({any(letter in "FBIW" for letter in text) for text in found}) <= 1
     kinds = Counter(cell.action.kind for cell in shown.cells)
-    assert len(found) in {sum(kinds[kind] for kind in some) for some in subsets(kinds)}
-
-
-def subsets(kinds: Iterable[Kind]) -> list[list[Kind]]:
-    found: list[list[Kind]] = [[]]
-    for kind in kinds:
-        found += [[*some, kind] for some in found]
-    return found
+    chosen = (some for size in range(len(kinds) + 1) for some in combinations(kinds.values(), size))
+    assert len(found) in set(map(sum, chosen))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
