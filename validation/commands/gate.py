@@ -173,7 +173,7 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
     for number, one in enumerate(result.not_passed[:SHOWN], start=1):
         name = str(folder / f"{number}-{one.case.built.name}")
         with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
-            text.write(f"{one.details}\n".encode())
+            text.write(f"{one.verdict.details}\n".encode())
             data.write_json(document("gate", one.verdict.exit_status, [one.verdict]))
         if one.case in observed:
             with OutputFile(f"{name}.expected") as wanted, OutputFile(f"{name}.observed") as seen:

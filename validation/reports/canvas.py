@@ -1,4 +1,4 @@
-"""What a picture is made of, and how it becomes a file: SVG is written here, PNG is drawn by matplotlib.
+"""What a picture is made of, and how it becomes a file: SVG of a template, PNG drawn by matplotlib.
 
 Lengths are points, 1/72 inch, to the right and downwards. matplotlib is the extra ``plot``: it is imported here alone,
 when something is drawn.
@@ -6,22 +6,21 @@ when something is drawn.
 
 import importlib.util
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeproof.reports.colours import BLACK, WHITE
+from pipeproof.reports.template import rendered
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _DPI = 160
-_FONTS = "'DejaVu Sans', Verdana, Arial, sans-serif"  # matplotlib's own, and what is as wide or narrower
 # How wide letters of DejaVu Sans are, as parts of their size: of names of actions exactly, of the rest in the middle.
 _WIDTHS = {**dict.fromkeys("0123456789", 0.637), "F": 0.576, "B": 0.687, "I": 0.295, "W": 0.989, " ": 0.318}
 _OTHER = 0.62
+_FALL = 0.36  # from the middle of a digit to the line that it stands on, as a part of its size
 
 
 class PictureError(ValueError):
@@ -52,6 +51,11 @@ class Text(NamedTuple):
     colour: str = BLACK
     bold: bool = False
 
+    @property
+    def line(self) -> float:
+        """The height of the line that it stands on."""
+        return self.middle + _FALL * self.size
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -77,59 +81,19 @@ def check_drawable() -> None:
 
 def svg(drawing: Drawing) -> bytes:
     """``drawing`` as SVG: text is text, and a box says what it is. Equal drawings, equal bytes."""
-    width, height = f"{drawing.width:g}", f"{drawing.height:g}"
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}pt" height="{height}pt" viewBox="0 0 {width} {height}"'
-        f' role="img" font-family="{_FONTS}">',
-        f"<title>{escape(drawing.says)}</title>",
-        "<style>text{pointer-events:none} rect:hover{stroke:#000;stroke-width:1.5}</style>",
-        f'<rect width="{width}" height="{height}" fill="{WHITE}"/>',
-        *map(_svg_box, drawing.boxes),
-        *map(_svg_text, drawing.texts),
-        "</svg>\n",
-    ]
-    return "\n".join(lines).encode()
-
-
-def _svg_box(box: Box) -> str:
-    edge = f' stroke="{box.edge}" stroke-width="{box.edge_width:g}"' if box.edge else ""
-    # A box without a fill lets the pointer through to what it surrounds.
-    fill = f'fill="{box.fill}"' if box.fill else 'fill="none" pointer-events="none"'
-    left, top, width, height = (f"{round(length, 2):g}" for length in box[:4])
-    place = f'x="{left}" y="{top}" width="{width}" height="{height}"'
-    inner = f"><title>{escape(box.says)}</title></rect>" if box.says else "/>"
-    return f"<rect {place} {fill}{edge}{inner}"
-
-
-def _svg_text(text: Text) -> str:
-    weight = ' font-weight="bold"' if text.bold else ""
-    anchor = f' text-anchor="{text.anchor}"' if text.anchor != "start" else ""
-    left, line = round(text.left, 2), round(text.middle + _FALL * text.size, 2)
-    place = f'x="{left:g}" y="{line:g}" font-size="{text.size:g}"'
-    return f'<text {place}{anchor}{weight} fill="{text.colour}">{escape(text.text)}</text>'
-
-
-_FALL = 0.36  # from the middle of a digit to the line that it stands on, as a part of its size
+    return rendered("drawing.svg", drawing=drawing).encode()
 
 
 def png(drawing: Drawing) -> bytes:
     """``drawing`` as PNG. Equal drawings, equal bytes."""
-    return rendered(lambda: figure(drawing), file_format="png")
-
-
-def rendered(draw: Callable[[], "Figure"], *, file_format: str) -> bytes:
-    """What ``draw`` makes, as a file: "svg" or "png". Equal figures, equal bytes."""
-    from matplotlib import rc_context
-
     file = io.BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipeproof", "font.family": "DejaVu Sans"}):
-        metadata = {"Date": None} if file_format == "svg" else None
-        draw().savefig(file, format=file_format, dpi=_DPI, metadata=metadata)
+    figure(drawing).savefig(file, format="png", dpi=_DPI)
     return file.getvalue()
 
 
 def figure(drawing: Drawing) -> "Figure":
     """``drawing`` for matplotlib: one panel that is the whole figure, in points."""
+    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(drawing.width / 72, drawing.height / 72), facecolor=WHITE)
@@ -137,34 +101,26 @@ def figure(drawing: Drawing) -> "Figure":
     axes.set_axis_off()
     axes.set_xlim(0, drawing.width)
     axes.set_ylim(drawing.height, 0)
-    _paint(axes, drawing.boxes)
+    corners = [
+        [(left, top), (left + width, top), (left + width, top + height), (left, top + height)]
+        for left, top, width, height, *_ in drawing.boxes
+    ]
+    looks: dict[str, Any] = {
+        "facecolors": [box.fill or "none" for box in drawing.boxes],
+        "edgecolors": [box.edge or "none" for box in drawing.boxes],
+        "linewidths": [box.edge_width for box in drawing.boxes],
+    }
+    axes.add_collection(PolyCollection(corners, **looks))
     sides = {"start": "left", "middle": "center", "end": "right"}
     for text in drawing.texts:
-        weight = "bold" if text.bold else "normal"
-        line = text.middle + _FALL * text.size
-        axes.text(
-            text.left, line, text.text, fontsize=text.size, ha=sides[text.anchor], va="baseline", color=text.colour,
-            weight=weight, parse_math=False,
-        )  # fmt: skip
+        look: dict[str, Any] = {
+            "color": text.colour,
+            "weight": "bold" if text.bold else "normal",
+            "family": "DejaVu Sans",
+        }
+        look |= {"ha": sides[text.anchor], "va": "baseline", "parse_math": False}
+        axes.text(text.left, text.line, text.text, fontsize=text.size, **look)
     return made
-
-
-def _paint(axes: "Axes", boxes: Sequence[Box]) -> None:
-    from matplotlib.collections import PolyCollection
-
-    axes.add_collection(
-        PolyCollection(
-            [list(_corners(box)) for box in boxes],
-            facecolors=[box.fill or "none" for box in boxes],
-            edgecolors=[box.edge or "none" for box in boxes],
-            linewidths=[box.edge_width for box in boxes],
-        )
-    )
-
-
-def _corners(box: Box) -> Iterator[tuple[float, float]]:
-    right, bottom = box.left + box.width, box.top + box.height
-    yield from ((box.left, box.top), (right, box.top), (right, bottom), (box.left, bottom))
 
 
 def wrapped(parts: Iterable[str], *, width: float, size: float, between: str) -> list[str]:

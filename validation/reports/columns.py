@@ -35,10 +35,6 @@ class Column:
         """What it takes at least, with its gap."""
         return (self.least or self.width) + self.gap
 
-    def cell(self, text: str) -> str:
-        """``text`` in this column; where it is longer, what follows is moved."""
-        return " " * self.gap + (text.rjust(self.width) if self.right else text.ljust(self.width))
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -51,23 +47,20 @@ class Layout:
     @classmethod
     def of(cls, columns: Sequence[Column], width: int | None) -> "Layout":
         """As many of ``columns`` as there is room for, some of them narrower."""
-        kept = list(range(len(columns)))
+        kept = dict(enumerate(columns))
         if width is None:
             return cls(tuple(columns), tuple(kept))
         for k in sorted(kept, key=lambda k: -columns[k].drop):
-            if columns[k].drop and sum(columns[k].needed for k in kept) > width:
-                kept.remove(k)
-        chosen = [columns[k] for k in kept]
-        over = sum(column.width + column.gap for column in chosen) - width
-        for k in reversed(range(len(chosen))):
-            least = chosen[k].least or chosen[k].width
-            cut = min(max(over, 0), chosen[k].width - least)
-            chosen[k], over = replace(chosen[k], width=chosen[k].width - cut), over - cut
-        for least in (_NARROW, 1):  # narrower than anybody thought of: the first column says least about numbers
-            for k in (0, *reversed(range(1, len(chosen)))):
-                cut = min(max(over, 0), max(0, chosen[k].width - least))
-                chosen[k], over = replace(chosen[k], width=chosen[k].width - cut), over - cut
-        return cls(tuple(chosen), tuple(kept), width)
+            if columns[k].drop and sum(column.needed for column in kept.values()) > width:
+                del kept[k]
+        first, *others = kept
+        cuts = [(k, kept[k].least or kept[k].width) for k in reversed(kept)]
+        # Narrower than anybody thought of: the first column says least about numbers.
+        cuts += [(k, least) for least in (_NARROW, 1) for k in (first, *reversed(others))]
+        for k, least in cuts:
+            over = max(0, sum(column.width + column.gap for column in kept.values()) - width)
+            kept[k] = replace(kept[k], width=max(min(kept[k].width, least), kept[k].width - over))
+        return cls(tuple(kept.values()), tuple(kept), width)
 
     @property
     def header(self) -> str:
@@ -79,9 +72,12 @@ class Layout:
         return self._line([cells[k] for k in self.kept])
 
     def _line(self, cells: Sequence[str]) -> str:
-        pairs = zip(self.columns, cells, strict=True)
-        cut = [column.cell(cell if self.width is None else shortened(cell, column.width)) for column, cell in pairs]
-        return "".join(cut).rstrip()
+        """Where a cell is longer than its column, as in a file, what follows is moved."""
+        line = ""
+        for column, cell in zip(self.columns, cells, strict=True):
+            text = cell if self.width is None else shortened(cell, column.width)
+            line += " " * column.gap + (text.rjust(column.width) if column.right else text.ljust(column.width))
+        return line.rstrip()
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> str:

@@ -52,22 +52,20 @@ class Drawings:
 
         ``unit`` says what their times are counted in, where they are not seconds and not those of a stage.
         """
-        trace = (json.dumps(chrome_trace(timelines)) + "\n").encode() if self._paths.trace else b""
-        self._write([timed(name, timeline, unit=unit) for name, timeline in timelines.items()], trace)
+        panels = [timed(name, timeline, unit=unit) for name, timeline in timelines.items()]
+        self._write(panels, chrome_trace(timelines) if self._paths.trace else None)
 
     def write_panel(self, panel: Panel) -> None:
         """One panel of what has no times, so that it is no trace."""
         self._write([panel])
 
-    def _write(self, panels: Sequence[Panel], trace: bytes | None = None) -> None:
+    def _write(self, panels: Sequence[Panel], trace: object = None) -> None:
         drawing = picture(panels) if self._paths.svg or self._paths.png else None
-        contents = [
-            svg(drawing) if drawing and self._paths.svg else b"",
-            png(drawing) if drawing and self._paths.png else b"",
-            trace,
-        ]
+        writers = (self._paths.svg and svg, self._paths.png and png)
+        contents = [writer(drawing) if writer and drawing else b"" for writer in writers]
+        contents.append(b"" if trace is None else f"{json.dumps(trace)}\n".encode())
         for file, content in zip(self._files, contents, strict=True):
-            if content is not None:
+            if content:
                 file.write(content)
 
     def __enter__(self) -> Self:

@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from xml.etree import ElementTree
 
 from pipeproof.cases.case import Case
 from pipeproof.core.text import sentence
-from pipeproof.core.verdict import Verdict, small
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.columns import ROWS
+from pipeproof.reports.table import outcome
+from pipeproof.reports.template import rendered
 
 Group = Literal["table", "pinned", "fuzz", "planted"]
 _ORDER = {"fail": 0, "unknown": 1, "pass": 2}
@@ -47,17 +48,8 @@ class CaseResult:
 
     @property
     def story(self) -> str:
-        """What a reader needs first."""
-        return self.headline if self._as_planted else str(self.verdict)
-
-    @property
-    def details(self) -> str:
-        """All of it: a file may be all that is left of a run."""
-        return self.headline if self._as_planted else self.verdict.details
-
-    @property
-    def _as_planted(self) -> bool:
-        return self.group == "planted" and self.outcome == "pass"
+        """What a reader needs first; of a planted fault that is caught there is no more to say."""
+        return self.headline if self.group == "planted" and self.outcome == "pass" else str(self.verdict)
 
 
 @dataclass(frozen=True)
@@ -104,35 +96,9 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(result: GateResult) -> bytes:
-    """One test case for each case, and one that says whether all ran."""
-    suite = ElementTree.Element("testsuite", name="pipeproof gate")
-    for one in result.cases:
-        name = _xml(str(one.case))
-        found = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=f"pipeproof.{one.group}.{one.case.built.name}",
-            name=name,
-            time=f"{one.verdict.seconds:.3f}",
-        )
-        if one.outcome != "pass":
-            kind = "failure" if one.outcome == "fail" else "error"
-            ElementTree.SubElement(found, kind, message=_xml(one.headline)).text = _xml(one.details)
-    every = ElementTree.SubElement(suite, "testcase", classname="pipeproof.gate", name="every case ran", time="0")
-    if result.short:
-        ElementTree.SubElement(every, "error", message=_xml(result.short))
-    counted = {
-        "tests": len(suite),
-        "failures": len(suite.findall("testcase/failure")),
-        "errors": len(suite.findall("testcase/error")),
-        "time": f"{sum(one.verdict.seconds for one in result.cases):.3f}",
-    }
-    for name, value in counted.items():
-        suite.set(name, str(value))
-    suites = ElementTree.Element("testsuites")
-    suites.append(suite)
-    text: bytes = ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True)
-    return text + b"\n"
+    """One test case for each case, and one that says whether all ran; what XML cannot hold is a question mark."""
+    counts = Counter(one.outcome for one in result.cases)
+    return _NO_XML.sub("?", rendered("junit.xml", result=result, counts=counts)).encode()
 
 
 def annotations(result: GateResult) -> list[str]:
@@ -148,32 +114,19 @@ def annotations(result: GateResult) -> list[str]:
 
 def markdown(result: GateResult) -> str:
     """The verdicts as a table, what is no pass first, and the screens of the first of these."""
-    lines = [f"### pipeproof {result}".replace("|", "\\|"), ""]
-    rows = [*result.not_passed, *(one for one in result.cases if one.outcome == "pass")]
-    lines += ["| | case | tier | worst error | floor | seconds |", "|---|---|---|--:|--:|--:|"]
-    lines += map(_row, rows[:ROWS])
-    if rest := rows[ROWS:]:
-        lines += ["", f"{len(rest)} more, all of them {' or '.join(sorted({one.outcome for one in rest}))}."]
-    for one in result.not_passed[:SHOWN]:
-        lines += ["", *_screen(one)]
-    return "\n".join([*lines, ""])
+    cases = [*result.not_passed, *(one for one in result.cases if one.outcome == "pass")]
+    screens = [(_fence(one.story), one.story) for one in result.not_passed[:SHOWN]]
+    return rendered("summary.md", result=result, rows=list(map(_row, cases[:ROWS])), rest=cases[ROWS:], screens=screens)
 
 
-def _row(one: CaseResult) -> str:
-    laws = {law.name: law for law in one.verdict.laws}
-    gradient = laws.get("gradient")
-    worst, floor = "-", "-"
-    if gradient is not None:
-        worst, floor = small(gradient.worst), small(gradient.floor if gradient.worst else one.verdict.floor)
-    outcome = one.word if one.outcome == "pass" else f"**{one.word}**"
-    outcome += ", planted" * (one.group == "planted")
-    cells = [outcome, f"`{one.case}`", one.verdict.tier, worst, floor, f"{one.verdict.seconds:.1f}"]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+def _row(one: CaseResult) -> list[str]:
+    _, worst, floor, *_ = outcome(one.verdict)
+    told = (one.word if one.outcome == "pass" else f"**{one.word}**") + ", planted" * (one.group == "planted")
+    return [told, f"`{one.case}`", one.verdict.tier, worst, floor, f"{one.verdict.seconds:.1f}"]
 
 
-def _screen(one: CaseResult) -> Sequence[str]:
-    fence = "`" * (3 + max((len(run) for run in re.findall(r"`+", one.story)), default=0))
-    return (f"{fence}text", one.story, fence)
+def _fence(text: str) -> str:
+    return "`" * (3 + max((len(run) for run in re.findall(r"`+", text)), default=0))
 
 
 def _error(title: str, text: str) -> str:
@@ -182,8 +135,3 @@ def _error(title: str, text: str) -> str:
 
 def _escaped(text: str, more: str = "") -> str:
     return text.translate({ord(special): f"%{ord(special):02X}" for special in f"%\r\n{more}"})
-
-
-def _xml(text: str) -> str:
-    """``text`` without what XML cannot hold."""
-    return _NO_XML.sub("?", text)

@@ -11,7 +11,7 @@ from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.sizes import shortened, some
-from pipeproof.pipeline.trace import Span, Trace
+from pipeproof.pipeline.trace import Trace
 
 WORDS: Mapping[Kind, str] = {
     Kind.FORWARD: "forward",
@@ -70,33 +70,22 @@ class Panel:
 def timed(name: str, trace: Trace, *, unit: str = "") -> Panel:
     """``trace`` over time, which is counted in ``unit`` where it is not in seconds."""
     schedule = trace.schedule
-    cells = {span.action: _in_time(span, trace) for span in chain.from_iterable(trace.spans) if span.worked > 0}
+    cells: dict[Action, Cell] = {}
+    for span in chain.from_iterable(trace.spans):
+        if span.worked > 0:
+            times = f"{_time(span.worked_from, trace)} to {_time(span.ended, trace)}"
+            says = f"{_named(span.action)}, on rank {span.rank}, {times}"
+            cells[span.action] = Cell(span.rank, span.worked_from, span.ended, span.action, says)
     pairs = []
     for rank, slot in schedule.overlaps:
-        one, other = (cells.get(action) for action in schedule.ranks[rank][slot : slot + 2])
-        if one and other:
-            pairs.append((_with(one, other), _with(other, one)))
-    cells |= {cell.action: cell for cell in chain.from_iterable(pairs)}
-    return Panel(
-        f"{name}: {shape(schedule)}",
-        tuple(_facts(trace)),
-        schedule,
-        tuple(cells.values()),
-        "time in milliseconds" if trace.in_seconds else f"time in units of {unit or 'T_F, T_I and T_W'}",
-        tuple(pairs),
-        1e3 if trace.in_seconds else 1.0,
-    )
-
-
-def _in_time(span: Span, trace: Trace) -> Cell:
-    times = f"{_time(span.worked_from, trace)} to {_time(span.ended, trace)}"
-    return Cell(
-        span.rank, span.worked_from, span.ended, span.action, f"{_named(span.action)}, on rank {span.rank}, {times}"
-    )
-
-
-def _with(cell: Cell, other: Cell) -> Cell:
-    return cell._replace(says=f"{cell.says}, as one with {other.action}")
+        one, other = schedule.ranks[rank][slot : slot + 2]
+        if one in cells and other in cells:
+            for cell, beside in ((one, other), (other, one)):
+                cells[cell] = cells[cell]._replace(says=f"{cells[cell].says}, as one with {beside}")
+            pairs.append((cells[one], cells[other]))
+    axis = "time in milliseconds" if trace.in_seconds else f"time in units of {unit or 'T_F, T_I and T_W'}"
+    title, per_tick = f"{name}: {schedule.sizes}", 1e3 if trace.in_seconds else 1.0
+    return Panel(title, tuple(_facts(trace)), schedule, tuple(cells.values()), axis, tuple(pairs), per_tick)
 
 
 def _named(action: Action) -> str:
@@ -106,13 +95,6 @@ def _named(action: Action) -> str:
 
 def _time(time: float, trace: Trace) -> str:
     return f"{time * 1e3:.4g} ms" if trace.in_seconds else f"{time:g}"
-
-
-def shape(schedule: Schedule) -> str:
-    """P, V and M in words."""
-    most = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
-    ranks, stages = some(schedule.n_ranks, "rank"), some(most, "stage")
-    return f"P = {ranks}, V = {stages} per rank, M = {some(schedule.microbatches, 'microbatch')}"
 
 
 def _facts(trace: Trace) -> Iterator[str]:
@@ -133,17 +115,14 @@ def _facts(trace: Trace) -> Iterator[str]:
 def in_slots(name: str, schedule: Schedule, rows: Sequence[Sequence[Action]], broken: Sequence[Violation]) -> Panel:
     """``rows`` in their order, with the cells of ``broken`` marked: who contradicts a law has no times."""
     wrong = {cell: violation for violation in reversed(broken) for cell in violation.cells}
-    cells = (
-        Cell(rank, slot, slot + 1, action, _in_slot(action, wrong.get((rank, slot))), (rank, slot) in wrong)
-        for rank, row in enumerate(rows)
-        for slot, action in enumerate(row)
-    )
+    cells = []
+    for rank, row in enumerate(rows):
+        for slot, action in enumerate(row):
+            violation = wrong.get((rank, slot))
+            says = _named(action) if violation is None else f"{_named(action)}. {violation}"
+            cells.append(Cell(rank, slot, slot + 1, action, says, violation is not None))
     more = [f"and {len(broken) - _MOST_SAID} more"] if len(broken) > _MOST_SAID else []
     facts = (*(shortened(str(violation), _LONGEST) for violation in broken[:_MOST_SAID]), *more)
     laws = some(len({violation.law for violation in broken}), "law")
-    title = f"{name} breaks {laws}: {shape(schedule)}"
+    title = f"{name} breaks {laws}: {schedule.sizes}"
     return Panel(title, facts, schedule, tuple(cells), "slots, in the order of each rank: no times")
-
-
-def _in_slot(action: Action, violation: Violation | None) -> str:
-    return f"{_named(action)}{f'. {violation}' if violation else ''}"

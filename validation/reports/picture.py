@@ -10,11 +10,11 @@ microbatch is dark, so that the eye can follow it from rank to rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from math import ceil, floor, log2, log10
+from math import ceil, floor, log2
 
 from pipeproof.pipeline.action import COMPUTE, Action, Kind
 from pipeproof.reports.canvas import Box, Drawing, Text, text_width, wrapped
-from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of, faded, letters_on, mixed
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mixed
 from pipeproof.reports.panel import WORDS, Cell, Panel
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 18.0, 12.0, 12.0
@@ -70,13 +70,14 @@ class _Placed:
         for rank in range(panel.schedule.n_ranks):
             yield self._box(rank, 0, panel.end)._replace(fill=IDLE)
         as_one = set(chain.from_iterable(panel.pairs))
-        widths = sorted(self._width(cell) for cell in self._computing)
-        thin = widths[len(widths) // 4] if widths else 0.0
-        gap, frame = min(0.9, _GAP * thin), min(1.1, 0.15 * thin)
         for cell in panel.cells:
-            yield from self._painted(cell, 0.0 if cell in as_one else gap)
+            area = self._box(cell.rank, cell.left, cell.right)
+            gap = min(0.9, _GAP * area.width) if cell.action.kind in COMPUTE and cell not in as_one else 0.0
+            area = area._replace(left=area.left + gap / 2, width=area.width - gap, says=cell.says)
+            yield from painted(cell.action.kind, self._fill(cell), area)
         for one, other in panel.pairs:
-            yield self._box(one.rank, one.left, other.right)._replace(edge=BLACK, edge_width=frame)
+            frame = self._box(one.rank, one.left, other.right)
+            yield frame._replace(edge=BLACK, edge_width=min(1.1, 0.05 * frame.width))
         for cell in panel.cells:
             if cell.wrong and self._width(cell) < _SEEN:
                 yield self._box(cell.rank, cell.left, cell.right)._replace(edge=WRONG, edge_width=2.5)
@@ -89,33 +90,21 @@ class _Placed:
             if rank % step == 0 or rank in wrong:
                 colour, middle = (WRONG if rank in wrong else BLACK), self.top + (rank + 0.5) * self._row
                 yield Text(f"rank {rank}", _LEFT - 6, middle, min(_SMALL, self._row), "end", colour, rank in wrong)
-        for cell in self._computing if self.naming else ():
-            if self._fits(cell):
-                yield self._name(cell)
+        for cell in self._computing:
+            if self.naming and self._fits(cell):
+                box = self._box(cell.rank, cell.left, cell.right)
+                left, middle = box.left + box.width / 2, box.top + box.height / 2
+                letters = letters_on(self._fill(cell))
+                yield Text(self.naming(cell.action), left, middle, _NAME, "middle", letters)
 
     def ticks(self) -> Iterator[Text]:
         """Numbers under the axis, at steps of 1, 2 or 5 times a power of ten."""
         shown = self._end * self.panel.per_tick
-        least = shown * 44 / self._room
-        power = 10.0 ** floor(log10(least)) if least > 0 else 1.0
-        step = next((power * part for part in (1, 2, 5) if power * part >= least), power * 10)
-        step = max(step, 1.0) if self.panel.wrong else step  # slots are whole
+        least = max(shown * 44 / self._room, 1.0 if self.panel.wrong else 0.0)  # slots are whole
+        step = next(step for power in range(-15, 18) for part in (1, 2, 5) if (step := part * 10.0**power) >= least)
         for k in range(floor(shown / step * (1 + 1e-9)) + 1):
             at = self._x(k * step / self.panel.per_tick)
             yield Text(f"{k * step:g}", at, self.bottom + 6, _NAME, "middle", _GREY)
-
-    def _name(self, cell: Cell) -> Text:
-        assert self.naming is not None, "only named cells are asked"
-        box = self._box(cell.rank, cell.left, cell.right)
-        left, middle = box.left + box.width / 2, box.top + box.height / 2
-        return Text(self.naming(cell.action), left, middle, _NAME, "middle", letters_on(self._fill(cell)))
-
-    def _painted(self, cell: Cell, gap: float) -> Iterator[Box]:
-        fill, area = self._fill(cell), self._box(cell.rank, cell.left, cell.right)
-        gap = min(gap, _GAP * area.width) if cell.action.kind in COMPUTE else 0.0
-        yield from painted(
-            cell.action.kind, fill, area._replace(left=area.left + gap / 2, width=area.width - gap, says=cell.says)
-        )
 
     def _fill(self, cell: Cell) -> str:
         stage, kind, microbatch = cell.action
@@ -123,7 +112,7 @@ class _Placed:
             return WRONG
         stressed = self.every > 0 and microbatch % self.every == 0
         colour = colour_of(kind, self.panel.places.get(stage, 0), places=self.panel.most, stressed=stressed)
-        return faded(colour, _FADED) if self.panel.wrong else colour
+        return mixed(colour, WHITE, _FADED) if self.panel.wrong else colour
 
     def _fits(self, cell: Cell) -> bool:
         return self._width(cell) >= self._needs[cell.action.kind]
@@ -168,9 +157,11 @@ def picture(panels: Sequence[Panel]) -> Drawing:
     placed = [_Placed(panel, room=room, row=row, end=end) for panel in panels]
     boxes, texts, top = _legend(placed, room)
     for each in placed:
-        for line, size, bold in _heading(each.panel, room):
-            texts.append(Text(line, _LEFT, top + size * _LINE / 2, size, "start", BLACK, bold))
-            top += size * _LINE
+        heading = ((each.panel.title.split(" "), _TITLE, " "), (each.panel.facts, _SMALL, " · "))
+        for words, size, between in heading:
+            for line in wrapped(words, width=room, size=size, between=between):
+                texts.append(Text(line, _LEFT, top + size * _LINE / 2, size, bold=size == _TITLE))
+                top += size * _LINE
         each.top = top + 2
         boxes += each.boxes()
         texts += [*each.texts(), *each.ticks()]
@@ -183,23 +174,13 @@ def picture(panels: Sequence[Panel]) -> Drawing:
 def _room(panel: Panel, end: float) -> float:
     """The width of the axis at which nearly every cell has room for its name, within reason."""
     cells = [cell for cell in panel.cells if cell.action.kind in COMPUTE]
-    lasts: dict[Kind, list[float]] = {}
-    for cell in cells:
-        lasts.setdefault(cell.action.kind, []).append(cell.right - cell.left)
-    for way, _ in _NAMINGS:
-        needs = _needs(cells, way)
-        # A quarter of a kind's cells may be shorter than what its names have room in.
-        widest = (end * max(need, _CELL) / sorted(lasts[kind])[len(lasts[kind]) // 4] for kind, need in needs.items())
-        room = max((_ROOMS[0], *widest))
+    lasts = sorted(cell.right - cell.left for cell in cells)
+    for way, _ in _NAMINGS if cells else ():
+        # A quarter of the cells may be shorter than what names have room in.
+        room = max(_ROOMS[0], end * max(_CELL, *_needs(cells, way).values()) / lasts[len(cells) // 4])
         if room <= _ROOMS[1]:
             return room
-    return _ROOMS[1]
-
-
-def _heading(panel: Panel, room: float) -> Iterator[tuple[str, float, bool]]:
-    """The lines above a panel: text, size, and whether it is bold."""
-    yield from ((line, _TITLE, True) for line in wrapped(panel.title.split(" "), width=room, size=_TITLE, between=" "))
-    yield from ((line, _SMALL, False) for line in wrapped(panel.facts, width=room, size=_SMALL, between=" · "))
+    return _ROOMS[1] if cells else _ROOMS[0]
 
 
 def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Text], float]:
@@ -227,24 +208,16 @@ _SAMPLE = Box(0, 0, 22, 12, "")
 def _samples(panels: Sequence[Panel]) -> Iterator[tuple[list[Box], str]]:
     kinds = {cell.action.kind for panel in panels for cell in panel.cells}
     most = max(panel.most for panel in panels)
-    part = _SAMPLE.width / most
-    for kind, words in WORDS.items():
-        if kind in kinds:
-            shades = (
-                painted(kind, colour_of(kind, k, places=most), _SAMPLE._replace(left=k * part, width=part))
-                for k in range(most)
-            )
-            yield list(chain.from_iterable(shades)), f"{kind} {words}"
-    if any(panel.pairs for panel in panels):
-        halves = [_SAMPLE._replace(width=8, fill=colour_of(Kind.FORWARD)),
-                  _SAMPLE._replace(left=8, width=14, fill=colour_of(Kind.BACKWARD))]  # fmt: skip
-        yield [*halves, _SAMPLE._replace(edge=BLACK, edge_width=1.1)], "run as one"
-    if kinds - COMPUTE:
-        yield [_SAMPLE._replace(fill=MESSAGE)], "messages"
-    if any(panel.wrong for panel in panels):
-        yield [_SAMPLE._replace(fill=WRONG)], "breaks a law"
-    else:
-        yield [_SAMPLE._replace(fill=IDLE)], "idle"
+    for kind in [kind for kind in WORDS if kind in kinds]:
+        yield [*painted(kind, colour_of(kind, places=most), _SAMPLE)], f"{kind} {WORDS[kind]}"
+    wrong = any(panel.wrong for panel in panels)
+    others = (
+        ("run as one", _SAMPLE._replace(edge=BLACK, edge_width=1.1), any(panel.pairs for panel in panels)),
+        ("messages", _SAMPLE._replace(fill=MESSAGE), bool(kinds - COMPUTE)),
+        ("breaks a law", _SAMPLE._replace(fill=WRONG), wrong),
+        ("idle", _SAMPLE._replace(fill=IDLE), not wrong),
+    )
+    yield from (([sample], words) for words, sample, there in others if there)
 
 
 def _notes(placed: Sequence[_Placed]) -> Iterator[str]:

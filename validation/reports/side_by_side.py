@@ -39,26 +39,26 @@ class SideBySide:
     def text(self, width: int | None = None) -> str:
         """The numbers of both, and in what they are counted."""
         rows = []
-        for what, *pair in zip(_ROWS, *map(self._column, self.timelines.values()), strict=True):
-            (one, _), (other, _) = pair
-            rows.append((what, *chain.from_iterable(_numbers(*number) for number in pair), _difference(one, other)))
+        for what, (one, share), (other, beside) in zip(
+            _ROWS, *map(self._numbers, self.timelines.values()), strict=True
+        ):
+            change = f" ({(other - one) / one:+.1%})" if one else ""
+            told = f"{other - one:+g}{change}" if other != one else "0"
+            rows.append((what, f"{one:g}", share, f"{other:g}", beside, told))
         both = ((Column(name, right=True, least=4, gap=2), Column("", right=True, drop=2)) for name in self.timelines)
-        columns = [
-            Column("", least=8, gap=0),
-            *chain.from_iterable(both),
-            Column("difference", right=True, drop=1, gap=2),
-        ]
+        difference = Column("difference", right=True, drop=1, gap=2)
+        columns = [Column("", least=8, gap=0), *chain.from_iterable(both), difference]
         return f"{table(columns, rows, width)}\n{self._explained}"
 
-    def _column(self, timeline: Timeline) -> list[tuple[float, float | None]]:
+    def _numbers(self, timeline: Timeline) -> list[tuple[float, str]]:
         """Every row's number, and the share of the makespan that it is where that tells something."""
         size = self.parts / timeline.schedule.n_stages
         return [
-            (timeline.makespan, None),
-            (timeline.global_bubble, timeline.bubble_fraction),
-            (timeline.local_bubble, None),
-            (max(timeline.peaks) * size, None),
-            (timeline.messages, None),
+            (timeline.makespan, ""),
+            (timeline.global_bubble, f"({timeline.bubble_fraction:.1%})"),
+            (timeline.local_bubble, ""),
+            (max(timeline.peaks) * size, ""),
+            (timeline.messages, ""),
         ]
 
     @property
@@ -77,12 +77,3 @@ class SideBySide:
 
 
 _ROWS = ("makespan", "global bubble", "local bubble", "memory", "messages")
-
-
-def _numbers(value: float, share: float | None) -> tuple[str, str]:
-    return f"{value:g}", "" if share is None else f"({share:.1%})"
-
-
-def _difference(one: float, other: float) -> str:
-    change = f" ({(other - one) / one:+.1%})" if one else ""
-    return f"{other - one:+g}{change}" if other != one else "0"

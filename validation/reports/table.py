@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from statistics import median
 
 from pipeproof.cases.case import Case
@@ -52,11 +51,12 @@ def compared(verdict: Verdict, *laws: str) -> list[str]:
 
 def outcome(verdict: Verdict) -> list[str]:
     """The cells that every table ends with: tier, worst error, floor, error of the norm, verdict, time."""
-    errors, found = ["-"] * 3, {law.name: law for law in verdict.laws}
-    if {"gradient", "grad-norm"} <= found.keys():
-        gradients, norm = found["gradient"], found["grad-norm"]
-        floor = gradients.floor if gradients.worst else verdict.floor
-        errors = list(map(small, (gradients.worst, floor, norm.worst)))
+    found = {law.name: law for law in verdict.laws}
+    errors = ["-"] * 3
+    if gradient := found.get("gradient"):
+        errors[:2] = small(gradient.worst), small(gradient.floor if gradient.worst else verdict.floor)
+    if norm := found.get("grad-norm"):
+        errors[2] = small(norm.worst)
     return [verdict.tier, *errors, verdict.word, f"{verdict.seconds:.1f} s"]
 
 
@@ -72,34 +72,32 @@ def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:
 
 def profile_table(profiles: Sequence[Profile], width: int | None = None) -> str:
     """A line per rank: milliseconds, and the share of the step."""
-    return table([_RANK, *_spent("step"), *_OTHER], [[str(one.rank), *_times(one)] for one in profiles], width)
+    return table([_RANK, *_spent("step"), _OTHER], [[str(one.rank), *_times(one)] for one in profiles], width)
 
 
 def measured_table(measured: Sequence[Profile], simulated: Sequence[Profile], width: int | None = None) -> str:
     """Two lines per rank: where the time went, and where the simulator has it go."""
     rows = []
     for one, other in zip(measured, simulated, strict=True):
-        rows += [[str(one.rank), "measured", *_times(one)[:-2]], ["", "simulated", *_times(other)[:-2]]]
+        rows += [[str(one.rank), "measured", *_times(one)[:-1]], ["", "simulated", *_times(other)[:-1]]]
     return table([_RANK, Column("", gap=1, least=5), *_spent("makespan")], rows, width)
 
 
 _RANK = Column("rank", right=True, gap=0)
-_OTHER = (Column("other", right=True, drop=6, gap=2), Column("", right=True, drop=8))
+_OTHER = Column("other", right=True, drop=4, gap=2)
 
 
 def _spent(whole: str) -> Iterator[Column]:
-    """The columns of what a step took: idle time stays, and shares go before times."""
-    yield Column(whole, right=True, drop=2, gap=2)
-    for name, drop, share in (("compute", 1, 5), ("communication", 3, 7), ("idle", 0, 4)):
+    """The columns of what a step took; idle time stays."""
+    for name, drop in ((whole, 2), ("compute", 1), ("communication", 3), ("idle", 0)):
         yield Column(name, right=True, drop=drop, gap=2)
-        yield Column("", right=True, drop=share)
 
 
 def _times(profile: Profile) -> list[str]:
     parts = (profile.compute_s, profile.communication_s, profile.idle_s, profile.other_s)
-    shares = (f"{part / profile.step_s if profile.step_s else 0.0:.1%}" for part in parts)
-    times = [f"{1e3 * seconds:.1f} ms" for seconds in (profile.step_s, *parts)]
-    return [times[0], *chain.from_iterable(zip(times[1:], shares, strict=True))]
+    shares = (f"{part / profile.step_s if profile.step_s else 0.0:6.1%}" for part in parts)
+    told = (f"{1e3 * part:.1f} ms {share}" for part, share in zip(parts, shares, strict=True))
+    return [f"{1e3 * profile.step_s:.1f} ms", *told]
 
 
 _NAMED = (
@@ -125,12 +123,9 @@ def confusion(pairs: Iterable[tuple[str, str | None]], width: int | None = None)
 def totals(trials: Sequence[Trial], which: str) -> str:
     """Caught, named right, located, unknown, wrong, and what a diagnosis took; ``which`` is "recorded" or "final"."""
     found = [one for trial in trials if (one := getattr(trial, which)) is not None]
-    caught = sum(trial.caught for trial in trials)
-    text = f"{len(trials)} tried: {caught} caught; {counts(found)}"
-    if any(one.seconds for one in found):
-        took = [one.seconds for one in found if one.seconds]
-        text += f"; a diagnosis took {median(took):.2f} s, at most {max(took):.2f} s"
-    return text
+    text = f"{len(trials)} tried: {sum(trial.caught for trial in trials)} caught; {counts(found)}"
+    took = [one.seconds for one in found if one.seconds]
+    return f"{text}; a diagnosis took {median(took):.2f} s, at most {max(took):.2f} s" if took else text
 
 
 def counts(found: Sequence[Named]) -> str:
@@ -141,8 +136,9 @@ def counts(found: Sequence[Named]) -> str:
         "unknown": sum(one.kind is None for one in found),
         "wrong": sum(one.wrong for one in found),
     }
-    shares = ", ".join(f"{count} {what}{_share(count, len(found))}" for what, count in numbers.items())
-    return f"of {len(found)} diagnosed {shares}"
+    shares = (f" ({100 * count / len(found):.1f} %)" if found else "" for count in numbers.values())
+    told = (f"{count} {what}{share}" for (what, count), share in zip(numbers.items(), shares, strict=True))
+    return f"of {len(found)} diagnosed {', '.join(told)}"
 
 
 def pairs_of(trials: Iterable[Trial], which: str) -> Iterator[tuple[str, str | None]]:
@@ -151,7 +147,3 @@ def pairs_of(trials: Iterable[Trial], which: str) -> Iterator[tuple[str, str | N
         one: Named | None = getattr(trial, which)
         if one is not None:
             yield trial.planted, trial.planted if one.right else one.kind
-
-
-def _share(count: int, of: int) -> str:
-    return f" ({100 * count / of:.1f} %)" if of else ""

@@ -54,7 +54,7 @@ def test_two_schedules_are_drawn_on_one_axis_with_their_numbers_side_by_side(
     paths = [str(tmp_path / name) for name in ("x.svg", "x.json")]
     assert main(["show", "1f1b", "--against", "interleaved", "--svg", paths[0], "--trace", paths[1]]) == 0
     golden(capsys.readouterr().out)
-    golden("\n".join(re.findall(r">([^<]* P = [^<]*|time in [^<]*)<", Path(paths[0]).read_text())))
+    golden("\n".join(re.findall(r">([^<]* ranks, [^<]*|time in [^<]*)<", Path(paths[0]).read_text())))
     assert Path(paths[1]).read_text().count("process_name") == 2
 
 

@@ -35,7 +35,6 @@ def test_a_heading_names_sizes_bubbles_and_memory_as_the_simulation_counts_them(
     timeline = simulate(schedule, Times(1, 1.5, 0.5))
     panel = timed(name, trace_of(timeline))
     golden(panel.title)
-    max(timeline.peaks)
     golden("\n".join(panel.facts))
 
 

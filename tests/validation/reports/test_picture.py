@@ -1,8 +1,8 @@
 """What is on a picture: names that fit, colours that differ, frames, marks and headings."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -11,11 +11,12 @@ from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.simulate import Times, simulate
 from pipeproof.reports.canvas import Box, Drawing, Text, text_width
-from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of, contrast
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of
 from pipeproof.reports.panel import Panel, timed
 from pipeproof.reports.picture import painted, picture
 from tests.pipeline.test_trace import TRACE
 from tests.support.golden import golden
+from tests.validation.reports.test_colours import contrast
 from tests.validation.reports.test_panel import broken
 
 AREA = Box(10, 20, 30, 40, "", says="1B2")
@@ -66,14 +67,8 @@ def test_every_name_lies_in_its_own_cell_and_a_kind_is_named_in_one_way_or_not_a
     found = [text.text for text in names(drawing)]
     assert len({any(letter in "FBIW" for letter in text) for text in found}) <= 1
     kinds = Counter(cell.action.kind for cell in shown.cells)
-    assert len(found) in {sum(kinds[kind] for kind in some) for some in subsets(kinds)}
-
-
-def subsets(kinds: Iterable[Kind]) -> list[list[Kind]]:
-    found: list[list[Kind]] = [[]]
-    for kind in kinds:
-        found += [[*some, kind] for some in found]
-    return found
+    chosen = (some for size in range(len(kinds) + 1) for some in combinations(kinds.values(), size))
+    assert len(found) in set(map(sum, chosen))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,18 +1,33 @@
-"""The schedule as a grid, rank x time: where each action stands, what it made, and which message was wrong."""
+"""The schedule as a grid, rank x time: where each action stands, what it made, and which message was wrong.
+
+Columns and states are here; ``templates/grid.html`` has lengths and colours.
+"""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.measured import Compared, Done, Ran, Sight
-from pipeproof.core.verdict import Verdict
+from pipeproof.core.verdict import Verdict, small
 from pipeproof.diagnosis.rule import OF_MICROBATCHES
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
+from pipeproof.reports.panel import WORDS
 
 State = Literal["right", "through", "wrong", "consequence", "culprit", "not compared", "not recorded"]
+SAID: Mapping[State, str] = {
+    "right": "agrees",
+    "through": "agrees by what it went into",
+    "wrong": "wrong, and nothing before it was seen wrong",
+    "consequence": "wrong, and so was what it was made from",
+    "culprit": "the fault is here",
+    "not compared": "not compared",
+    "not recorded": "not recorded",
+}
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 STEPS = 4  # powers of ten on each side of what rounding allows that have a colour of their own
 
@@ -37,6 +52,20 @@ class Placed:
     step: str = ""
     through: str = ""
 
+    @property
+    def look(self) -> str:
+        """Its classes: what kind of action it is, its state, and its colour."""
+        kind = {Kind.FORWARD: "f", Kind.BACKWARD_WEIGHT: "g"}.get(self.done.kind, "b")
+        return f"{kind} {self.state.replace(' ', '-')} {self.step}".rstrip()
+
+    @property
+    def told(self) -> list[object]:
+        """What it says when it is chosen: action, what that is, state, what it went into, and its tensors."""
+        stage, kind, microbatch = self.done.stage, self.done.kind, self.done.microbatch
+        known = "of a microbatch that nothing tells" if microbatch is None else f"of microbatch {microbatch}"
+        head = f"{WORDS[kind]} {known} at stage {stage}, on rank {self.rank}"
+        return [self.done.action, head, self.state, self.through, [_told(one, microbatch) for one in self.done.sights]]
+
 
 def decades(error: float, limit: float) -> float:
     """The power of ten of ``error`` over ``limit``, at most 12 either way; what is no number is far above."""
@@ -58,10 +87,14 @@ def step_of(error: float | None, limit: float | None) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """``verdict``'s run, placed. A column is one action: that says what waits for what, and not how long it took."""
+    """``verdict``'s run, placed. A column is one action: that says what waits for what, and not how long it took.
+
+    Cells are numbered from ``first`` on.
+    """
 
     verdict: Verdict
     ran: Ran
+    first: int = 0
 
     @cached_property
     def rows(self) -> tuple[tuple[Placed, ...], ...]:
@@ -72,17 +105,37 @@ class Grid:
             for rank, row in enumerate(self.ran.ranks)
         )
 
+    @cached_property
+    def cells(self) -> list[Placed]:
+        """All of them, rank by rank."""
+        return [*chain.from_iterable(self.rows)]
+
+    @cached_property
+    def numbers(self) -> Mapping[tuple[int, int], int]:
+        """The number of each cell, by rank and column."""
+        return {(one.rank, one.column): number for number, one in enumerate(self.cells, self.first)}
+
     @property
     def width(self) -> int:
         """How many columns there are."""
-        return 1 + max((column for row in self._columns for column in row), default=-1)
+        return 1 + max((one.column for one in self.cells), default=-1)
+
+    def wrong(self, *states: State) -> list[list[list[str]]]:
+        """The wrong tensors of each action in one of ``states``, along the order of actions, as rows of a table."""
+        every = sorted((one for one in self.cells if one.state in states), key=lambda one: one.column)
+        found = ((one, [sight for sight in one.done.sights if sight.agrees is False]) for one in every)
+        return [
+            [[one.done.action, str(one.rank), *_told(sight, one.done.microbatch)] for sight in sights[:2]]
+            for one, sights in found
+            if sights
+        ]
 
     @cached_property
     def arrows(self) -> tuple[Arrow, ...]:
         """The messages that were wrong: what came, and what should have."""
-        where = {one.done.action: (one.rank, one.column) for row in self.rows for one in row}
+        where = {one.done.action: (one.rank, one.column) for one in self.cells}
         found = []
-        for one in (one for row in self.rows for one in row if one.state == "culprit"):
+        for one in (one for one in self.cells if one.state == "culprit"):
             for sight in (sight for sight in one.done.sights if sight.agrees is False and sight.really):
                 for name, due in ((sight.really, False), (sight.due, True)):
                     start = next((where[each] for each in _written(name) if each in where), None)
@@ -148,7 +201,7 @@ class Grid:
         if _is_wrong(done.sights):
             step = _worst([sight for sight in done.sights if sight.agrees is False]) or "w4"
             return Placed(done, rank, column, "consequence" if self._follows(done) else "wrong", step)
-        told = [sight for sight in done.sights if sight.made] or done.sights
+        told = _made(done)
         if told and all(sight.agrees for sight in told):
             return Placed(done, rank, column, "right", _worst(told) or _worst(done.sights) or "a0")
         through = self._through.get(_went_to(done))
@@ -165,25 +218,39 @@ class Grid:
     @cached_property
     def _made_wrong(self) -> set[str]:
         """The actions that made something wrong, as far as anybody saw what they made."""
-        every = (done for row in self.ran.ranks for done in row)
-        seen = ((done.action, [sight for sight in done.sights if sight.made] or done.sights) for done in every)
-        return {action for action, sights in seen if _is_wrong(sights)}
+        return {done.action for row in self.ran.ranks for done in row if _is_wrong(_made(done))}
 
     @cached_property
     def _through(self) -> Mapping[tuple[bool, int | None], tuple[str, str]]:
         """What actions went into, where all of that agrees: a microbatch's loss, or the gradients of a stage."""
-        every = [one for one in self.verdict.measured.compared if one.operation == self.ran.operation]
-        groups: dict[tuple[bool, int | None], list[Compared]] = {}
-        for one in every:
-            if one.law == "loss" and one.microbatch is not None:
-                groups.setdefault((True, one.microbatch), []).append(one)
-            elif one.law == "gradient":
-                groups.setdefault((False, one.stage), []).append(one)
+        groups: dict[tuple[bool, int], list[Compared]] = defaultdict(list)
+        for one in self.verdict.measured.compared:
+            at = {"loss": one.microbatch, "gradient": one.stage}.get(one.law)
+            if at is not None and one.operation == self.ran.operation:
+                groups[one.law == "loss", at].append(one)
         return {
-            at: (_went_into(*at, len(group)), _worst(group) or "a0")
-            for at, group in groups.items()
+            place: (_went_into(*place, len(group)), _worst(group) or "a0")
+            for place, group in groups.items()
             if all(one.outcome == "pass" for one in group)
         }
+
+
+def _told(one: Sight, microbatch: int | None) -> list[str]:
+    """A tensor's name, what was seen, what was expected, its error and what rounding allows, in words."""
+    due = "not known" if microbatch is None else f"microbatch {microbatch}'s"
+    seen = one.seen.removesuffix(f", expected {due}") or "another tensor"
+    return [
+        f"{'made' if one.made else 'took'} {one.what}",
+        "not compared" if one.agrees is None else ("as expected" if one.agrees else seen),
+        due,
+        "bit for bit" if one.error == 0 else ("-" if one.error is None else small(one.error)),
+        "" if one.limit is None else small(one.limit),
+    ]
+
+
+def _made(done: Done) -> Sequence[Sight]:
+    """The tensors that it made, as far as anybody saw them; else those that it took."""
+    return [sight for sight in done.sights if sight.made] or done.sights
 
 
 def _is_wrong(sights: Sequence[Sight]) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from html import unescape
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_each_layout_is_told_in_sentences() -> None:
     shown = advice_page(advice)
     for step in advice.steps:
         assert f">{step.name}</th>" in shown
-        assert step.reason in shown.replace("&#x27;", "'")
+        assert step.reason in unescape(shown)
     for number, choice in enumerate(advice.best, 1):
         assert f"<h2>{number}. {choice.layout.words}</h2>" in shown
         assert f"{choice.time.bubble / choice.time.total:.1%} of a step" in shown or choice.layout.pp == 1

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.core.cause import Cause
+from pipeproof.core.cause import Cause, OwnLine
 from pipeproof.core.measured import Done, Measured, Weights
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.pipeline.action import Kind
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.page.page import page
+from pipeproof.worlds.stack import Line
 from tests.support.golden import golden
 from tests.support.page_text import PageText
 from tests.support.verdicts import BARE, CELLS, COMPARED, FAILED, LAWS, PASSED, RAN, WRONG, large
@@ -101,6 +102,14 @@ def test_no_name_becomes_markup() -> None:
     assert made.count("</script>") == 2
     assert "alert('x')" not in re.sub('id="data">.*?</script>', "", made, flags=re.DOTALL)
     assert EVIL in PageText(made).text
+
+
+def test_other_explanations_stand_beside_the_cause_and_its_lines_are_links() -> None:
+    own = OwnLine("1F0", Line("/my code/loop.py", 7, "step", "y = f(x)"))
+    cause = replace(FAILED.cause[0], lines=(own, replace(own, line=replace(own.line, file="<string>"))))
+    verdict = replace(FAILED, cause=(cause,), alternatives=((Cause("mispaired", stage=1), Cause("sign")),))
+    golden(told(verdict).partition("\nWhere\n")[0], exact=True)
+    assert re.findall('href="(file:.*?)"', page(verdict)) == ["file:///my%20code/loop.py"]
 
 
 def test_what_was_not_recorded_is_said_and_not_made_up() -> None:

@@ -1,0 +1,48 @@
+"""Files from ``templates/``: pages, pictures and reports, in which whatever is not of a template is escaped."""
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeproof.pipeline.sizes import some, three_digits
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+class Marked(NamedTuple):
+    """Text in a look: the classes of its colours."""
+
+    text: str
+    look: str
+
+
+def rendered(template: str, **values: object) -> str:
+    """The file that ``template`` makes of ``values``."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, FunctionLoader, StrictUndefined  # commands that write no such file do without
+
+    made = Environment(
+        autoescape=lambda name: name is None or not name.endswith(".md"),
+        loader=FunctionLoader(_text),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    made.filters |= {"some": some, "digits": three_digits, "share": "{:.1%}".format}
+    made.filters["gib"] = lambda size: three_digits(size / 2**30)
+    made.filters["points"] = lambda length: f"{round(length, 2):g}"
+    made.filters["uri"] = lambda file: Path(file).as_uri() if Path(file).is_absolute() else None
+    made.globals |= {"style": _text("page.css"), "script": _text("page.js")}
+    return made
+
+
+def _text(name: str) -> str:
+    return (files(__package__) / "templates" / name).read_text(encoding="utf-8")
