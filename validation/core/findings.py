@@ -105,8 +105,9 @@ class Findings:
 
     @property
     def next(self) -> list[str]:
-        """What to look at, or to do, for its causes; where it is unknown, what makes it known."""
-        unknown = [law for law in self.laws if law.outcome == self.verdict == "unknown"]
+        """What to look at, or to do, for its causes; where something is unknown, what makes it known."""
+        open_ = ("unknown",) if self.verdict == "unknown" else ("unknown", "not seen") if not self.cause else ()
+        unknown = [law for law in self.laws if law.outcome in open_ and self.verdict != "pass"]
         cures = dict.fromkeys(reason.cure for law in unknown for reason in law.reasons)
         return [*hints(self.cause, self.measured), *cures]
 

@@ -10,18 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pipeproof.core.cause import KINDS, Cause, Cells, listed
 from pipeproof.core.findings import Findings, LawResult
-from pipeproof.core.mismatch import Mismatch, small
+from pipeproof.core.mismatch import Mismatch, Size, Value, small
 from pipeproof.pipeline.sizes import digits, shortened, some
 from pipeproof.worlds.stack import Line
 
 _LINES, _COLUMNS, _LABEL = 14, 100, 14
-_FEW = 2  # microbatches that a sentence names
+_FEW = 3  # microbatches that a sentence names
 _WIDTH = _COLUMNS - _LABEL - 2  # of what stands beside a label
 # What gives way where there are too many lines, and how many of its own stay.
 _LEAST: Sequence[tuple[str, int]] = (
-    *(("right", 1), ("not compared", 1), ("and", 1), ("ranks", 6), ("wrong", 1), ("at", 1), ("shown by", 1)),
-    *(("stopped", 1), ("cause", 1), ("open", 1), ("first seen", 1), ("try", 1), ("gradients", 2), ("or", 0)),
-    *(("", 2), ("wrong", 0)),
+    *(("right", 1), ("not compared", 1), ("and", 1), ("ranks", 6), ("first seen", 1), ("wrong", 1), ("at", 1)),
+    *(("stopped", 1), ("cause", 1), ("wrong", 0), ("gradients", 2), ("open", 1), ("shown by", 1), ("try", 1)),
+    *(("or", 0), ("", 2)),
 )
 _TEXTS = {"", "stopped", "cause", "right", "not compared", "wrong", "shown by", "open", "try", "first seen"}
 CAUSES = 3  # causes that hold together, or explanations
@@ -48,13 +48,14 @@ def brief(verdict: Findings) -> str:
 def sentence(verdict: Findings) -> str:
     """What is wrong, with its place: the first cause, or what broke."""
     if verdict.cause and verdict.verdict == "fail" and not verdict.failure:
-        return cause_sentence(verdict.cause[0])
+        began = any(one.law == "initial-weights" for one in verdict.mismatches[:1])
+        return cause_sentence(verdict.cause[0], before="other weights as the step began: " * began)
     unexplained = verdict.verdict == "fail" and verdict.judged and bool(verdict.mismatches)
     return headline(verdict) + "; the cause is not known" * unexplained
 
 
-def cause_sentence(cause: Cause) -> str:
-    """A cause, after its stage and rank."""
+def cause_sentence(cause: Cause, *, before: str = "") -> str:
+    """A cause, after its stage and rank, and after what is to be said ``before`` it."""
     stages = cause.stages or (() if cause.stage is None else (cause.stage,))
     ranks = cause.ranks or (() if cause.rank is None else (cause.rank,))
     of_stages, of_ranks = _numbered("stage", stages), _numbered("rank", ranks)
@@ -62,13 +63,13 @@ def cause_sentence(cause: Cause) -> str:
     microbatches = _numbered("microbatch", cause.microbatches) if len(cause.microbatches) <= _FEW else ""
     place = ", ".join(filter(None, [place, microbatches, cause.parameter])) or "everywhere"
     times = "" if cause.factor in (None, 1.0) else f" (x{digits(cause.factor)})"
-    return f"{place}: {KINDS[cause.kind]}{times}"
+    return f"{place}: {before}{KINDS[cause.kind]}{times}"
 
 
 def _sections(verdict: Findings) -> Iterator[tuple[str, list[str]]]:
     """What there is to say, by label, in the order in which it is read."""
     causes = verdict.cause if not verdict.failure else ()
-    lines = [one.line for cause in causes[:1] for one in cause.lines]
+    lines = [one for cause in causes[:1] for one in cause.own_lines()]
     yield "at", [shortened(str(one), _WIDTH) for one in [*lines, *verdict.failed_at][:2]]
     yield "first seen", [row for one in verdict.mismatches[:1] for row in _wrapped(_first(verdict, one), _WIDTH)]
     yield "shown by", _wrapped(causes[0].detail, _WIDTH) if causes else []
@@ -79,7 +80,7 @@ def _sections(verdict: Findings) -> Iterator[tuple[str, list[str]]]:
     yield "stopped", _wrapped(f"{verdict.stopped}, before all was compared" if verdict.stopped else "", _WIDTH)
     yield "cause", _wrapped(f"not looked for: {verdict.unsought}" if verdict.unsought else "", _WIDTH)
     yield "open", [] if causes else [row for one in verdict.undecided[:1] for row in _wrapped(one, _WIDTH)]
-    yield "try", [row for one in verdict.next[:1] for row in _wrapped(one, _WIDTH)]
+    yield "try", [row for one in verdict.next[:1] for row in _wrapped(one, _WIDTH, 3)]
     yield "gradients", _matrix(verdict.cells)
     wrong = [law for law in verdict.laws if law.outcome == "fail"]
     more = causes or verdict.headline or any(law.note for law in wrong)  # else the first line has it
@@ -97,12 +98,15 @@ def _sections(verdict: Findings) -> Iterator[tuple[str, list[str]]]:
 def _first(verdict: Findings, first: Mismatch) -> str:
     """Where a difference was first observed, and which."""
     found, due = verdict.sides
-    values = [first.read(due), f"{due} {first.expected}"]
-    if not verdict.judged:
-        values = [f"{due} {first.expected}", f"{found} {first.read(due)}"]
-    rank = "" if first.rank is None else f" on rank {first.rank}"
-    where = first.where if first.action is None else f"{first.action}{rank}"  # an action has the rest in its name
-    return f"{where}{first.later}: {', '.join(values)}{first.allowance}"
+    seen, expected = _short(first.found, first.read(due)), _short(first.due, first.expected)
+    values = f"{seen}, {due} {expected}" if verdict.judged else f"{due} {expected}, {found} {seen}"
+    apart = "" if first.error is None else f"; relative error {small(first.error)}"
+    return f"{first.where}{first.later}: {values}{apart}"
+
+
+def _short(value: Value, text: str) -> str:
+    """How a value reads where there is little room: of a tensor its norm alone, else its ``text``."""
+    return text if not isinstance(value, Size) or value.norm is None else f"norm {value.norm:.4g}"
 
 
 def _matrix(cells: Cells | None) -> list[str]:
@@ -152,7 +156,8 @@ def _cut(rows: Sequence[str], most: int, *, text: bool) -> list[str]:
     """The first of ``rows``, where there are too many; in a ``text`` with a sign of that."""
     if len(rows) <= most or not (text and most):
         return [*rows[:most]]
-    return [*rows[: most - 1], f"{rows[most - 1][: _WIDTH - 2]} …"]
+    last = rows[most - 1]
+    return [*rows[: most - 1], f"{last if len(last) <= _WIDTH - 2 else last.rpartition(' ')[0]} …"]
 
 
 def _numbered(what: str, numbers: Sequence[int]) -> str:
