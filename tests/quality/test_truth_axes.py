@@ -29,7 +29,7 @@ HOLDS = {
     "ep: norm without experts": "what fewer ranks hold than others is left out",
     "cp: parts not reduced": "stage 0: not reduced over ranks 0, 1: what they have adds up to what is expected",
     "cp: losses of its own part": "report their own parts', and the mean of these is right",
-    "cp: norm over the world": "what several ranks hold is counted once for each of them",
+    "cp: norm over the world": "parameters that several ranks hold are counted once for each rank",
 }
 SIMILAR = (  # to others
     "tp: queries' input gradients not reduced",

@@ -180,7 +180,7 @@ class Cell:
     """How often a stage's gradients have one microbatch's activations in them.
 
     ``own``: with its own output gradient, which should be once; None where nobody knows. ``others``: with that of
-    another microbatch, and how often. ``behind``: with what the next stage handed on wrongly.
+    another microbatch, and how often. ``behind``: how much follows from what the next stage handed on wrongly.
     """
 
     own: float | None
@@ -248,7 +248,7 @@ class Cells:
         lines += [f"and {left} more microbatches{all_right}"] if left else []
         lines += self.but_for
         behind = any(row[m].behind for row in self.rows for m in shown)
-        return [*lines, "* with what the next stage handed on wrongly"] if behind else lines
+        return [*lines, "* follows from the next stage, which handed on a wrong gradient"] if behind else lines
 
 
 def alternatives(causes: Sequence[Cause]) -> tuple[tuple[Cause, ...], ...]:

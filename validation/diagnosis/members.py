@@ -309,8 +309,8 @@ class Members:
         few = [(name, size) for name, size, count in held if count < most]
         left = every - sum(size for _, size in few)
         for told, square in (
-            ("what several ranks hold is counted once for each of them", times),
-            ("what several ranks of one replica hold is counted once for each of them", within),
+            ("parameters that several ranks hold are counted once for each rank", times),
+            ("parameters that several ranks of one replica hold are counted once for each rank", within),
             (f"what fewer ranks hold than others is left out, as {few[0][0] if few else ''}", left if few else 0.0),
         ):
             alike = all(scalar_error(norm, math.sqrt(square)) < CLOSE for norm in norms)

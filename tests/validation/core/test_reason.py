@@ -40,4 +40,4 @@ def test_what_makes_it_known_is_told_once_for_each_reason() -> None:
     assert verdict.next == verdict.as_dict()["next"] == cures
     assert verdict.details.splitlines()[1:3] == [f"  next      {cures[0]}", f"            {cures[1]}"]
     assert all(cure in verdict.to_html() for cure in cures)
-    assert not replace(verdict, verdict="fail").next
+    assert replace(verdict, verdict="fail").next == [*cures, Reason.UNREPORTED.cure], "no cause says what to try"

@@ -78,7 +78,7 @@ def test_a_norm_that_is_near_that_of_own_shards_by_chance() -> None:
 
 def test_a_norm_that_counts_copies_or_leaves_out_what_few_hold() -> None:
     twice = WHOLE.norm().item() * 2**0.5
-    told = {"grad-norm": "what several ranks hold is counted once for each of them"}
+    told = {"grad-norm": "parameters that several ranks hold are counted once for each rank"}
     assert notes(part(WHOLE), part(WHOLE), norms=(twice, twice)) == told
     assert notes(part(WHOLE), part(WHOLE), norms=(twice, 1.001 * twice)) == {}, "ranks do not agree"
     assert notes(part(WHOLE), part(WHOLE), norms=(WHOLE.norm().item(), None)) == {}

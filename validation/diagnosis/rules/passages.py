@@ -310,7 +310,7 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
     rank, boundaries = evidence.placement, Boundaries(evidence)
     wrong = [_first_wrong(one, boundaries, rank) for one in boundaries.first_wrong() if boundaries.is_first(one)]
     unjudged = [
-        f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is at no place in the reference"
+        f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} matches no tensor of the reference"
         for point in boundaries.unjudged
     ]
     return (*(wrong or _inexact(boundaries, rank))[:1], *unjudged[:1])
