@@ -79,7 +79,8 @@ class Verdict(Findings):
     def summary(self) -> str:
         """The user's line in which it went wrong, as far as it is known, and what is wrong."""
         lines = [one.line for cause in self.cause[:1] for one in cause.lines] or self.failed_at
-        return ": ".join([*(line.place for line in lines[:1]), sentence(self)])
+        outcome = "" if self.verdict == "fail" else f"{self.word.upper()} "
+        return ": ".join([*(line.place for line in lines[:1]), f"{outcome}{sentence(self)}"])
 
     @property
     def exit_status(self) -> int:
