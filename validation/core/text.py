@@ -101,7 +101,10 @@ def _first(verdict: Findings, first: Mismatch) -> str:
     seen, expected = _short(first.found, first.read(due)), _short(first.due, first.expected)
     values = f"{seen}, {due} {expected}" if verdict.judged else f"{due} {expected}, {found} {seen}"
     apart = "" if first.error is None else f"; relative error {small(first.error)}"
-    return f"{first.where}{first.later}: {values}{apart}"
+    rank = "" if first.rank is None else f", rank {first.rank}"
+    # An action has the stage in its name.
+    where = first.where if first.action is None else f"microbatch {first.microbatch} ({first.action}{rank})"
+    return f"{where}{first.later}: {values}{apart}"
 
 
 def _short(value: Value, text: str) -> str:
