@@ -73,7 +73,7 @@ BY_ITSELF = {
     "other-stream": ("swapped-data", "rank 1, stage 1, microbatches 0, 1, 2, 3"),
     "other-buffer": ("mispaired", "rank 0, stage 0, microbatches 2, 3, action 0B3"),
     "summed-over-replicas": ("scale", "everywhere"),
-    "not-cleared": ("doubled", "rank 0, stage 0, microbatches 0, 1, 2"),
+    "not-cleared": ("doubled", "microbatches 0, 1, 2"),
     "clipped-by-one-stage": ("norm", "rank 1, stage 1"),
 }
 
