@@ -335,7 +335,7 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
         return Likeness("other", label=Label(point), words=words)
     if nearest_sketch(seen, column.known) == microbatch:
         return Likeness("noisy", words="close to its own, and not equal")
-    return Likeness("different", words=f"like no microbatch's{told}", error=None if told else seen.distance(expected))
+    return Likeness("different", words=f"no microbatch's{told}", error=None if told else seen.distance(expected))
 
 
 def _sent(column: Column, seen: Sketch, context: Context) -> tuple[Point | None, str]:
