@@ -97,6 +97,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield platform.python_version(), "VERSION"
     if torch := sys.modules.get("torch"):
         yield str(torch.__version__), "VERSION"
+        yield str(torch.__version__).partition("+")[0], "VERSION"  # as packages say it
 
 
 def read(file: Path) -> Texts:

@@ -52,7 +52,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "master-weights": "weights are not those of their master copies",
         # Messages and memory.
         "wrong-message": "a message arrived as another",
-        "mispaired": "a backward used another microbatch's activation or gradient",
+        "mispaired": "a call used another microbatch's activation or gradient",
         "overwritten": "a tensor was overwritten while it was still needed",
         "uninitialised": "a tensor was read before it was filled, or nobody passed it on",
         "rounded": "a tensor went through a narrower type",

@@ -106,10 +106,11 @@ class Findings:
     @property
     def next(self) -> list[str]:
         """What to look at, or to do, for its causes; where something is unknown, what makes it known."""
-        open_ = ("unknown",) if self.verdict == "unknown" else ("unknown", "not seen") if not self.cause else ()
-        unknown = [law for law in self.laws if law.outcome in open_ and self.verdict != "pass"]
-        cures = dict.fromkeys(reason.cure for law in unknown for reason in law.reasons)
-        return [*hints(self.cause, self.measured), *cures]
+        if self.verdict == "pass" or (self.verdict == "fail" and self.cause):
+            return [*hints(self.cause, self.measured)]
+        outcomes = {"unknown"} if self.verdict == "unknown" else {"unknown", "not seen"}
+        reasons = [reason for law in self.laws if law.outcome in outcomes for reason in law.reasons]
+        return [*hints(self.cause, self.measured), *dict.fromkeys(reason.cure for reason in reasons)]
 
     @property
     def replay(self) -> str:

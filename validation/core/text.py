@@ -31,7 +31,7 @@ _SHOWN = 4  # mismatches; the rest are counted
 def brief(verdict: Findings) -> str:
     """What a reader needs first."""
     if verdict.verdict == "pass":
-        missed = [law.name for law in verdict.laws if law.outcome in ("not seen", "unknown")]
+        missed = [law.name for law in verdict.laws if law.outcome == "not seen"]
         left = f"; not compared: {', '.join(missed)}" if missed else ""
         return f"{verdict.word.upper()} {headline(verdict)}{left}"
     first = _wrapped(f"{verdict.word.upper()} {sentence(verdict)}", _COLUMNS - 2, 5)
@@ -41,7 +41,12 @@ def brief(verdict: Findings) -> str:
         if over > 0 and label in sections:
             sections[label] = _cut(sections[label], max(least, len(sections[label]) - over), text=label in _TEXTS)
     first = sections.pop("")
-    rows = [f"  {'' if k else label:<{_LABEL}}{line}" for label, own in sections.items() for k, line in enumerate(own)]
+    labels = {} if verdict.judged else {"wrong": "different", "right": "same"}
+    rows = [
+        f"  {'' if k else labels.get(label, label):<{_LABEL}}{line}"
+        for label, lines in sections.items()
+        for k, line in enumerate(lines)
+    ]
     return "\n".join([first[0], *(f"  {one}" for one in first[1:]), *rows])
 
 
@@ -84,9 +89,9 @@ def _sections(verdict: Findings) -> Iterator[tuple[str, list[str]]]:
     yield "gradients", _matrix(verdict.cells)
     wrong = [law for law in verdict.laws if law.outcome == "fail"]
     more = causes or verdict.headline or any(law.note for law in wrong)  # else the first line has it
-    yield "wrong" if verdict.judged else "different", _wrapped(_differences(wrong), _WIDTH) if more else []
+    yield "wrong", _wrapped(_differences(wrong), _WIDTH) if more else []
     right = [law for law in verdict.laws if law.outcome == "pass"]
-    yield "right" if verdict.judged else "same", _wrapped(_agreement(right), _WIDTH) if right else []
+    yield "right", _wrapped(_agreement(right), _WIDTH) if right else []
     others = () if verdict.verdict == "unknown" else ("unknown",)
     missed = by_note([law for law in verdict.laws if law.outcome in ("not seen", *others)])
     yield "not compared", _wrapped("; ".join(f"{_names(laws)}: {note}" for note, laws in missed), _WIDTH)

@@ -117,7 +117,7 @@ class Verdict(Findings):
 
     def with_reports(self, reports: Sequence[RankReport]) -> "Verdict":
         """This verdict, with what became of ranks."""
-        failed_at, ranks = rank_report.in_short(reports)
+        failed_at, ranks = rank_report.summarise(reports)
         return replace(self, failure=rank_report.details(reports), failed_at=failed_at, ranks=ranks)
 
     def raise_if_failed(self) -> None:

@@ -207,7 +207,7 @@ def details(reports: Sequence[RankReport]) -> str:
     return "\n".join([*([body.rstrip()] if body.strip() else []), *(_paragraph(*one) for one in others)])
 
 
-def in_short(reports: Sequence[RankReport]) -> tuple[Stack, tuple[str, ...]]:
+def summarise(reports: Sequence[RankReport]) -> tuple[Stack, tuple[str, ...]]:
     """Where the culprit raised, and the story in a line for each rank that ``headline`` does not tell all of."""
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
     if culprit.ending is not Ending.STUCK:

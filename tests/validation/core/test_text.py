@@ -52,6 +52,7 @@ VERDICTS = {
     "a crash": BLANK.of_failure(RankFailed(CRASH)),
     "two runs": replace(FAILED, cause=(), cells=None, sides=("A", "B")),
     "crowded": CROWDED,
+    "two crowded runs": replace(CROWDED, sides=("A", "B")),
 }
 
 

@@ -70,9 +70,7 @@ def explain(
     told = [cause if scale is None else of_gradients(cause, scale, counts) for cause, scale in named]
     copies = [*copies_of(whole.held, whole.first).values()]
     told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
-    known = (
-        () if whole.chain.sources.unsure else found.cause
-    )  # else nobody knows to which of equal outputs a flow is due
+    known = () if whole.chain.sources.unsure else found.cause  # a flow may be due to any of equal outputs
     causes = _beside([_as_seen(one, evidence, own, parted=parted) for one in known], told)
     causes = _of_all(causes, evidence.stages) or list(not_summed([one.wrong for one in ranks], replicas))
     causes = list(dict.fromkeys([*weights_apart(verdict.mismatches), *causes]))

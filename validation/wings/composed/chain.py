@@ -37,9 +37,7 @@ _SEVERAL = (
     "of them to another"
 )
 Both = tuple[Places, Places]  # of tensors, and of what flows back
-Limits = defaultdict[
-    tuple[str, int, int], float
-]  # how far rounding may put a tensor: where, its number there, its call's
+Limits = defaultdict[tuple[str, int, int], float]  # by where, the tensor's number, and its call's
 
 
 class Chain:

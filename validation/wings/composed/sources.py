@@ -36,9 +36,7 @@ class Sources:
                 if number not in call.repeated:
                     self.sent.setdefault((stage, number), []).append(one)
         again = {(stage, n, of) for stage, seen in stages.items() for c in seen.calls for n, of in c.repeated.items()}
-        self._times = Counter[Source](
-            [*self.sent, *((stage, of) for stage, _, of in again)]
-        )  # so often each is put out
+        self._times = Counter[Source]([*self.sent, *((stage, of) for stage, _, of in again)])  # that each is put out
         counts = {stage: max((len(call.inputs) for call in seen.calls), default=0) for stage, seen in stages.items()}
         self.inputs = [(stage, number) for stage, count in counts.items() for number in range(count)]
         self.votes = {at: self._votes_of(at) for at in self.inputs}
