@@ -1,6 +1,6 @@
 """A rank's gradients, compared with what its stages give when they are run again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from pipeproof.core.comparison import Comparison, Due
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.reason import Reason
+from pipeproof.core.verdict import raised
 from pipeproof.observers.sketch import sketch
 from pipeproof.records.rank_part import RankStages
 from pipeproof.wings.composed.causes import OwnEvidence
@@ -34,7 +35,7 @@ _NO_CAUSE = (
     "gradients of replicas are no multiple of their sum, nor more by those of the step "
     "before: no other cause was sought there"
 )
-_SPEAKS = "the cause was not sought: stage {} communicates and can be rerun once only"
+_UNSOUGHT = "the cause was not sought: {}"
 
 
 @dataclass
@@ -86,16 +87,11 @@ class OwnGradients:
         at.close()
         self.ledger.leave_out("gradient", [one for one in names if one not in observed], "not compared")
         wrong = {str(one.parameter) for one in self.ledger.mismatches[before:]}
-        if not wrong:
-            return
-        observed, shared = self.way.undivided(observed), self.shares.stages_of(names)
-        for name in [one for one in names if one in shared and one in observed]:
-            copy = self.shares.looked_at(name, observed[name], allowed.gradient(name).limit)
-            self.found.copies.append(copy)
-        own = {full: name for full, name in names.items() if full not in shared}
-        whole = {full: one for full, one in self.way.undivided(expected).items() if full in wrong and full in own}
-        if whole:
-            self._explain(stage, numbers, own, whole, observed)
+        try:
+            if wrong:
+                self._explain(stage, numbers, names, wrong, allowed)
+        except Exception as error:  # no one type: what is wrong stays so, whatever happens while a cause is sought
+            self.found.undecided.append(_UNSOUGHT.format(f"looking for it raised {raised(error)}"))
 
     def _comparable(self, stage: StageRerun) -> dict[str, str]:
         """The gradients of a stage that are compared here: by the model's names, those in the stage."""
@@ -140,10 +136,28 @@ class OwnGradients:
         stage: StageRerun,
         numbers: Sequence[int],
         names: Mapping[str, str],
+        wrong: Collection[str],
+        allowed: AllowedOf,
+    ) -> None:
+        """Find why gradients are not what they should be: those that are ``wrong``, of all with ``names``."""
+        observed, shared = self.way.undivided(allowed.seen), self.shares.stages_of(names)
+        for name in [one for one in names if one in shared and one in observed]:
+            copy = self.shares.looked_at(name, observed[name], allowed.gradient(name).limit)
+            self.found.copies.append(copy)
+        names = {full: name for full, name in names.items() if full not in shared}
+        due = {full: one for full, one in self.way.undivided(allowed.due).items() if full in wrong and full in names}
+        if due:
+            self._explain_own(stage, numbers, names, due, observed)
+
+    def _explain_own(
+        self,
+        stage: StageRerun,
+        numbers: Sequence[int],
+        names: Mapping[str, str],
         wrong: Gradients,
         observed: Mapping[str, Any],
     ) -> None:
-        """Find why gradients are not what they should be: those that are ``wrong``, of all with ``names``."""
+        """Find why gradients that no other stage shares are wrong."""
         part, found, rank = self.shards.part, self.found, self.lines.rank
         seen = {name: (observed.get(name), due) for name, due in wrong.items()}
         pairs = {n: (part(n, one), part(n, due)) for n, (one, due) in seen.items() if not (one is None or due is None)}
@@ -155,10 +169,10 @@ class OwnGradients:
             found.causes += told
             found.undecided += [] if told else [_NO_CAUSE]
         elif stage.speaks:
-            found.undecided.append(_SPEAKS.format(stage.stage))
+            found.undecided.append(_UNSOUGHT.format(f"stage {stage.stage} communicates and can be rerun once only"))
         else:
             held = HeldGradients({name: full for full, name in names.items()}, observed, self.begun, self.shards)
             made = own_causes(stage, self.ledger, numbers, held, placement=self.placement)
             found.causes += made.cause
-            unsought = [f"the cause was not sought: {made.unsought}"] if made.unsought else []
+            unsought = [_UNSOUGHT.format(made.unsought)] if made.unsought else []
             found.undecided += [*made.undecided, *unsought]
