@@ -1,12 +1,21 @@
-"""What ranks found together has a name."""
+"""What ranks found together has a name, and a verdict does not need it."""
+
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeproof.core.contract import Contract
+from pipeproof.core.verdict import Verdict
 from pipeproof.observers.sketch import sketch
+from pipeproof.reference.accumulation import Accumulation
+from pipeproof.wings.composed import check as composed_check
+from pipeproof.wings.composed import gradients as composed_gradients
 from pipeproof.wings.composed.causes import not_summed
 from tests.support.golden import golden
+from tests.support.pipeline_here import DATA, Job, checked, layers
 
 WHOLE, PART = (torch.randn(16, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
@@ -33,3 +42,25 @@ def test_parts_that_add_up_to_the_expected_gradient_are_not_reduced(
     for cause in causes:
         assert cause.parameter == (names if len(names) == 1 else None)
         golden(cause.detail)
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "fault"),
+    [
+        (composed_check, "explain", {"fault": lambda stage, m, given: [one * 2 for one in given]}),
+        (composed_gradients, "own_causes", {"late": 2.0 * len(DATA)}),
+    ],
+    ids=["of the chain", "of a rank's own"],
+)
+def test_a_verdict_is_the_same_without_causes(
+    monkeypatch: pytest.MonkeyPatch, home: ModuleType, name: str, fault: dict[str, Any]
+) -> None:
+    def verdict() -> Verdict:
+        contract = Contract(accumulation=Accumulation(late=True)) if "late" in fault else Contract()
+        return checked(Job(layers(torch.tanh, torch.sin), **fault), contract=contract)
+
+    named = verdict()
+    monkeypatch.delattr(home, name)
+    alone = verdict()
+    assert (alone.verdict, alone.laws, {*alone.mismatches}) == (named.verdict, named.laws, {*named.mismatches})
+    assert (alone.verdict, bool(named.cause), alone.cause) == ("fail", True, ()), str(named)

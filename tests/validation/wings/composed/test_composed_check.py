@@ -4,7 +4,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 
 from pipeproof import Composed, Contract
 from pipeproof.core.reason import Reason
-from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.reference.accumulation import Accumulation
 from pipeproof.wings.composed import check as composed_check
-from pipeproof.wings.composed import gradients as composed_gradients
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -347,28 +343,6 @@ def test_what_is_no_step_is_refused_in_a_sentence() -> None:
     with check_step(one, DATA, against=Composed(MSE)) as check:
         check.gradients()
     golden(check.verdict.details.splitlines()[0])
-
-
-@pytest.mark.parametrize(
-    ("home", "name", "fault"),
-    [
-        (composed_check, "explain", {"fault": lambda stage, m, given: [one * 2 for one in given]}),
-        (composed_gradients, "own_causes", {"late": 2.0 * len(DATA)}),
-    ],
-    ids=["of the chain", "of a rank's own"],
-)
-def test_a_verdict_is_the_same_without_causes(
-    monkeypatch: pytest.MonkeyPatch, home: ModuleType, name: str, fault: dict[str, Any]
-) -> None:
-    def verdict() -> Verdict:
-        contract = Contract(accumulation=Accumulation(late=True)) if "late" in fault else Contract()
-        return checked(Job(layers(torch.tanh, torch.sin), **fault), contract=contract)
-
-    named = verdict()
-    monkeypatch.delattr(home, name)
-    alone = verdict()
-    assert (alone.verdict, alone.laws, {*alone.mismatches}) == (named.verdict, named.laws, {*named.mismatches})
-    assert (alone.verdict, bool(named.cause), alone.cause) == ("fail", True, ()), str(named)
 
 
 def test_a_crash_of_ours_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
