@@ -74,7 +74,7 @@ BY_ITSELF: dict[str, tuple[Layout, tuple[str, str] | None]] = {  # the first of 
     "own-tokens": (IN_SHARDS, ("scale", "rank 2, stage 1, action 1B0")),
     "ignored-counted": (Layout(), ("scale", "everywhere")),
     "other-labels": (Layout(), ("swapped-data", "rank 1, stage 1, microbatches 0, 1, 2, 3")),
-    "last-dropped": (Layout(), ("dropped", "microbatch 3")),
+    "last-dropped": (Layout(), None),
     "scaled-by-schedule": (Layout(), ("scale", "everywhere")),
     "norm-of-one-stage": (Layout(clipped=True), ("norm", "rank 0")),
     "mean-over-replicas": (IN_SHARDS, ("scale", "everywhere")),
