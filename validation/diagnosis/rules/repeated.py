@@ -27,7 +27,7 @@ def repeated(evidence: Evidence) -> list[Cause]:
             continue
         given = _in_place(order, before)
         told = stage == 0 or _by_module(evidence, stage)  # what the first is given nobody sends
-        if not given or not told or _beyond_backwards(evidence, stage) or not _came(evidence, stage, given.values()):
+        if not given or not told or _has_trial(evidence, stage) or not _came(evidence, stage, given.values()):
             return []
         return (_whole(evidence, order) if stage == 0 else []) or [_cause(evidence, stage, given)]
     return []
@@ -98,14 +98,14 @@ def rearranged(evidence: Evidence) -> bool:
         return False
     every = list(range(evidence.microbatches))
     called = [action for action, _ in evidence.observed.called(evidence.number)]
-    stages = [stage for stage in range(evidence.stages) if not _beyond_backwards(evidence, stage)]
+    stages = [stage for stage in range(evidence.stages) if not _has_trial(evidence, stage)]
     orders = [[a.microbatch for a in called if a.stage == stage] for stage in stages]
     told = [order for order in orders if UNKNOWN_MICROBATCH not in order]
     return any(len(order) == len(every) and sorted(order) != every for order in told)
 
 
-def _beyond_backwards(evidence: Evidence, stage: int) -> bool:
-    """Whether a stage was called, though not for a microbatch: no backward runs through a trial."""
+def _has_trial(evidence: Evidence, stage: int) -> bool:
+    """Whether no backward ran through some call of a stage, as through a trial of shapes."""
     ran = ordered(evidence, stage, Kind.BACKWARD)
     return bool(ran) and sorted(ran) != sorted(_called(evidence, stage))
 
