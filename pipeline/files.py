@@ -19,6 +19,8 @@ def is_csv(name: str | Path) -> bool:
 
 def cannot_read(path: object, error: Exception) -> str:
     """The sentence on a file that cannot be read, with the cure where the system's own words have none."""
+    if isinstance(error, FileNotFoundError):
+        return f"no such file: {path}"
     why = getattr(error, "strerror", None)
     return f"cannot read {path}: {f'{why}; give a file that is there and may be read' if why else error}"
 
@@ -53,7 +55,7 @@ def read_json(path: str | Path, *, expected: str, once: bool = True) -> dict[str
     try:
         found = json.loads(_bytes(Path(path)), object_pairs_hook=_once if once else None)
     except OSError as error:
-        raise ScheduleError(f"cannot read {path}: {error.strerror or error}; give a file with {expected}") from None
+        raise ScheduleError(f"{cannot_read(path, error)}; expected {expected}") from None
     except UnicodeDecodeError:
         raise ScheduleError(f"{path} is no JSON, and no text in UTF-8: expected {expected}") from None
     except (ValueError, RecursionError) as error:  # also of a name with a null character

@@ -36,8 +36,7 @@ class Pairings(Protocol):
     """One operation on one device, in stages: what every pairing of its microbatches gives.
 
     ``paired`` is microbatch i's activation with each of some flows, None for one that does not fit; ``seed`` is what
-    microbatch j's backward of a stage starts from, ``flow`` its output gradient as it is. ``within`` pairs activation
-    and output gradient of the one module that has a parameter: what that gets, by (i, j); empty where unknown.
+    microbatch j's backward of a stage starts from, ``flow`` its output gradient as it is.
     """
 
     @property
@@ -54,8 +53,6 @@ class Pairings(Protocol):
     def contribution(self, stage: Stage, j: int) -> Contributed: ...
 
     def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> Sequence[Contributed | None]: ...
-
-    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]: ...
 
     def seed(self, stage: Stage, j: int) -> Flow: ...
 
@@ -179,10 +176,6 @@ class Pairing:
     def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
         """Microbatch i's activation with each of ``flows``."""
         return self.contribute(stage, self.inputs[stage][i], flows)
-
-    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
-        """Nothing: stages are looked at as a whole."""
-        return {}
 
     def contribute(self, stage: Stage, inputs: Tensors, flows: Sequence[Flow]) -> list[Contributed | None]:
         """One forward of ``stage`` and a backward for each of ``flows``; None for a flow that does not fit."""

@@ -121,7 +121,8 @@ class _Changed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: Passage, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.back = passage.back
-        return tuple(tensor.clone() for tensor in passage.there(tensors))
+        made = passage.there(tensors)
+        return tuple(one.clone() if one.requires_grad else one for one in made)  # others are new
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Values:

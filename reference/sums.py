@@ -45,10 +45,6 @@ class Sums:
         """Nothing: what flows where is not known."""
         return [None] * len(flows)
 
-    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
-        """Nothing, for the same reason."""
-        return {}
-
     def seed(self, stage: Stage, j: int) -> Flow:
         """A flow that fits nothing."""
         return lambda _: None

@@ -25,7 +25,7 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
 from pipeproof.reference.graph import Edge, depths, ends_of, frontier
 from pipeproof.reference.handed_on import flows
-from pipeproof.reference.outputs import AGAIN, Place, module_of, outputs_noted
+from pipeproof.reference.outputs import Place, module_of, outputs_noted
 from pipeproof.reference.pairing import Contributed, Flow, Tensors, backward
 from pipeproof.reference.step import Gradient, Loss, Site, Stage, dense
 
@@ -113,32 +113,6 @@ class Traced:
         (leaves, outputs), parameters = self._between(stage, i), self.parameters(stage)
         made = [backward(parameters, leaves, outputs, flow) for flow in flows]
         return [None if one is None else Contributed(_wide(one.gradients), one.inputs) for one in made]
-
-    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
-        """What one parameter gets if its own module alone takes activation i with output gradient j, by (i, j).
-
-        That is what puts weight gradients off by themselves can pair. Empty where nothing is known of the module.
-        """
-        leaf = self._leaves[stage, name]
-        place = f"output 0 of {name.rpartition('.')[0]}"
-        outputs = [
-            [tensor for at, tensor in run.noted if at.partition(AGAIN)[0] == place and tensor.requires_grad]
-            for run in self._runs
-        ]
-        if leaf.numel() * self.microbatches**2 > _MOST or any(len(found) != 1 for found in outputs):
-            return {}
-        flows = [
-            torch.autograd.grad(run.objective, found, allow_unused=True, retain_graph=True)[0]
-            for run, found in zip(self._runs, outputs, strict=True)
-        ]
-        pairs = {}
-        for i, (output,) in enumerate(outputs):
-            for j, flow in enumerate(flows):
-                if flow is not None and flow.shape == output.shape:
-                    (made,) = torch.autograd.grad(output, [leaf], [flow], allow_unused=True, retain_graph=True)
-                    if made is not None:
-                        pairs[i, j] = made.cpu().double()
-        return pairs
 
     def seed(self, stage: Stage, j: int) -> Flow:
         """What microbatch j's backward of ``stage`` starts from: its target on the last stage, else its flow."""

@@ -88,7 +88,7 @@ def test_a_replica_that_is_not_reduced(whitebox: WhiteBox) -> None:
     found = first(verdict, "replicas")
     assert (found.rank, found.stage, found.parameter) == (3, 1, "2.inner.0.weight")
     assert verdict.law("replicas").wrong == 4, "of stage 1 alone"
-    golden(f"{found.seen}\n{found.expected}\n{verdict.law('replicas').note}", numbers=False)
+    golden(f"{found.seen}\n{found.expected}\n{verdict.cause[0].detail}", numbers=False)
 
 
 def test_a_mean_where_a_sum_was_meant(whitebox: WhiteBox) -> None:
@@ -97,7 +97,7 @@ def test_a_mean_where_a_sum_was_meant(whitebox: WhiteBox) -> None:
     found = first(verdict, "gradient").found
     assert isinstance(found, Size)
     assert found.factor == pytest.approx(0.5)
-    golden(verdict.law("gradient").note, numbers=False)
+    golden(verdict.cause[0].detail)
 
 
 def test_a_norm_that_misses_the_other_shards(whitebox: WhiteBox) -> None:
@@ -107,14 +107,14 @@ def test_a_norm_that_misses_the_other_shards(whitebox: WhiteBox) -> None:
     for replica in (0, 1):
         one, two = (verdict.mismatches[rank].found for rank in (replica, replica + 2))
         assert one == two < verdict.mismatches[replica].due
-    golden(verdict.law("grad-norm").note)
+    golden(verdict.cause[0].detail)
 
 
 def test_shards_in_the_wrong_order(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(sharded_by_hand, fault="wrong order"))
     assert failing(verdict) == {"gradient"}
     assert (first(verdict, "gradient").rank, first(verdict, "gradient").stage) == (0, 0), "at the cause"
-    golden(verdict.law("gradient").note, numbers=False)
+    golden(verdict.cause[0].detail)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

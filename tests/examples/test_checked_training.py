@@ -134,8 +134,14 @@ def test_replicas_and_copies_that_are_right_pass(replicated: dict[str, Ended], m
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("unreduced", "cause     not-reduced: .*\n +stage 0: .*: ranks 0, 1 keep gradients of their"),
-        ("one", "cause     not-reduced: .*\n +.*stage 0, parameter 0.0.bias: ranks 0, 1 keep gradients"),
+        (
+            "unreduced",
+            "cause     not-reduced: .*\n +stage 0: rank 0 lacks microbatches 2, 3; rank 1 lacks",
+        ),
+        (
+            "one",
+            "cause     not-reduced: .*\n +.*stage 0, parameter 0.0.bias: rank 0 lacks microbatches 2, 3; rank 1 lacks",
+        ),
         ("untied", "cause     tied-not-summed: .*\n +parameter first.weight: ranks 0, 1"),
     ],
 )

@@ -45,7 +45,7 @@ PLANTED: dict[str, tuple[tuple[str, ...], str, tuple[int, ...]]] = {
     "gradients-turned": (("mispaired", "wrong-message"), "swapped-gradients", (1, 2, 3)),
     "all-gradients-turned": (("mispaired", "wrong-message"), "swapped-gradients", (0, 1, 2, 3, 4)),
     "unpopped-gradient": (("mispaired", "wrong-message"), "swapped-gradients", (2,)),
-    "unpopped-stash": (("mispaired",), "swapped-activations", (2,)),
+    "unpopped-stash": (("swapped-activations",), "swapped-activations", (2,)),
     "inputs-turned": (("mispaired", "wrong-message"), "swapped-activations", (1, 2)),
     "unpopped-input": (("mispaired", "wrong-message"), "swapped-activations", (2,)),
 }

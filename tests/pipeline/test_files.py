@@ -121,8 +121,8 @@ def test_what_is_no_file_is_refused_in_a_sentence(
     whole = "it is a directory (- reads standard input)"
     assert told(command, folder, capsys) == (2, f"pipeproof: cannot read {folder}: {whole}\n")
     assert told(command, pipe, capsys) == (2, f"pipeproof: cannot read {pipe}: {why}\n")
-    why = "No such file or directory; give a file that is there and may be read"
-    assert told(command, missing, capsys) == (2, f"pipeproof: cannot read {missing}: {why}\n")
+    status, said = told(command, missing, capsys)
+    assert (status, "no such file" in said, f": {missing}\n" in said) == (2, True, True)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.core.replicas import Replicas
 from pipeproof.pipeline.mesh import Mesh, Sum, Tied, along, chunks, groups_along, pipelines_of
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import build

@@ -280,7 +280,7 @@ def crash(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "where", ["foreign.step_causes.explained", "diagnosis.evidence.attribute", "foreign.evidence.Traced"]
+    "where", ["foreign.step_causes.explained", "explain.evidence.attribute", "foreign.evidence.Traced"]
 )
 def test_a_verdict_never_depends_on_its_explanation(
     whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +333,7 @@ def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "where",
-    ["diagnosis.diagnose.followed", "diagnosis.diagnose.of_run", "cases.validator.diagnose", "cases.validator.observe"],
+    ["explain.explain.followed", "explain.explain.of_run", "cases.validator.diagnose", "cases.validator.observe"],
 )
 def test_a_case_of_ours_fails_without_its_explanation(
     world: World, where: str, monkeypatch: pytest.MonkeyPatch
@@ -354,7 +354,7 @@ def test_a_command_ends_as_its_verdict_does_without_an_explanation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     planted = SPECIMENS["stage-negated"]
-    monkeypatch.setattr("pipeproof.diagnosis.diagnose.of_run", crash)
+    monkeypatch.setattr("pipeproof.explain.explain.of_run", crash)
     line = str(replace(Case.parse(planted.smallest), specimen=planted.name))
     assert main(["replay", line, "--json", str(tmp_path / "x")]) == 1
     out = capsys.readouterr()

@@ -14,13 +14,13 @@ from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.trial import smallest_of
 from pipeproof.cases.validator import validate
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis import diagnose
+from pipeproof.explain import explain as diagnose
 from pipeproof.foreign import WhiteBox
 from pipeproof.wings.composed.case import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.sweeps import sampled
 from tests.validation.core.test_nudged import loss_fn, mixed_step, narrow, pairs, step_in_halves
-from tests.validation.diagnosis.rules.test_stale import AROUND, EVAL, TRAIN, judged
+from tests.validation.explain.rules.test_stale import AROUND, EVAL, TRAIN, judged
 
 FOREIGN = (
     "right: halves in bf16",

@@ -36,7 +36,7 @@ LAYERS: Mapping[str, set[str]] = {
 # numpy in the reference: its random numbers are part of what a stage depends on.
 OUTSIDE: Mapping[str, set[str] | None] = {"plan": {"numpy"}, "run": {"torch"}, "reference": {"torch", "numpy"}}
 # The rooms of validation, the lowest first: a room imports only rooms before it.
-ROOMS = ("worlds", "observers", "core", "diagnosis", "foreign", "cases", "records", "reports", "wings", "commands")
+ROOMS = ("worlds", "observers", "core", "explain", "foreign", "cases", "records", "reports", "wings", "commands")
 LOOSE = 4  # Python files in validation that are in no room, but for one that each framework's users import
 
 
@@ -192,9 +192,9 @@ def test_an_arrow_back_up_is_seen() -> None:
     low = Source("validation/core/x.py", "def f():\n    from validation.cases.case import Case")
     golden("\n".join(upwards(low)))
     for detects in ("core", "observers"):  # outcomes do not hang on explanations
-        explains = Source(f"validation/{detects}/x.py", "import validation.diagnosis.diagnose")
+        explains = Source(f"validation/{detects}/x.py", "import validation.explain.explain")
         (complaint,) = upwards(explains)
-        assert complaint.endswith(f": {detects} comes before diagnosis")
+        assert complaint.endswith(f": {detects} comes before explain")
     high = Source("validation/records/x.py", "from validation.cases.case import Case\nimport validation")
     assert list(upwards(high)) == []
 
@@ -271,7 +271,7 @@ def test_a_rank_of_the_white_box_loads_no_judge() -> None:
     used = "import pipeproof.foreign.rank\nfrom pipeproof.foreign import FlatShard, HandedBack, Operation, watch"
     ours = {name for name in loaded(used) if name.startswith("pipeproof.")}
     assert len(ours) <= 90
-    late, judge = {"pipeproof.diagnosis.diagnose"}, {"pipeproof.foreign.validator", "pipeproof.core.judge"}
+    late, judge = {"pipeproof.explain.explain"}, {"pipeproof.foreign.validator", "pipeproof.core.judge"}
     assert (late | judge) & ours == set()
     found = {*loaded("from pipeproof import whitebox\nwhitebox.validate")}
     assert judge <= found

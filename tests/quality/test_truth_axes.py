@@ -18,16 +18,16 @@ from pipeproof.foreign import WhiteBox
 from tests.support.sweeps import some
 
 HOLDS = {
-    "tp: input gradients not reduced": "2.norm.bias are not reduced over ranks 0, 1: what they have adds up",
-    "tp: queries' input gradients not reduced": "2.attention.queries is given is, on every rank, that of its own shard",
-    "tp: mean of input gradients": "the gradient of what each feedforward.up is given were 0.5 times what it is",
+    "tp: input gradients not reduced": "also of 2.norm.bias: ranks 0, 1 each keep their own part: the sum of these is",
+    "tp: queries' input gradients not reduced": "first wrong in the backward: stage 0, 2.attention_norm.bias",
+    "tp: mean of input gradients": "the gradient of what each feedforward.up is given is multiplied by 0.5",
     "tp: outputs reduced twice": "its weights are right, and no factor gives its gradients",
     "tp: all times tp": "2 = the number of ranks",
     "tp: shards of a weight exchanged": "has its own, put in another order",
     "sp: gathered without reduction": "first wrong in the backward: stage 0, 2.norm.bias: the 7 parameters used after",
-    "ep: no gradient from experts": "the gradient of what each mixture.experts.*.up is given were lost",
+    "ep: no gradient from experts": "the gradient of what each mixture.experts.*.up is given is multiplied by 0",
     "ep: norm without experts": "what fewer ranks hold than others is left out",
-    "cp: parts not reduced": "stage 0: not reduced over ranks 0, 1: what they have adds up to what is expected",
+    "cp: parts not reduced": "stage 0: ranks 0, 1 each keep their own part: the sum of these is expected",
     "cp: losses of its own part": "report their own parts', and the mean of these is right",
     "cp: norm over the world": "parameters that several ranks hold are counted once for each rank",
 }

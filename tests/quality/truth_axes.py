@@ -11,8 +11,8 @@ from truth_faults import other, sums
 
 from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import WhiteBox
 
 COUNT = 4  # microbatches

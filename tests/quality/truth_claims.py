@@ -90,7 +90,7 @@ _SAYS_NOTHING = (
     r"not reproduced: ",
     r"a race, or something else that is not seeded",
     r"the runtime \S+ is not ours",
-    r"what ranks have of one stage does not go together",
+    r"gradients differ between ranks that share parameters",
     r"(not explained by this|nothing explains this): ",
     r"the weights differ before the step, in a way that tells nothing",
     r"parameters of the step and of (the reference|what is expected) do not go together",

@@ -98,7 +98,7 @@ FAULTS = (
     Fault("one buffer", "buffer = torch.empty_like(like)", ONE_BUFFER, "overwritten", BACKWARD, each=1),
     Fault("cleared before backwards", POPPED, f"{POPPED}\n        self.stage.zero_grad()", "dropped"),
     Fault("cleared before forwards", CALLED, f"self.stage.zero_grad(False)\n        {CALLED}", "dropped dropped"),
-    Fault("another output", BACKWARD, OTHER_OUTPUT, "dropped doubled"),
+    Fault("another output", BACKWARD, OTHER_OUTPUT, "swapped-activations"),
     Fault("backward twice", BACKWARD, TWICE, "doubled"),
     Fault("forwards in disorder", "self.forward(m)", "self.forward(m ^ (not self.rank))", "swapped-data"),
     Fault("evaluation", CALLED, "y = self.stage.eval()(x)", "mode", layer=f"nn.BatchNorm1d(16), {LAYER}"),

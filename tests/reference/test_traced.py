@@ -1,6 +1,5 @@
 """Contributions in models that are not ours: the same as our own pairing gives, or honestly none."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -177,24 +176,10 @@ def test_a_loss_that_the_model_makes_itself_has_no_other_target() -> None:
     assert found.paired(1, 0, [found.seed(1, 2)]) == [None]
 
 
-def test_within_one_module_activation_and_output_gradient_are_paired_by_themselves() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    owner = dict.fromkeys(dict(model.named_parameters()), 0)
-    found = traced(model, own_batches(), owner, Loss(nn.functional.mse_loss, COUNT))
-    pairs = found.within(0, "0.weight")
-    assert pairs.keys() == {(i, j) for i in range(COUNT) for j in range(COUNT)}
-    wide, batches = copy.deepcopy(model).double(), own_batches(torch.float64)
-    made = wide[0](batches[1].inputs[0])
-    loss = nn.functional.mse_loss(wide[1:](made), batches[1].target) / COUNT
-    (flow,) = torch.autograd.grad(loss, [made])
-    assert torch.allclose(pairs[0, 1], flow.T @ batches[0].inputs[0])
-
-
 def test_stages_that_are_too_large_for_pairs_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeproof.reference.traced._MOST", 100)
     _, found = both("mlp")
     golden(found.unpaired)
-    assert found.within(0, next(iter(found.parameters(0)))) == {}
 
 
 class Entropy(torch.autograd.Function):

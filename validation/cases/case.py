@@ -214,7 +214,7 @@ class Case:
         shape = re.fullmatch(r"(.+?)\s+r(\d+)\s+s(\d+)\s+m(\d+)((?:\s+\S+)*)\s*", text, flags=re.ASCII)
         if shape is None:
             raise CaseError(
-                f"{text!r} is no case: expected a schedule, ranks, stages and microbatches first, "
+                f"not a case: {text!r}; expected a schedule, ranks, stages and microbatches first, "
                 "e.g. 1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17"
             )
         name, ranks, stages, microbatches = shape[1], int(shape[2]), int(shape[3]), int(shape[4])

@@ -171,11 +171,12 @@ class Tally:
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        tiers = ", ".join(f"{count} {tier}" for tier, count in self.tiers.most_common() if tier != "none")
-        return (
-            f"{some(self.cases, 'case')}, {self.verdicts['pass']} pass ({tiers or 'none'}), "
-            f"{self.cases - self.verdicts['pass']} not, {self.cases_per_second:.1f} cases/s"
-        )
+        tiers = ", ".join(f"{count} {_TIERS.get(one, one)}" for one, count in self.tiers.most_common() if one != "none")
+        passed = f"{self.verdicts['pass']} passed" + (f" ({tiers})" if tiers else "")
+        others = {word: count for word, count in self.verdicts.items() if word not in ("pass", "fail")}
+        rest = "".join(f", {count} {word}" for word, count in sorted(others.items()))
+        rate = f"{self.cases_per_second:.1f} cases/s"
+        return f"{some(self.cases, 'case')}: {passed}, {self.verdicts['fail']} failed{rest}; {rate}"
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,7 @@ def fuzz(
     return None
 
 
+_TIERS = {"bitwise": "bit for bit"}
 _PROVIDER, _OF_CODE = "HypothesisProvider", "_maybe_draw_constant"  # by the latter it draws what code has
 
 

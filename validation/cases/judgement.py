@@ -7,8 +7,8 @@ from pipeproof.core.judge import LAWS, judged
 from pipeproof.core.oracle import LiveOracle
 from pipeproof.core.requirements import Requirements
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.diagnose import diagnose as diagnose_run
-from pipeproof.diagnosis.played import Setup
+from pipeproof.explain.explain import diagnose as diagnose_run
+from pipeproof.explain.played import Setup
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.model import DTYPES

@@ -15,7 +15,7 @@ from pipeproof.cases.primitives.layers import microbatches
 from pipeproof.cases.primitives.stacked import ready, reference_of
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.timings import FEWEST, Turn
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.core.replicas import Replicas
 from pipeproof.reference.step import Recipe, objective
 from pipeproof.worlds.accelerator import deterministic, synchronize
 from pipeproof.worlds.worker import RankContext

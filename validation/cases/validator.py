@@ -12,7 +12,7 @@ from pipeproof.cases.specimens import specimen
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.diagnose import sought
+from pipeproof.explain.explain import sought
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.lower import Program, lower

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeproof.cases.fuzz import Tally
 from pipeproof.commands.option_parser import UsageError
+from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.sizes import some
 from pipeproof.worlds.output_file import OutputFile
 
@@ -90,7 +91,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
-        raise UsageError(f"cannot read --resume {path}: {error.strerror or error}; choose another file") from error
+        raise UsageError(f"--resume: {cannot_read(path, error)}") from error
     except ValueError as error:
         raise UsageError(f"--resume {path} is no campaign's file: {error}; name a new file") from error
     if not isinstance(data, dict) or data.get("file") != _WHAT:

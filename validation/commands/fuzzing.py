@@ -123,7 +123,7 @@ def _campaign(setting: Setting, drawn: Drawn, tally: Tally, parts: Parts) -> int
             found = found if parts.composed else _explained(found, world)
         found = found or tally.smallest
         left = None if found else next(iter(tally.undecided), None)
-        terminal.say(f"seed {parts.seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
+        terminal.say(f"seed {parts.seed}, {tally}\n{tally.by_schedule}{tally.by_replicas}")
         for line in (tally.by_decision, told(world.explorations)):
             terminal.say(line) if line else None
         shown = found or left
@@ -189,7 +189,7 @@ def _page(tally: Tally, found: Found | None, seed: int) -> str:
     entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
     if found is not None:
         entries.insert(0, Entry(found.ending, found.ending.verdict, "as small as shrinking made it"))
-    return campaign(entries, said=f"fuzz, seed {seed}: {tally}", left_out=NOTHING)
+    return campaign(entries, said=f"fuzz, seed {seed}, {tally}", left_out=NOTHING)
 
 
 def _explained(found: Found | None, world: World) -> Found | None:

@@ -136,7 +136,7 @@ class _Run:
                 progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
                 run=run,
             )
-        self._terminal.say(f"seed {plan.seed}: {tally}")
+        self._terminal.say(f"seed {plan.seed}, {tally}")
         self.results += takewhile(lambda one: one.outcome == "pass", drawn)
         if found is not None:  # in the place of all that shrinking tried
             assert found.verdict is not None, "run returns a verdict also where ranks failed"

@@ -26,8 +26,8 @@ KINDS: Mapping[str, str] = MappingProxyType(
         # Microbatches, counted or exchanged.
         "dropped": "a microbatch's gradient is missing from the sum",
         "doubled": "a microbatch's gradient was added more than once",
-        "swapped-activations": "a backward used the activation of another microbatch",
-        "swapped-gradients": "a backward used the output gradient of another microbatch",
+        "swapped-activations": "a call used another microbatch's activation",
+        "swapped-gradients": "a backward used another microbatch's output gradient",
         "swapped-data": "a microbatch's inputs, or its targets, are those of another one, or others of its own",
         "stale-gradient": "gradients were added to what was there before the step",
         "stale-tensor": "a tensor of an earlier step was used",
@@ -81,6 +81,11 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "crash": "a rank failed",
     }
 )
+# A matter of how often which microbatch is in a stage's sums.
+OF_MICROBATCHES = frozenset(
+    {"dropped", "doubled", "scale", "sign", "unequal-weights", "swapped-activations", "swapped-gradients"}
+    | {"swapped-data", "mispaired", "extra-term"}
+)
 # Those that the simulated world raises, each with the rank that did it.
 RACES = (
     *("read-before-wait", "overwritten-in-flight", "freed-in-flight", "never-waited", "received-twice"),
@@ -127,6 +132,16 @@ class Cause:
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"{self.kind!r} is no kind of cause"
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether it was made in a forward."""
+        return self.action is not None and "F" in self.action
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it was made in a backward."""
+        return self.action is not None and "B" in self.action
 
     @property
     def place(self) -> str:

@@ -8,10 +8,10 @@ from itertools import chain
 from torch import Tensor, nn
 
 from pipeproof.core.ledger import NOWHERE
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error, same_bits
-from pipeproof.diagnosis.limits import ALIKE
-from pipeproof.diagnosis.loss_scale import LossScale
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.explain.limits import ALIKE
+from pipeproof.explain.loss_scale import LossScale
 from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.buffers import in_turn, named_buffers
 from pipeproof.foreign.crossings import passed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 
-from pipeproof.diagnosis.sketches import recognised
+from pipeproof.explain.sketches import recognised
 from pipeproof.foreign.survey import Both, Places
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH

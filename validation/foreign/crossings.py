@@ -8,8 +8,8 @@ from functools import cached_property, partial
 from typing import Self
 
 from pipeproof.core.limits import precision_of
-from pipeproof.diagnosis.limits import LEFT
-from pipeproof.diagnosis.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
+from pipeproof.explain.limits import LEFT
+from pipeproof.explain.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
 from pipeproof.foreign.call_matching import Column, Order, at_once, columns, orders, without_extra
 from pipeproof.foreign.survey import Both, is_part

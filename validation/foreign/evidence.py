@@ -1,20 +1,20 @@
-"""What a diagnosis of a foreign step rests on: what its ranks handed back, and the reference beside it."""
+"""What the explanation of a foreign step rests on: what its ranks handed back, and the reference beside it."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipeproof.core.ledger import NOWHERE
 from pipeproof.core.old_weights import Given, StaleCall
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.atoms import Update
-from pipeproof.diagnosis.evidence import Evidence, Line
-from pipeproof.diagnosis.members import Members
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.evidence import Evidence, Line
+from pipeproof.explain.members import Members
+from pipeproof.explain.model_beside import ModelBeside
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.survey import Computed
@@ -22,8 +22,6 @@ from pipeproof.observers.observed import Observed, Passed
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.outputs import Place, order_of_use, outputs_noted
-from pipeproof.reference.passage import Passage, passing
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
 from pipeproof.reference.traced import Traced
 
@@ -72,7 +70,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         gradients=observed.gradients(0),
         norms=norms,
         due=due,
-        beside=due,
+        beside=due.model,
         seen=observed,
         passed=passed,
         others=tuple(lines[1:]),
@@ -81,7 +79,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         with_weights=due.with_weights,
         clipped_to=found.max_norm,
         scale=found.loss_scale,
-        members=Members(found.stages, found.replicas, beside.made, norms),
+        members=Members(found.stages, found.replicas, lambda: beside.made, norms),
         told=found.traced,
         unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},
         frozen=found.frozen,
@@ -162,26 +160,11 @@ class _Due:
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach().cpu() for name, p in self.beside.model.named_parameters(remove_duplicate=False)}
 
-    @property
-    def divisor(self) -> float:
-        return self.beside.loss.divisor
-
-    def ends(self, stage: int) -> Collection[str]:
-        """The places in the reference where ``stage`` ends."""
-        return self._traced.end(stage)
-
-    def later(self, stage: int) -> Collection[str]:
-        """The modules of the reference that only stages after ``stage`` hold."""
-        return self._traced.later(stage)
-
-    def played(self, microbatch: int, passages: Sequence[Passage]) -> Contribution | None:
-        """What a microbatch gives if this becomes of what passes; gradients of tied copies are summed."""
-        try:
-            with passing(self._again.model, passages):
-                (made,) = self._again.contributing([self.beside.batches[microbatch]])
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return None  # modules that do not take such tensors never ran so
-        return replace(made, gradients=self._again.total(made.gradients))
+    @cached_property
+    def model(self) -> ModelBeside:
+        """The reference that plays single microbatches."""
+        one = self.beside
+        return ModelBeside(one.reference, one.model, one.batches, one.loss, lambda: self._traced, lacks=self._lacks)
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> Given | None:
         """What the step gives with these weights in place of its own; None where that does not run."""
@@ -197,44 +180,7 @@ class _Due:
         whole = self._whole(reference, made, lambda one: one.made, self.observed.backwards(0))
         return Given(whole.losses, whole.loss, {name: one for (_, name), one in whole.gradients.items()})
 
-    def loss_with(self, microbatch: int, target_of: int) -> float | None:
-        """The loss of a microbatch with the target of another; None where there are no targets, or it does not run."""
-        own, other = self.beside.batches[microbatch], self.beside.batches[target_of].target
-        if not own.target.numel() or own.target.shape != other.shape:
-            return None
-        try:
-            ((loss, _),) = self._again.losses([replace(own, target=other)])
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return None
-        return loss.item()
-
-    @cached_property
-    def _again(self) -> Reference:
-        return self.beside.reference.of(copied(self.beside.model))
-
-    @cached_property
-    def modules(self) -> Mapping[str, int]:
-        """In which order the model's modules end."""
-        return order_of_use(copied(self.beside.model), self.beside.batches[0].inputs)
-
-    @cached_property
-    def places(self) -> Sequence[Place]:
-        """Where its modules put tensors out."""
-        model, found = copied(self.beside.model), list[Place]()
-        with outputs_noted(model, lambda place, tensor: found.append(place)):
-            model(*self.beside.batches[0].inputs)
-        return found
-
-    @cached_property
-    def plain(self) -> bool:
-        """Whether the model gives the same in evaluation, so that it neither draws numbers nor goes by its mode."""
-        model, inputs = copied(self.beside.model), self.beside.batches[0].inputs
-        with torch.no_grad():
-            made = [tree_leaves(mode(*inputs)) for mode in (model.train(), copied(model).eval())]
-        pairs = [pair for pair in zip(*made, strict=True) if isinstance(pair[0], Tensor)]
-        return all(torch.equal(*pair) for pair in pairs)
-
-    def lacks(self, microbatch: int, seen: Sketch) -> bool:
+    def _lacks(self, microbatch: int, seen: Sketch) -> bool:
         """Whether the reference computes no such tensor for a microbatch, and nothing that it was made of."""
         return self._computed[microbatch].lacks(seen)
 

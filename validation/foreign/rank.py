@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeproof.core.contract import Contract
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.core.replicas import Replicas
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import Local, renamed
 from pipeproof.foreign.operations import Operation, Operations

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from pipeproof.core.judge import one_thread
 from pipeproof.core.limits import FP32
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import same_bits, scalar_error
 from pipeproof.core.verdict import Crash, raised
-from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.survey import Both, Survey
 from pipeproof.foreign.task import ReferenceRaised, Task

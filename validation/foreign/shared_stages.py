@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error, same_bits, stands_for_none
-from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.matching import Local, match
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.observers.calls import Call

@@ -5,14 +5,12 @@ from dataclasses import replace
 from pipeproof.core.execution import flow
 from pipeproof.core.old_weights import hold_to_old_weights
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.diagnose import explained, sought
-from pipeproof.diagnosis.evidence import Line
-from pipeproof.diagnosis.rules.misrouted import misrouted
+from pipeproof.explain.evidence import Line
+from pipeproof.explain.explain import explained, sought
+from pipeproof.explain.rules.misrouted import misrouted
 from pipeproof.foreign.evidence import Beside, evidence_of
-from pipeproof.foreign.holders import with_notes
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.observers.observed import Crossing
-from pipeproof.observers.sketch import UNSOUGHT
 
 __all__ = ["Beside", "explain", "misrouted"]
 _BY_DESIGN = ("zero", "missing", "shape")  # one rank of a line may have the loss, or hand on a part, for all
@@ -29,16 +27,7 @@ def explain(verdict: Verdict, one: OperationRun, beside: Beside) -> Verdict:
     evidence = evidence_of(verdict, along, one.found, beside)
     verdict = hold_to_old_weights(verdict, lambda: evidence)
     evidence = replace(evidence, verdict=verdict)
-    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
-
-    def told() -> Verdict:
-        explanation = explained(evidence)
-        if UNSOUGHT in explanation.undecided or evidence.members is None:
-            return explanation
-        notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
-        return with_notes(explanation, notes)
-
-    return sought(verdict, told)
+    return sought(verdict, lambda: explained(evidence))
 
 
 def _first_wrong(line: Line, *, told: bool) -> tuple[float, ...]:

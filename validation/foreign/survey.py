@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.diagnosis.sketches import of_sketches
+from pipeproof.explain.sketches import of_sketches
 from pipeproof.observers.elements import in_fp64, is_rounded
 from pipeproof.observers.observed import INPUT
 from pipeproof.observers.sketch import FEW, Sketch, digest_of_values, sketch

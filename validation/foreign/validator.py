@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.reason import reasons_of
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Crash, Verdict
-from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.course import Course
 from pipeproof.foreign.elsewhere import told_of_transports

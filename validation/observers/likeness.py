@@ -117,8 +117,8 @@ class Likeness:
 
     kind: missing, unexpected, shape, not-finite, zero, rounded, narrow-accumulation (what it is the sum of was added up
     in ``narrow``), multiple (``factor`` times the due one), reordered
-    (its ``line``s), other (whose: ``label``), counted (each microbatch in it so often: ``counts``), paired
-    (activations met output gradients by ``pairs``), sum (``factor`` of its own and ``more`` of ``label``'s),
+    (its ``line``s), other (whose: ``label``), counted (each microbatch in it so often: ``counts``), sum
+    (``factor`` of its own and ``more`` of ``label``'s),
     uninitialised, noisy, different (like nothing known), or right (although what is around it is not).
 
     ``at`` is its own place. ``part``: the elements concerned, where all others are right; ``source``: where in the due
@@ -138,7 +138,6 @@ class Likeness:
     narrow: str = ""
     step: float | None = None
     counts: tuple[tuple[int, float], ...] = ()
-    pairs: tuple[tuple[int, int], ...] = ()
     error: float | None = None
     cosine: float | None = None
     forms: tuple[str, str] = ("", "")
@@ -231,7 +230,6 @@ _IS: Mapping[str, Callable[[Likeness], str]] = {
     "reordered": lambda found: f"its own {found.line}s in another order",
     "other": _expected,
     "counted": lambda found: ", ".join(f"{digits(c)} of microbatch {m}'s" for m, c in found.counts),
-    "paired": lambda found: ", ".join(f"output gradient {j} with activation {i}" for i, j in found.pairs),
     "sum": _sum,
     "uninitialised": lambda found: "uninitialised: constant, tiny or huge numbers, as in memory that nobody wrote to",
     "noisy": lambda found: f"the expected plus noise of {found.error:.2g} times its size",

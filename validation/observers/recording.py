@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeproof.pipeline.action import Action
-
 Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
 Gradients = Mapping[str, Tensor | None]  # of parameters, by name
 
@@ -34,34 +32,19 @@ class Point(NamedTuple):
     where: str
 
 
-class Addition(NamedTuple):
-    """What one action did to the gradients of its stage's parameters.
-
-    ``before`` is None where nothing had touched them since the stage's last action.
-    """
-
-    action: Action
-    before: Gradients | None
-    after: Gradients
-
-
 @dataclass(frozen=True)
 class Recording:
     """What a rank's stages took and gave in one operation.
 
     ``tensors`` by point; ``graphs``: for each (stage, microbatch) the microbatches whose forwards its backward ran back
-    through; ``additions`` by stage, in order; ``summed`` are the gradients as the reduction of tied parameters found
-    them, ``clipped`` as the clipping left them. ``parameters`` are those that the operation began with, ``ended``
-    those that it had when the last backward was over.
+    through; ``adders``: by stage, the microbatches of the actions that changed its gradients, in order. ``parameters``
+    are those that the operation began with.
     """
 
     tensors: Mapping[Point, Sequence[Tensor | None]] = field(default_factory=dict)
     graphs: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    additions: Mapping[int, Sequence[Addition]] = field(default_factory=dict)
-    summed: Mapping[Site, Tensor | None] = field(default_factory=dict)
-    clipped: Mapping[Site, Tensor | None] = field(default_factory=dict)
+    adders: Mapping[int, Sequence[int]] = field(default_factory=dict)
     parameters: Mapping[Site, Tensor] = field(default_factory=dict)
-    ended: Mapping[Site, Tensor] = field(default_factory=dict)
 
 
 def merged(recordings: Sequence[Recording]) -> Recording:

@@ -16,9 +16,9 @@ from pipeproof.core.judge import one_thread
 from pipeproof.core.measured import versions
 from pipeproof.core.tolerance import same_bits
 from pipeproof.core.updates import Pending
-from pipeproof.diagnosis.atoms import Update
-from pipeproof.diagnosis.attribution import update_of
-from pipeproof.diagnosis.played import play
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.attribution import update_of
+from pipeproof.explain.played import play
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT
 from pipeproof.records.record import (

@@ -14,8 +14,8 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.nudged import OtherProducts, doubt_rounding
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import JUDGED, Crash, Verdict
-from pipeproof.diagnosis.diagnose import explained, sought
-from pipeproof.diagnosis.evidence import Evidence, failing
+from pipeproof.explain.evidence import Evidence, failing
+from pipeproof.explain.explain import explained, sought
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (

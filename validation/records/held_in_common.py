@@ -14,8 +14,8 @@ from torch import Tensor
 from pipeproof.core.comparison import hold_claim
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import stands_for_none
-from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, Gradient, HandBackError
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, in_parts

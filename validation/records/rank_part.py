@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipeproof.core.judge import Where
 from pipeproof.core.reason import Doubt, reasons_of
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import Floor, same_bits
-from pipeproof.diagnosis.members import Replicas
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard, held_here, is_plain, shard_of
 from pipeproof.records.record import (

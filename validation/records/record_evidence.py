@@ -1,4 +1,4 @@
-"""What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected."""
+"""What the explanation of a recorded step rests on: what was seen of the step, and what was expected."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from pipeproof.core.nudged import Nudges, OtherProducts, doubt_rounding
 from pipeproof.core.old_weights import WithWeights, hold_to_old_weights
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.atoms import Update
-from pipeproof.diagnosis.diagnose import explained as explained_evidence
-from pipeproof.diagnosis.diagnose import sought
-from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.members import Members, Replicas
-from pipeproof.diagnosis.record_sums import RecordSums
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.explain import explained as explained_evidence
+from pipeproof.explain.explain import sought
+from pipeproof.explain.members import Members
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
 from pipeproof.foreign.stages_in_order import Stage as HeldStage
@@ -66,13 +66,6 @@ class Step:
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
         microbatches, alike = len(self.due.microbatches), len(set(self.due.microbatches)) == 1
-        copies = {
-            (n, tuple(stage for _, stage in self.places[n])): each
-            for n, each in self.copies.items()
-            if n not in self.shards
-        }
-        whole = {name: at for name, at in self.places.items() if name not in self.shards}
-        alike = alike and self.model is None and microbatches > 1
         return Evidence(
             verdict,
             self.placement,
@@ -85,8 +78,10 @@ class Step:
             due=self,
             earlier_weights=self.earlier,
             with_weights=self.with_weights,
-            members=self._members if self.shards and self.model is not None else None,
-            sums=RecordSums(copies, self.left_out, self.max_norm, alike, self.replicas, whole, self.had),
+            members=self._members,
+            left_out=self.left_out,
+            alike=alike and self.model is None and microbatches > 1,
+            clipped_to=self.max_norm,
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
         )
@@ -102,35 +97,45 @@ class Step:
 
     @property
     def _members(self) -> Members:
-        """The ranks of every stage with the parts that they had of what was put together."""
-        assert self.replicas is not None, "a model beside a job knows who ran what"
-        update, contributions = self.update, list[Contribution]()
-        for microbatch in range(len(self.due.microbatches)):
-            own = [(s, update.now.contribution(s, microbatch).gradients) for s in range(len(self.placement))]
-            given = {(stage, name): one for stage, found in own for name, one in found.items()}
-            contributions.append(Contribution(self.due.losses[microbatch], given))
+        """The ranks of every stage with what they had of it."""
+        count, ranks = len(self.due.microbatches), len(self.norms)
+        replicas = self.replicas or Replicas((0,) * ranks, count)
+        if replicas.count > 1 and not replicas.shares:
+            replicas = replace(replicas, shares=((),) * ranks)  # nobody says whose microbatches are whose
         stages = [self._stage(stage) for stage in range(len(self.placement))]
-        return Members(stages, self.replicas, contributions, self.norms)
+        return Members(stages, replicas, self._contributions, self.norms)
+
+    def _contributions(self) -> list[Contribution]:
+        """What the model gives for each microbatch; nothing without a model."""
+        found = list[Contribution]()
+        for microbatch, loss in enumerate(self.due.losses) if self.model is not None else ():
+            own = [(s, self.update.now.contribution(s, microbatch).gradients) for s in range(len(self.placement))]
+            given = {(stage, name): one for stage, gradients in own for name, one in gradients.items()}
+            found.append(Contribution(loss, given))
+        return found
 
     def _stage(self, stage: int) -> HeldStage:
         """A stage with its ranks, whose parts lie in what they gave together."""
-        names = [name for name in self.seen if self.site(name)[0] == stage]
-        ranks = sorted({rank for name in names for rank, at in self.places.get(name, ()) if at == stage})
-        whole = self._part(names, None)
-        members = tuple((rank, self._part(names, rank)) for rank in ranks)
+        names = [name for name in self.seen if any(at == stage for _, at in self.places.get(name, ()))]
+        ranks = sorted({rank for name in names for rank, at in self.places[name] if at == stage})
+        whole = Part(tuple(map(Local, names)), tuple(self.seen[name] for name in names))
+        members = tuple((rank, self._part(whole, rank, stage)) for rank in ranks)
         rank = ranks[0] if ranks else self.placement[stage]
         return HeldStage(stage, rank, replace(whole, members=members), dict(enumerate(names)), {})
 
-    def _part(self, names: Sequence[str], rank: int | None) -> Part:
-        """What ``rank`` has, or all ranks together, of the parameters with these names."""
-        lying = {} if rank is None else {k: self.shards.get(name, {}).get(rank) for k, name in enumerate(names)}
+    def _part(self, whole: Part, rank: int, stage: int) -> Part:
+        """What ``rank`` has of the ``whole`` of a stage."""
+        names = [one.name for one in whole.locals]
+        lying = {k: self.shards.get(name, {}).get(rank) for k, name in enumerate(names)}
         shards = {k: shard for k, shard in lying.items() if shard is not None}
-        gradients = []
+        gradients, had = list[Gradient](), self.had or {}
         for k, name in enumerate(names):
-            own = {} if rank is None or k in shards else self.copies.get(name, {})
-            whole = self.seen[name] if rank is None else own.get(rank, self.seen[name])
-            gradients.append(whole if whole is None or k not in shards else shards[k].of(whole))
-        return Part(tuple(map(Local, names)), tuple(gradients), shards=shards)
+            own = self.seen[name] if k in shards else self.copies.get(name, {}).get(rank, self.seen[name])
+            gradients.append(own if own is None or k not in shards else shards[k].of(own))
+        lacks = frozenset(k for k, name in enumerate(names) if (rank, stage) not in self.places[name])
+        begun = {k: self.begun.get(name) for k, name in enumerate(names) if (rank, stage) in had.get(name, ())}
+        there = {k: old for k, old in begun.items() if old is not None}
+        return replace(whole, gradients=tuple(gradients), shards=shards, lacks=lacks, begun=there)
 
     def site(self, name: str) -> Site:
         """Where a parameter is: in the only stage, if nobody says."""

@@ -12,7 +12,7 @@ from pipeproof.core.contract import DEFAULTS, Contract, ContractError
 from pipeproof.core.ledger import NOWHERE
 from pipeproof.core.nudged import Nudged
 from pipeproof.core.old_weights import Given
-from pipeproof.diagnosis.atoms import Update
+from pipeproof.explain.atoms import Update
 from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.foreign.reference_run import computed_in

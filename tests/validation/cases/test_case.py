@@ -52,9 +52,9 @@ def test_every_model_and_dtype_of_the_reference_can_be_a_case() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no case: expected a schedule, ranks, stages"),
-        ("1f1b r4 m8", "is no case"),
-        ("1f1b r4 s4 mx", "is no case"),
+        ("", "expected a schedule, ranks, stages"),
+        ("1f1b r4 m8", "not a case"),
+        ("1f1b r4 s4 mx", "not a case"),
         ("1f1b r3 s4 m8", "4 stages on 3 ranks: expected a rank, and as many stages on each"),
         ("1f1b r0 s4 m8", "4 stages on 0 ranks: expected a rank"),
         ("1f1b r2 s2 m1 colour=red", "'colour=red' is no option: known are split, model"),

@@ -121,7 +121,7 @@ def test_what_is_no_json_is_refused(
 
 def test_a_pipe_or_nothing_is_refused_and_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, words in (("pipe", "it is no regular file"), ("none", "No such file"), ("", "whose name is empty")):
+    for name, words in (("pipe", "it is no regular file"), ("none", "no such file"), ("", "whose name is empty")):
         assert main(["validate", "--config", name and str(tmp_path / name)]) == 2
         assert words in capsys.readouterr().err
 

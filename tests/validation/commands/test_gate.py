@@ -122,7 +122,7 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
     ("arguments", "words"),
     [
         (["--cases", "-1"], "--cases is -1: expected at least 0"),
-        (["--case", "gibberish"], "'gibberish' is no case"),
+        (["--case", "gibberish"], "not a case: 'gibberish'"),
         (["--case", f"{PINNED} specimen=gremlin"], "unknown specimen 'gremlin'"),
         (["--junit", "/no/such/folder/x.xml"], "cannot write /no/such/folder/x.xml"),
         (["--html", "/no/such/folder/x.html"], "cannot write /no/such/folder/x.html"),

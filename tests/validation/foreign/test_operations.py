@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.replicas import ReplicasError
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.members import ReplicasError
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.operations import Operation, Operations

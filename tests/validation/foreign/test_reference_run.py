@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.core.replicas import Replicas
 from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.survey import Places

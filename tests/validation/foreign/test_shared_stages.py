@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, RankMade

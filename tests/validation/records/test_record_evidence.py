@@ -216,7 +216,7 @@ def test_what_only_one_weight_of_the_last_stage_shows_in_a_coarse_type_is_that_o
 
 @EITHER
 def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any) -> None:
-    first, second = step(against, fault=swap).cause
+    second, first = step(against, fault=swap).cause
     assert (first.kind, first.stage, first.parameter) == ("misplaced", 0, "0.0.weight")
     golden(first.detail)
     assert (second.kind, second.stage, second.parameter) == ("misplaced", 1, "3.0.weight")
@@ -300,7 +300,7 @@ def test_equal_microbatches_do_not_tell_which_are_in_a_sum(
 @pytest.mark.parametrize(
     ("options", "kinds", "words"),
     [
-        ({"clip_to": 1e9}, ["clip"], "expected 0.1976; not clipped"),
+        ({"clip_to": 1e9}, ["clip"], "expected 0.1976: not clipped"),
         ({"clip_to": 0.6}, ["update", "clip"], "2 times expected"),
     ],
 )

@@ -34,7 +34,7 @@ def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
         (lambda file: file.write_bytes(file.read_bytes()[:-20]), "step 1 is not where it was; compare once more"),
         (lambda file: file.write_text(file.read_text().splitlines()[0] + "\n"), "step 1 is not where it was"),
         (lambda file: file.write_text(file.read_text().replace('{"number":1,', '{"number":7,')), "step 1 is not where"),
-        (Path.unlink, "cannot read .*: No such file"),
+        (Path.unlink, "no such file"),
     ],
     ids=["torn", "cut", "another", "gone"],
 )

@@ -11,10 +11,9 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from pipeproof.core.cause import Cause
+from pipeproof.core.cause import OF_MICROBATCHES, Cause
 from pipeproof.core.measured import Compared, Done, Ran, Sight
 from pipeproof.core.verdict import Verdict, small
-from pipeproof.diagnosis.rule import OF_MICROBATCHES
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from pipeproof.reports.panel import WORDS
 

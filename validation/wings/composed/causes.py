@@ -9,11 +9,11 @@ from torch import Tensor
 from pipeproof.core.cause import Cause
 from pipeproof.core.measuring import ran_of
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.diagnose import explained, sought
-from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.loss_scale import LossScale
-from pipeproof.diagnosis.rules.loss_scale import clipped_late, of_gradients
-from pipeproof.diagnosis.tied import Shares, of_copies
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.explain import explained, sought
+from pipeproof.explain.loss_scale import LossScale
+from pipeproof.explain.rules.factors import of_gradients
+from pipeproof.explain.tied import Shares, of_copies
 from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Site
@@ -65,9 +65,8 @@ def explain(
     flows = {one.law for one in verdict.mismatches} - {"gradient", "presence"}
     found = sought(verdict, lambda: explained(evidence)) if flows else verdict
     parted = len({*replicas}) < len(wholes)
-    counts = evidence.microbatches, evidence.ranks, evidence.stages
-    named = [(clipped_late(cause, evidence), one.scale) for one in own.values() for cause in one.causes]
-    told = [cause if scale is None else of_gradients(cause, scale, counts) for cause, scale in named]
+    named = [(cause, one.scale) for one in own.values() for cause in one.causes]
+    told = [cause if scale is None else of_gradients(cause, scale, evidence) for cause, scale in named]
     copies = [*copies_of(whole.held, whole.first).values()]
     told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
     known = () if whole.chain.sources.unsure else found.cause  # a flow may be due to any of equal outputs

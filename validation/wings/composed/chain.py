@@ -32,10 +32,7 @@ _OUTSIDE = (
     "a backward of one number{}, as of a loss, comes to what stage {} gave, and what came there is not what was sent, "
     "so that nobody knows what is due; let the stage itself add such a loss, or hand it on for the last stage's to add"
 )
-_SEVERAL = (
-    "stage {} gives several tensors, and it is not known what it gives again, so that nobody knows what flows from one "
-    "of them to another"
-)
+_SEVERAL = "stage {} gives several tensors and cannot be rerun, so gradients between its outputs are not checked"
 Both = tuple[Places, Places]  # of tensors, and of what flows back
 Limits = defaultdict[tuple[str, int, int], float]  # by where, the tensor's number, and its call's
 

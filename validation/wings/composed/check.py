@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import coarsest, precision_among, precision_of
 from pipeproof.core.verdict import Crash, Verdict
-from pipeproof.diagnosis.diagnose import sought
-from pipeproof.diagnosis.loss_scale import LossScale
+from pipeproof.explain.explain import sought
+from pipeproof.explain.loss_scale import LossScale
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.loss_of_all import LossOfAll
 from pipeproof.observers.calls import Call

@@ -10,10 +10,10 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.judge import concluded
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.verdict import Verdict
-from pipeproof.diagnosis.atoms import Update
-from pipeproof.diagnosis.diagnose import explained, sought
-from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.naming import STALE
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.cause_rules import STALE
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.explain import explained, sought
 from pipeproof.foreign.crossings import near
 from pipeproof.observers.sketch import sketch
 from pipeproof.reference.copied import copied

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pipeproof.core.reason import Reason
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.core.replicas import Replicas
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.rank import Part

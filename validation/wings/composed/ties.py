@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pipeproof.diagnosis.tied import Shares, shares_of
+from pipeproof.explain.tied import Shares, shares_of
 from pipeproof.records.record import RankStage
 from pipeproof.reference.accumulation import added
 from pipeproof.worlds.side_store import Exchange

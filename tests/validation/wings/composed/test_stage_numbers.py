@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipeproof.core.reason import Reason, reasons_of
-from pipeproof.diagnosis.members import Replicas
+from pipeproof.core.replicas import Replicas
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.observers.calls import Call

@@ -1,0 +1,196 @@
+"""What is wrong besides backwards that did not run: named as well, or said to be open; nothing where they give all."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.core.verdict import Verdict
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from tests.support.golden import golden
+from tests.support.steps import WIDTH, blocks, loss_fn, pairs
+
+COUNT = 4
+SKIPPED = 1
+Spoil = Callable[[nn.Module, nn.Module], None]
+
+
+def nothing(first: nn.Module, second: nn.Module) -> None:
+    """Is right."""
+
+
+def skipping(model: Any, microbatches: list[Any], *, before: Spoil = nothing, after: Spoil = nothing) -> Any:
+    """The first stage's backward of one microbatch is left out."""
+    first, second = watch(model[:2]), watch(model[2:])
+    before(first, second)
+    losses = []
+    for m, (x, target) in enumerate(microbatches):
+        handed = first(x)
+        received = handed.detach().requires_grad_()
+        loss: Any = loss_fn(second(received), target)
+        (loss / len(microbatches)).backward()
+        if m != SKIPPED:
+            handed.backward(received.grad)
+        losses.append(loss.item())
+    after(first, second)
+    return [first, second], losses
+
+
+def told(whitebox: WhiteBox, **spoil: Spoil) -> Verdict:
+    step = partial(skipping, **spoil)
+    verdict = whitebox.validate(step, reference=blocks, microbatches=pairs(COUNT), ranks=1, loss_fn=loss_fn)
+    first = verdict.cause[0]
+    assert (first.kind, first.stage, first.microbatches) == ("dropped", 0, (SKIPPED,)), verdict
+    golden(first.detail)
+    return verdict
+
+
+def kinds(verdict: Verdict) -> list[tuple[str, int | None, str | None]]:
+    return [(one.kind, one.stage, one.parameter) for one in verdict.cause[1:]]
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_backward_that_did_not_run_gives_all_that_is_wrong(whitebox: WhiteBox) -> None:
+    verdict = told(whitebox)
+    assert (kinds(verdict), verdict.undecided) == ([], ())
+
+
+def twice(stage: nn.Module) -> None:
+    for parameter in stage.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 2
+
+
+def zeroed(first: nn.Module, second: nn.Module) -> None:
+    grad = dict(second.named_parameters())["2.0.weight"].grad
+    assert grad is not None
+    grad.zero_()
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(
+    ("after", "found"),
+    [
+        (lambda first, second: twice(second), ("scale", 1, None)),
+        (lambda first, second: twice(first), ("scale", 0, None)),
+        (zeroed, ("zero", 1, "2.0.weight")),
+    ],
+    ids=["the other stage twice", "the same stage twice", "a gradient of the other stage cleared"],
+)
+def test_a_second_fault_in_gradients_is_named(
+    whitebox: WhiteBox, after: Spoil, found: tuple[str, int, str | None]
+) -> None:
+    verdict = told(whitebox, after=after)
+    assert (kinds(verdict), verdict.undecided) == ([found], ())
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_second_fault_that_nothing_explains_is_open(whitebox: WhiteBox) -> None:
+    def noise(first: nn.Module, second: nn.Module) -> None:
+        draw = torch.Generator().manual_seed(5)
+        for parameter in second.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+
+    verdict = told(whitebox, after=noise)
+    assert any(line.startswith("stage 1: ") for line in verdict.undecided), verdict
+
+
+@pytest.mark.pipeproof_ranks
+def test_what_was_there_before_is_named_beside_a_backward_that_did_not_run(whitebox: WhiteBox) -> None:
+    def begun(first: nn.Module, second: nn.Module) -> None:
+        for parameter in second.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    assert ("stale-gradient", 1, None) in kinds(told(whitebox, before=begun))
+
+
+def replicated(model: nn.Sequential, microbatches: list[Any], *, but_for: str) -> Any:
+    """Two replicas, of which one skips its first backward. ``but_for``: what is not reduced has this in its name."""
+    rank, losses = dist.get_rank(), []
+    stage = watch(model)
+    for m, (x, target) in enumerate(microbatches):
+        loss = loss_fn(stage(x), target)
+        losses.append(loss.item())
+        if (rank, m) != (1, 0):
+            (loss / len(microbatches)).backward()
+    for name, parameter in stage.named_parameters():
+        assert parameter.grad is not None
+        if not but_for or but_for not in name:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+    return stage, losses
+
+
+@pytest.mark.parametrize(
+    ("but_for", "named"),
+    [("", []), ("3.0.bias", ["not-reduced"]), ("bias", ["not-reduced"])],
+    ids=["nothing", "one", "half of all"],
+)
+def test_what_ranks_do_not_reduce_is_told_beside_a_backward_that_did_not_run(
+    whitebox: WhiteBox, but_for: str, named: list[str]
+) -> None:
+    step = partial(replicated, but_for=but_for)
+    verdict = whitebox.validate(step, reference=blocks, microbatches=pairs(COUNT), ranks=[0, 1], loss_fn=loss_fn)
+    assert [one.kind for one in verdict.cause] == ["dropped", *named], verdict
+    assert verdict.law("replicas").outcome == ("fail" if but_for else "pass")
+    assert all(one.rank is None for one in verdict.cause[1:])
+    assert not verdict.undecided, verdict
+
+
+class Tied(nn.Module):
+    """The second stage has nothing but a copy of the first one's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(torch.tanh(self.first(x)))
+        return made
+
+
+def copied(model: Tied, microbatches: list[Any], *, skipped: int, factor: float = 1.0) -> Any:
+    """Stage ``skipped`` leaves a backward out, and so does the one before. ``factor``: of the second one's share."""
+    rank, losses = dist.get_rank(), []
+    if rank:
+        model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+    stage = watch((model.first, model.second)[rank])
+    for m, (x, target) in enumerate(microbatches):
+        if rank == 0:
+            made = torch.tanh(stage(x))
+            dist.send(made.detach(), 1)
+            gradient = torch.empty_like(made)
+            dist.recv(gradient, 1)
+            if m != SKIPPED:
+                made.backward(gradient)
+            continue
+        received = torch.empty_like(x)
+        dist.recv(received, 0)
+        loss = loss_fn(stage(received.requires_grad_()), target)
+        losses.append(loss.item())
+        if m != SKIPPED or skipped == 0:
+            (loss / COUNT).backward()
+        dist.send(torch.zeros_like(x) if received.grad is None else received.grad, 0)
+    assert stage.weight.grad is not None
+    stage.weight.grad *= factor if rank else 1.0
+    dist.all_reduce(stage.weight.grad)
+    return HandedBack(stage, losses or None)
+
+
+@pytest.mark.parametrize(("skipped", "factor"), [(0, 1.0), (1, 1.0), (0, 2.0)])
+def test_copies_are_what_the_backwards_that_did_not_run_leave_of_them(
+    whitebox: WhiteBox, skipped: int, factor: float
+) -> None:
+    step = partial(copied, skipped=skipped, factor=factor)
+    verdict = whitebox.validate(step, reference=Tied, microbatches=pairs(COUNT), ranks=2, loss_fn=loss_fn)
+    first, *others = verdict.cause
+    assert (first.kind, first.microbatches) == ("dropped", (SKIPPED,)), verdict
+    assert [one.kind for one in others] == ([] if factor == 1.0 else ["tied-doubled"]), verdict
+    assert verdict.undecided == (), verdict

@@ -1,0 +1,286 @@
+"""Replicas that were reduced in part: which parameters, or which microbatches came too late, is told."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.core.cause import Cause
+from pipeproof.core.mismatch import Size
+from pipeproof.core.replicas import Replicas
+from pipeproof.core.verdict import Mismatch, Verdict
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.members import Members
+from pipeproof.explain.rules.shared import shared
+from pipeproof.foreign import WhiteBox
+from pipeproof.foreign.matching import Local
+from pipeproof.foreign.rank import Part
+from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.observers.shards import Shard
+from pipeproof.reference.step import Contribution, Expected
+from tests.support.golden import golden
+from tests.support.steps import loss_fn, pairs
+
+COUNT = 6
+Names = Callable[[str], bool]
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+data = partial(pairs, COUNT, rows=6, width=5, to=3, seed=1)
+
+
+def judged(
+    whitebox: WhiteBox,
+    reduced: Names,
+    *,
+    before: int = COUNT // 2,
+    noise: float = 0.0,
+    times: float = 1.0,
+    summed: bool = False,
+) -> Verdict:
+    """Two replicas that take the mean of some parameters' gradients, before the microbatch ``before`` of each."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = []
+        for m, (x, target) in enumerate([*microbatches, (None, None)]):
+            if m == before:
+                for name, p in model.named_parameters():
+                    if reduced(name):
+                        dist.all_reduce(p.grad)
+                        p.grad /= 1 if summed else 2
+            if m < len(microbatches):
+                loss = times * loss_fn(model(x), target)
+                (loss / len(microbatches)).backward()
+                losses.append(loss.item())
+        if noise:
+            model[0].weight.grad += dist.get_rank() * noise * torch.randn(8, 5)
+        return model, losses
+
+    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
+
+
+def test_what_is_reduced_in_time_is_right(whitebox: WhiteBox) -> None:
+    assert judged(whitebox, lambda name: True).verdict == "pass"
+
+
+@pytest.mark.parametrize(("left", "parameter"), [("0.weight", "0.weight"), ("2.bias", "2.bias")])
+def test_a_parameter_that_was_not_reduced(whitebox: WhiteBox, left: str, parameter: str) -> None:
+    (cause,) = judged(whitebox, lambda name: name != left).cause
+    assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, parameter)
+    golden(cause.detail, numbers=False)
+
+
+def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, lambda name: True, before=2).cause
+    assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
+    golden(cause.detail, numbers=False)
+
+
+def test_replicas_that_differ_in_a_way_that_tells_nothing(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, lambda name: True, noise=1e-2)
+    assert (verdict.verdict, verdict.cause) == ("fail", ())
+
+
+def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        for x, target in microbatches:
+            (loss_fn(model(x), target) / len(microbatches)).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2 * (1 + dist.get_rank())
+        return model
+
+    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.stage, cause.factor) == ("scale", 1, 0, 0.5)
+    assert verdict.law("gradient").outcome == "unknown", "rank 1's gradients are wrong"
+    assert verdict.mismatches[0].rank == 1
+
+
+def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, lambda name: True, summed=True).cause
+    assert (cause.kind, cause.factor) == ("scale", 2.0)
+    golden(cause.detail, numbers=False)
+
+
+def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, lambda name: True, times=2.0).cause
+    assert (cause.kind, cause.factor) == ("scale", 2.0)
+    golden(cause.detail, numbers=False)
+
+
+def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox: WhiteBox) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+        return nn.Sequential(*layers).bfloat16()
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        for loss in losses:
+            (loss / len(losses)).backward()
+        for parameter in model.parameters():
+            parameter.grad *= 4
+        return model, [loss.item() for loss in losses]
+
+    draw = torch.Generator().manual_seed(1)
+    given = [tuple(torch.randn(6, 16, generator=draw).bfloat16() for _ in range(2)) for _ in range(4)]
+    verdict = whitebox.validate(step, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
+    assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 4.0)], str(verdict)
+
+
+def test_every_stage_that_was_not_reduced_is_told(whitebox: WhiteBox) -> None:
+    """Every rank runs the whole model, and hands back its own half."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        (torch.stack(losses).sum() / COUNT).backward()
+        return model[:2] if dist.get_rank() < 2 else model[2:], [loss.item() for loss in losses]
+
+    options: dict[str, Any] = {"microbatches": data(), "ranks": [0, 1, 0, 1], "loss_fn": loss_fn}
+    causes = whitebox.validate(step, reference=build_model, **options).cause
+    assert [(cause.kind, cause.stage) for cause in causes] == [("not-reduced", 0), ("not-reduced", 1)]
+
+
+DRAW = torch.Generator().manual_seed(0)
+NAMES = ("a.w", "b.w", "c.w")
+EACH = {name: [torch.randn(32, generator=DRAW) for _ in range(4)] for name in NAMES}
+DUE = {name: torch.stack(parts).sum(dim=0) for name, parts in EACH.items()}
+UPPER, LOWER = Shard(((0, 16),)), Shard(((16, 32),))
+TWO, ONE, FOUR = Replicas((0, 1), 4), Replicas((0, 0), 4), Replicas((0, 1, 2, 3), 4)
+UPDATE: Any = SimpleNamespace(
+    now=SimpleNamespace(batches=[SimpleNamespace(tokens=8)] * 4, microbatches=4, stages=1),
+    replicas=2,
+    stages=1,
+    ranks=1,
+    placement=(0,),
+    shared=frozenset(),
+)
+EXPECTED = Expected("train", (0.0,) * 4, 0.0, gradients={(0, name): due for name, due in DUE.items()})
+
+
+def differing(
+    replicas: Replicas, *ranks: Mapping[str, Tensor], shards: Sequence[Shard] = (), used: Sequence[str] = ()
+) -> Evidence:
+    """Each rank has gradients of ``NAMES``, right where none is given; with ``shards``, a part of each.
+
+    ``used``: in which order the reference uses them.
+    """
+    lying = [dict.fromkeys(range(len(NAMES)), shard) for shard in shards] or [{} for _ in ranks]
+    parts = [
+        Part(tuple(map(Local, NAMES)), tuple(given.get(name, DUE[name]) for name in NAMES), shards=own)
+        for given, own in zip(ranks, lying, strict=True)
+    ]
+    merged = Part(parts[0].locals, parts[0].gradients, members=tuple(enumerate(parts)))
+    contributions = [Contribution(0.0, {(0, name): EACH[name][m] for name in NAMES}) for m in range(4)]
+    members = Members(
+        [Stage(0, 0, merged, dict(enumerate(NAMES)), {})], replicas, lambda: contributions, [None] * len(ranks)
+    )
+    dues = [{k: DUE[name] if not own else own[k].of(DUE[name]) for k, name in enumerate(NAMES)} for own in lying]
+    wrong = [
+        name
+        for k, name in enumerate(NAMES)
+        if any(not torch.equal(part.gradients[k], due[k]) for part, due in zip(parts, dues, strict=True))
+    ]
+    law = "gradient" if shards and len({*shards}) == len(ranks) else "replicas"
+    size = Size((32,), 1.0, 1.0)
+    mismatches = tuple(Mismatch(law, 1, size, size, "tensor", 0, 0, parameter=name) for name in wrong)
+    due: Any = SimpleNamespace(expected=EXPECTED, update=UPDATE)
+    beside: Any = SimpleNamespace(modules={name: k for k, name in enumerate(used, start=1)}) if used else None
+    verdict = Verdict("a step", "fail", "none", (), mismatches=mismatches)
+    known: dict[str, Any] = {"due": due, "beside": beside, "members": members}
+    return Evidence(verdict, (0,), 4, len(ranks), gradients={}, norms=(None,) * len(ranks), **known)
+
+
+def share(name: str, *microbatches: int) -> Tensor:
+    return torch.stack([EACH[name][m] for m in microbatches]).sum(dim=0)
+
+
+def lines(causes: Sequence[Cause]) -> list[str]:
+    return [f"{cause.kind} {cause}" for cause in causes]
+
+
+KEEP = "ranks 0, 1 each keep their own part"
+PARTS = {name: torch.randn(32, generator=DRAW) for name in NAMES}
+REST = {name: DUE[name] - PARTS[name] for name in NAMES}
+ALONE = [{name: share(name, *some) for name in NAMES} for some in ((0, 2), (1, 3))]
+HALVES = [{name: where.of(due) for name, due in DUE.items()} for where in (UPPER, LOWER)]
+A, B = NAMES[:2]
+
+
+LAST_ALONE = {name: [share(name, 0, 1, 2, 2), share(name, 0, 1, 3, 3)] for name in (A, B)}  # means of the first alone
+EACH_LACKS = "rank 0 lacks microbatches 1, 3; rank 1 lacks microbatches 0, 2"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "expected"),
+    [
+        (TWO, [DUE, DUE], []),
+        (TWO, ALONE, [f"not-reduced stage 0: {EACH_LACKS}"]),
+        (ONE, ALONE, [f"not-reduced stage 0: {EACH_LACKS}"]),
+        (
+            TWO,
+            [{B: share(B, 0, 2)}, {}],
+            [f"not-reduced rank 0, stage 0, parameter {B}: rank 0 lacks microbatches 1, 3"],
+        ),
+        (
+            TWO,
+            [{name: each[rank] for name, each in LAST_ALONE.items()} for rank in (0, 1)],
+            [f"not-reduced stage 0, parameter {A}: also of {B}: rank 0 lacks microbatch 3; rank 1 lacks microbatch 2"],
+        ),
+        (ONE, [PARTS, REST], [f"not-reduced stage 0: {KEEP}: the sum of these is expected"]),
+        (
+            ONE,
+            [{name: 2 * part for name, part in one.items()} for one in (PARTS, REST)],
+            [f"not-reduced stage 0: {KEEP}: the mean of these is expected"],
+        ),
+        (ONE, [PARTS, {}], []),
+        (ONE, [{name: 0 * due for name, due in DUE.items()}, {}], ["zero rank 0, stage 0"]),
+        (TWO, [{A: -DUE[A]}, {}], [f"sign rank 0, stage 0, parameter {A}"]),
+        (TWO, [{A: DUE[A] + PARTS[A]}, {}], []),
+    ],
+)
+def test_what_copies_are_made_of_rank_by_rank(
+    replicas: Replicas, ranks: Sequence[Mapping[str, Tensor]], expected: list[str]
+) -> None:
+    assert lines(shared(differing(replicas, *ranks))) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (HALVES, []),
+        ([{A: HALVES[0][A] / 4}, {}], [f"scale rank 0, stage 0, parameter {A}: 1/4 = 1 / the number of microbatches"]),
+        (
+            HALVES[::-1],
+            [f"misplaced rank {k}, stage 0: it is the part that rank {1 - k} should have" for k in (0, 1)],
+        ),
+    ],
+)
+def test_what_shards_are_made_of_rank_by_rank(ranks: Sequence[Mapping[str, Tensor]], expected: list[str]) -> None:
+    halves = [half | given for half, given in zip(HALVES, ranks, strict=True)]
+    assert lines(shared(differing(TWO, *halves, shards=(UPPER, LOWER)))) == expected
+
+
+def test_shards_that_have_the_microbatches_of_some_ranks() -> None:
+    places = [(some, where) for some in ((0, 1), (2, 3)) for where in (UPPER, LOWER)]
+    halves = [{name: where.of(share(name, *some)) for name in NAMES} for some, where in places]
+    (cause,) = shared(differing(FOUR, *halves, shards=(UPPER, LOWER) * 2))
+    assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
+    golden(cause.detail)
+
+
+@pytest.mark.parametrize(("used", "expected"), [(("a", "b"), B), (("b", "a"), None), ((), None)])
+def test_parts_of_a_sum_and_what_else_is_wrong(used: tuple[str, ...], expected: str | None) -> None:
+    """What is wrong of a parameter used before may follow; one used after is wrong for another reason."""
+    evidence = differing(ONE, {A: DUE[A] + 1, B: PARTS[B]}, {A: DUE[A] - 2, B: REST[B]}, used=used)
+    assert [cause.parameter for cause in shared(evidence)] == [expected] * (expected is not None)

@@ -1,0 +1,175 @@
+"""What gradients are made of: sums in another type than the weights, and sums that the reference does not make."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.core.verdict import Verdict
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.attribution import Attribution, attribute, attribute_coarsely
+from pipeproof.explain.likeness import plainly
+from pipeproof.foreign import HandedBack, WhiteBox
+from pipeproof.observers.likeness import GRADIENT, Label
+from pipeproof.observers.recording import Point
+from pipeproof.reference.data import Batch
+from pipeproof.reference.step import Loss, Site
+from pipeproof.reference.traced import Traced
+from tests.support.golden import golden
+
+WIDTH, COUNT = 16, 6
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target.float())
+
+
+def build() -> nn.Module:
+    torch.manual_seed(2)
+    blocks = (nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*blocks).to(torch.bfloat16)
+
+
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(2, 8, WIDTH, generator=draw).to(torch.bfloat16)) for _ in range(count)]  # type: ignore[misc]
+
+
+def step(
+    model: nn.Module, microbatches: list[Any], *, divisor: float = 0, twice: str = "", narrowed: bool = False
+) -> HandedBack:
+    """Gradients are added up in fp32; that of the parameter ``twice`` is doubled. ``narrowed``: handed back in bf16."""
+    sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(model(x), target)
+        (loss / (divisor or len(microbatches))).backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            sums[name] += parameter.grad
+            parameter.grad = None
+    if twice:
+        sums[twice] *= 2
+    dtype = torch.bfloat16 if narrowed else torch.float32
+    return HandedBack(model, losses, gradients={name: total.to(dtype) for name, total in sums.items()})
+
+
+def judged(whitebox: WhiteBox, *, count: int = COUNT, **options: Any) -> Verdict:
+    one = partial(step, **options)
+    return whitebox.validate(one, reference=build, microbatches=data(count), ranks=1, loss_fn=loss_fn)
+
+
+def test_sums_in_a_wider_type_are_compared_with_sums_in_that_type(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+
+
+def test_a_factor_of_everything_is_told_though_each_microbatch_is_hidden_by_rounding(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, divisor=1.0).cause
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, COUNT)
+
+
+def test_where_rounding_may_hide_a_microbatch_nothing_is_said_to_be_beyond_it(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, count=24, narrowed=True)
+    assert verdict.verdict == "unknown", verdict
+    (said,) = verdict.undecided
+    golden(said, numbers=False)
+
+
+def test_only_what_is_wrong_is_told(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, twice="1.1.weight").cause
+    assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.1.weight", 2.0)
+
+
+def test_what_a_narrow_type_can_say_is_not_rounded_where_that_type_is_due() -> None:
+    seen, due = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.015625, 4.0])
+    at = Label(Point(0, -1, GRADIENT), name="bias")
+    assert plainly(seen, due.to(torch.bfloat16), at) is None
+    rounded = plainly(seen, due + 1e-4, at)
+    assert rounded is not None
+    assert rounded.kind == "rounded"
+
+
+# What the reference gives must add up before anything is taken apart.
+
+_OWNER = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1}
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def batches_of_chain() -> list[Batch]:
+    draw = torch.Generator().manual_seed(1)
+    return [Batch((torch.randn(5, 6, generator=draw),), torch.randn(5, 6, generator=draw), 5) for _ in range(3)]
+
+
+def known_of_chain() -> tuple[dict[Site, Tensor], Traced]:
+    """What a right step gives, and the reference."""
+    model, loss = chain(), Loss(nn.functional.mse_loss, 3)
+    losses = [loss.function(model(*batch.inputs), batch.target) for batch in batches_of_chain()]
+    torch.stack(losses).mean().backward()
+    due = {(_OWNER[name], name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    told = [one.item() for one in losses]
+    return due, Traced(model, held=due.keys(), batches=batches_of_chain(), loss=loss, losses=told, ends={})
+
+
+def taken_apart(seen: Mapping[Site, Tensor], due: Mapping[Site, Tensor], traced: Traced) -> Attribution:
+    return attribute(Update(seen, due, traced, placement=(0, 1)))
+
+
+@pytest.mark.parametrize("factor", [-3.0, 0.25])
+def test_gradients_that_the_microbatches_do_not_add_up_to_are_not_taken_apart(factor: float) -> None:
+    due, traced = known_of_chain()
+    assert taken_apart(due, due, traced).right
+    other = {site: factor * gradient if site[0] == 1 else gradient for site, gradient in due.items()}
+    told = taken_apart(other, other, traced)
+    assert not told.causes
+    golden("\n".join(told.unknown))
+
+
+def rounded(gradients: Mapping[Site, Tensor], factor: float) -> dict[Site, Tensor]:
+    """So many times as large, and rounded as bf16 rounds."""
+    return {site: (factor * gradient).bfloat16().float() * (1 + 2**-9) for site, gradient in gradients.items()}
+
+
+def test_what_is_computed_in_a_narrower_type_is_taken_apart_as_coarsely_where_that_explains_all() -> None:
+    due, traced = known_of_chain()
+    for factor, told in ((3.0, ["scale"]), (1.0, [])):
+        update = Update(rounded(due, factor), due, traced, placement=(0, 1))
+        assert attribute(update).unknown
+        assert attribute_coarsely(update) is None  # in no type that anyone knows of
+        found = attribute_coarsely(replace(update, computed_in=lambda: torch.bfloat16))
+        assert [cause.kind for cause in (() if found is None else found.causes)] == told
+    half = {site: gradient if site[0] else gradient.flip(0) for site, gradient in rounded(due, 3.0).items()}
+    update = Update(half, due, traced, placement=(0, 1), computed_in=lambda: torch.bfloat16)
+    assert attribute_coarsely(update) is None  # one stage's are explained, and the other's are not
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.linear = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate(x).sigmoid() * self.linear(x)
+
+
+def gated() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(Gated(), Gated())
+
+
+def gate_scaled(model: nn.Module, microbatches: list[Any], *, bias: float) -> nn.Module:
+    for x, target in microbatches:
+        (loss_fn(model(x), target) / len(microbatches)).backward()
+    gate: Any = model.get_submodule("0.gate")
+    gate.weight.grad *= 2
+    gate.bias.grad *= bias
+    return model

@@ -1,0 +1,107 @@
+"""Which rank works on which replica of the model, and which microbatches it is given."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeproof.pipeline.mesh import DATA, MODEL, PIPELINE, along
+from pipeproof.pipeline.sizes import MOST_RANKS, some
+
+
+class ReplicasError(ValueError):
+    """Replicas that cannot be."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """``of[rank]``: the number of the replica of the model that each rank works on.
+
+    ``together[rank]``: ranks of one number hold the same stages, each all of their parameters or some; empty where that
+    is to be told by what they hand back. ``copies[rank]``: every parameter is held under each of these numbers; empty:
+    as ``of``. ``sequence``: the axis along which ranks have parts of every sequence; empty where none is. ``in_step``:
+    one along which ranks wait for each other in every microbatch, so that all must have as many. ``shares[rank]``: the
+    microbatches that each rank is given; empty: every n-th of them.
+    """
+
+    of: tuple[int, ...]
+    microbatches: int
+    together: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
+    sequence: str = ""
+    in_step: str = ""
+    shares: tuple[Sequence[int], ...] = ()
+
+    @classmethod
+    def along(cls, ranks: "int | Sequence[int] | Mapping[str, int]", microbatches: int) -> "Replicas":
+        """Of ``ranks``: how many, the replica of each, or the sizes of a mesh by its axes, ranks in rows.
+
+        Raises ``ReplicasError`` for what cannot be.
+        """
+        if type(ranks) is int:
+            return cls((0,) * _counted(ranks, ranks), microbatches)
+        if not isinstance(ranks, list | tuple | range | Mapping):
+            wanted = "how many, the replica of each as a list, or a mesh, its axes and their sizes"
+            raise ReplicasError(f"ranks is {ranks!r}: expected {wanted}")
+        if not isinstance(ranks, Mapping):
+            _counted(len(ranks), len(ranks))
+            return cls(tuple(ranks), microbatches)
+        if not ranks:
+            raise ReplicasError("ranks is empty: expected a mesh, its axes and their sizes, e.g. {'pp': 2, 'dp': 2}")
+        for axis, size in ranks.items():
+            if axis not in (PIPELINE, *DATA, *MODEL):
+                known = ", ".join((PIPELINE, *DATA, *MODEL))
+                raise ReplicasError(f"ranks has an axis {axis!r}: expected some of {known}")
+            if type(size) is not int or size < 1:
+                raise ReplicasError(f"ranks has {size!r} along {axis!r}: expected how many ranks there are")
+        _counted(math.prod(ranks.values()), dict(ranks))
+        return cls(
+            along(ranks, DATA),
+            microbatches,
+            together=along(ranks, (PIPELINE,)),
+            copies=along(ranks, [axis for axis in DATA if axis != "ep"]),
+            sequence=next((axis for axis in ("cp", "sp") if ranks.get(axis, 1) > 1), ""),
+            in_step=next((axis for axis in ("ep", "fsdp", "dp_shard") if ranks.get(axis, 1) > 1), ""),
+        )
+
+    @property
+    def count(self) -> int:
+        return max(self.of) + 1
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The place of each rank in its replica. Ranks of one place hold the same stages: a mesh or a list says so."""
+        return self.together or tuple(self.of[:rank].count(replica) for rank, replica in enumerate(self.of))
+
+    def of_as_many(self, microbatches: int) -> "Replicas":
+        """The same, in an operation of so many microbatches."""
+        return replace(self, microbatches=microbatches)
+
+    def share(self, rank: int) -> Sequence[int]:
+        """The microbatches that ``rank`` is given."""
+        return self.shares[rank] if self.shares else range(self.of[rank], self.microbatches, self.count)
+
+    @property
+    def each(self) -> tuple[tuple[int, ...], ...]:
+        """The microbatches of each replica."""
+        first = {number: rank for rank, number in reversed([*enumerate(self.of)])}
+        return tuple(tuple(self.share(first[number])) for number in range(self.count))
+
+    def check(self) -> None:
+        """Raise ``ReplicasError`` for what cannot be."""
+        if any(type(number) is not int for number in self.of) or sorted({*self.of}) != [*range(self.count)]:
+            raise ReplicasError(f"ranks is {list(self.of)}: expected the number of each rank's replica, from 0 on")
+        if self.microbatches < self.count:
+            raise ReplicasError(f"{self._numbers}: expected at least one for each")
+        if self.in_step and self.microbatches % self.count:
+            why = f"ranks along {self.in_step} wait for each other in every microbatch"
+            raise ReplicasError(f"{self._numbers}: expected a multiple, because {why}")
+
+    @property
+    def _numbers(self) -> str:
+        return f"{some(self.microbatches, 'microbatch')} for {some(self.count, 'replica')}"
+
+
+def _counted(count: int, said: object) -> int:
+    if not 1 <= count <= MOST_RANKS:
+        raise ReplicasError(f"ranks is {said}: expected at least 1, and at most {MOST_RANKS}")
+    return count

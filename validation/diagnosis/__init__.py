@@ -1,1 +1,0 @@
-"""From what disagrees to the fault that explains it."""

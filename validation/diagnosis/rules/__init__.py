@@ -1,1 +1,0 @@
-"""Rules of diagnosis: each looks at one link of the way that a gradient takes, and says how it broke."""

@@ -1,0 +1,167 @@
+"""Attribution: which faults explain an update's gradients, from the gradients alone.
+
+The stages are walked from the last to the first, as output gradients flow: what an error in one stage hands on is among
+the things that the next may be made of, so a consequence is not taken for a cause.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
+from pipeproof.core.limits import precision_of
+from pipeproof.explain.atoms import Term, Update, Wrong
+from pipeproof.explain.cause_rules import name_causes
+from pipeproof.explain.explanation import Explanation
+from pipeproof.explain.gradient_fit import GradientFit
+from pipeproof.explain.known import Known
+from pipeproof.explain.played import Played, Setup
+from pipeproof.explain.tied import Shares, explain_tied
+from pipeproof.observers.likeness import Label
+from pipeproof.reference.copies import copies_apart
+from pipeproof.reference.pairing import Pairing
+from pipeproof.reference.step import Expected, Gradient, Site, Stage
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What an update's gradients are made of, and which faults that names, the most likely first.
+
+    ``stages`` by stage; ``tied`` for each copy of a parameter that stages share. ``unknown`` says what is left without
+    an explanation; empty where nothing is. No causes and nothing unknown: the gradients are right. ``cells`` are the
+    coefficients of this operation's microbatches, None where they are known together alone.
+    """
+
+    stages: tuple[Explanation, ...]
+    tied: tuple[Shares, ...]
+    causes: tuple[Cause, ...]
+    unknown: tuple[str, ...]
+    ruled_out: tuple[RuledOut, ...]
+    cells: Cells | None
+
+    @property
+    def right(self) -> bool:
+        """Whether the gradients are those of a correct step."""
+        return not self.causes and not self.unknown
+
+    def coefficients(self, stage: Stage) -> dict[tuple[int, int], float]:
+        """The coefficient of each (activation, output gradient) in ``stage``'s gradients, of this operation alone."""
+        found = self.stages[stage].coefficients
+        return {(term.activation, term.gradient): c for term, c in found.items() if term.what == "pair"}
+
+
+def attribute(update: Update) -> Attribution:
+    """Explain an update's gradients and name the faults."""
+    found: dict[Stage, Explanation] = {}
+    wrong: Sequence[Wrong] = ()
+    due = cache(lambda: _due(update))
+    for stage in reversed(range(update.now.stages)):
+        thorough = all(one.explained for one in found.values())
+        found[stage] = GradientFit(update, stage, wrong, due, thorough=thorough).explain()
+        wrong = handed_on(found[stage])
+    stages = tuple(found[stage] for stage in range(update.now.stages))
+    tied = explain_tied(update, stages)
+    causes, unknown, ruled_out = name_causes(update, stages, tied)
+    apart = update.now.microbatches == len(update.now.batches)
+    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages), tuple(map(_apart, stages)))
+    return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.told else None)
+
+
+def attribute_coarsely(update: Update) -> Attribution | None:
+    """The same, by what rounding leaves in the narrower type that the reference computes in.
+
+    None without such a type, and unless that explains everything: where rounding leaves more, more fits in part.
+    """
+    narrow, types = update.computed_in(), {one.dtype for one in update.expected.values() if one is not None}
+    if narrow is None or all(precision_of(one).unit >= precision_of(narrow).unit for one in types):
+        return None
+    found = attribute(replace(update, coarse=narrow))
+    return found if found.causes and not found.unknown else None
+
+
+def _due(update: Update) -> Known:
+    """The gradient that each parameter should have, to be found where another's should be."""
+    every = ((Label.of_gradient(site), gradient) for site, gradient in update.expected.items())
+    return Known((label, gradient.detach().cpu()) for label, gradient in every if gradient is not None)
+
+
+def _row(stage: Explanation, microbatches: int) -> tuple[Cell, ...]:
+    """The cells of one stage; of one that nothing explains, or that has no gradients to tell it, nobody knows."""
+    if not stage.explained or not (stage.compared or not any(stage.coefficients.values())):
+        return (Cell(None),) * microbatches
+    unclear = {term.activation for term in stage.undecided}
+    return tuple(Cell(None) if m in unclear else _cell(stage.coefficients, m) for m in range(microbatches))
+
+
+def _apart(stage: Explanation) -> tuple[str, ...]:
+    """The parameters that the row of a stage does not hold for."""
+    return tuple(one.parameter for one in stage.odd if one.kind != "right" and stage.explained)
+
+
+def _cell(found: Mapping[Term, float], m: int) -> Cell:
+    met = {term: c for term, c in found.items() if c and term.activation == m}
+    others = {term.gradient: c for term, c in met.items() if term.what in ("pair", "logits") and not term.nominal}
+    behind = sum(c for term, c in met.items() if term.what == "flow")
+    return Cell(found.get(Term("pair", m, m), 0.0), tuple(sorted(others.items())), behind)
+
+
+def handed_on(explanation: Explanation) -> tuple[Wrong, ...]:
+    """What a stage's errors give the stage before to work with."""
+    if not explanation.explained:
+        return ()
+    found = []
+    for atom in explanation.atoms:
+        term = atom.term
+        if not term.nominal and atom.inputs and explanation.coefficients[term]:
+            near = {term.activation, term.gradient}
+            if term.what == "flow":
+                near = {term.activation, *explanation.wrong[term.gradient].near}
+            found.append(Wrong(atom, frozenset(near)))
+    return tuple(found)
+
+
+def update_of(setup: Setup, observed: Mapping[Site, Gradient], played: Sequence[Played]) -> Update:
+    """What attribution needs of gradients that were ``observed`` in the last operation of ``played``.
+
+    That is a "train"; all operations up to it are as the reference did them. All is on the CPU.
+    """
+    last = len(played) - 1
+    assert setup.plan[last] == "train", "only an update has gradients"
+    pending: list[Pairing] = []
+    evaluated: list[Pairing] = []
+    before: Pairing | None = None
+    old: Expected | None = None
+    for one in played:
+        pairing = _pairing(setup, one)
+        if setup.plan[one.number] == "eval":
+            evaluated.append(pairing)
+        else:
+            pending.insert(0, pairing)
+        if setup.plan[one.number] == "train" and one.number < last:
+            before, old = pending[0], one.expected
+            pending = []
+    return Update(
+        observed,
+        played[last].expected.gradients,
+        pending[0],
+        tuple(pending[1:]),
+        before,
+        _gradients(old),
+        copies_apart(played[last].model, setup.owner),
+        evaluated,
+        setup.placement,
+    )
+
+
+def _pairing(setup: Setup, one: Played) -> Pairing:
+    return Pairing(
+        one.model,
+        before={name: value.detach() for name, value in one.model.named_parameters(remove_duplicate=False)},
+        layers=setup.layers,
+        batches=setup.batches(one.number),
+        recipe=setup.recipe,
+    )
+
+
+def _gradients(expected: Expected | None) -> Mapping[Site, Gradient]:
+    return expected.gradients if expected is not None else {}

@@ -1,0 +1,355 @@
+"""From what gradients are made of to the faults that made them so.
+
+First what each stage shows by itself; then the same fault in several stages becomes one cause: in all of them it is the
+step's, in the first ones it came down with the output gradients.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from pipeproof.core.cause import Cause, RuledOut, listed
+from pipeproof.core.tolerance import error, stands_for_none
+from pipeproof.explain.atoms import Term, Update
+from pipeproof.explain.chains import swaps
+from pipeproof.explain.explanation import Explanation
+from pipeproof.explain.limits import CLOSE
+from pipeproof.explain.microbatch_weights import Fault, faults_in_counts, uniform
+from pipeproof.explain.mixed_gradients import gradient_of, mixed
+from pipeproof.explain.solver import told_within
+from pipeproof.explain.tied import Shares, of_copies
+from pipeproof.observers.likeness import Likeness
+from pipeproof.reference.step import Stage
+
+_NOTHING = "no multiple of what the others say"
+_SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
+STALE = "what was there before the step was added"
+_STALE = ("stale-gradient", "stale-tensor")
+
+
+def name_causes(
+    update: Update, stages: Sequence[Explanation], tied: Sequence[Shares]
+) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[RuledOut, ...]]:
+    """The causes, the most likely first; what stays unknown; and what was ruled out."""
+    swapped = swaps(update, stages)
+    shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
+    left = {cause.stage for cause in swapped if cause.kind == "swapped-gradients"}
+    each = {one.stage: filled(one, by_activation=one.stage in left) for one in shown}
+    faults = {one.stage: f for one in shown if (f := _decided_faults(update, one, each[one.stage])) is not None}
+    sums = mixed(stages, update)
+    causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update.tied, tied)]
+    causes += untrained(update)
+    causes = [_with_rank(update, _or_twice(update, cause)) for cause in causes if not _follows(cause, causes)]
+    causes = [_or_multiplied(cause, causes) for cause in causes]
+    unknown = tuple(_unknown(stages, tied, sums))
+    ruled_out = tuple(_ruled_out(stages, tied, causes, known=update.before is not None))
+    return tuple(dict.fromkeys(causes)), unknown, ruled_out
+
+
+def _follows(cause: Cause, causes: Sequence[Cause]) -> bool:
+    """Whether a stage that has nothing finite has it from a later one: what is not finite flows back through all."""
+    later = [one.stage for one in causes if one.kind == "not-finite" and one.parameter is not None]
+    whole = cause.kind == "not-finite" and cause.parameter is None and cause.stage is not None
+    return whole and any(stage is not None and stage > (cause.stage or 0) for stage in later)
+
+
+def _or_twice(update: Update, cause: Cause) -> Cause:
+    """What was there from before, or, where this step's own is like it, that twice."""
+    pairs = [
+        (one, due)
+        for site, one in update.old.items()
+        if (due := update.expected.get(site)) is not None and one is not None
+    ]
+    alike = all(error(one.cpu(), due.cpu()) <= told_within(due.dtype) for one, due in pairs)
+    if cause.kind != "stale-gradient" or cause.microbatches or not alike:
+        return cause
+    twice = replace(cause, kind="scale", factor=2.0, detail="or this step's own, which is the same, was added twice")
+    return replace(cause, instead=(twice,))
+
+
+def _or_multiplied(cause: Cause, causes: Sequence[Cause]) -> Cause:
+    """``cause`` of microbatches that are there several times, or they were multiplied: sums do not tell which.
+
+    Not where others are missing: then these ran in their place.
+    """
+    if cause.kind != "doubled" or any(other.kind == "dropped" for other in causes):
+        return cause
+    kind = "unequal-weights" if cause.factor is None else "scale"
+    told = f"or {'they were' if len(cause.microbatches) > 1 else 'it was'} multiplied: the loss, or gradients of it"
+    return replace(cause, instead=(replace(cause, kind=kind, detail="; ".join(filter(None, (cause.detail, told)))),))
+
+
+def _decided_faults(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...] | None:
+    """A stage's faults but for those that other coefficients would explain away, as where microbatches are equal.
+
+    Of a factor that is not simple the others tell what it comes from. None where no other fault is left.
+    """
+    faults = faults_of(update, stage, nominal)
+    if not stage.undecided:
+        return faults
+    others = {microbatch for term in stage.undecided for microbatch in (term.activation, term.gradient)}
+    told = [one for one in faults if one.microbatches and one.kind != "scale"]
+    return tuple(one for one in told if not others & set(one.microbatches)) or None
+
+
+def filled(stage: Explanation, *, by_activation: bool = False) -> dict[Term, float]:
+    """The nominal coefficients, a wrong pair counted for the microbatch whose output gradient it used up.
+
+    Where that microbatch is there already, it is the one whose activation was used; ``by_activation``: that one first,
+    as where a backward took another's output gradient.
+    """
+    found = {term: c for term, c in stage.coefficients.items() if term.nominal}
+    taken: dict[int, Term] = {}
+
+    def place(term: Term, tried: set[int]) -> bool:
+        """Give ``term`` a microbatch, if others that have one can take another: each stands in for one."""
+        slots = _slots(stage, term)
+        for slot in reversed(slots) if by_activation and term.what == "pair" else slots:
+            if found.get(Term("pair", slot, slot)) != 0.0 or slot in tried:
+                continue
+            tried.add(slot)
+            if slot not in taken or place(taken[slot], tried):
+                taken[slot] = term
+                return True
+        return False
+
+    for term, c in stage.coefficients.items():
+        if c:
+            place(term, set())
+    return found | {Term("pair", slot, slot): stage.coefficients[term] for slot, term in taken.items()}
+
+
+def _slots(stage: Explanation, term: Term) -> tuple[int, ...]:
+    """The microbatches that a wrong term may stand in for, the likeliest first."""
+    if term.nominal or term.what in ("gradient", "contribution", "parameter", "evaluated"):
+        return ()
+    if term.what == "flow":
+        return (term.activation, *sorted(stage.wrong[term.gradient].near))
+    order = (term.activation, term.gradient) if term.what == "old-gradient" else (term.gradient, term.activation)
+    return order
+
+
+def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...]:
+    """What is wrong with one stage's coefficients, swaps apart."""
+    calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
+    own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
+    within = max(CLOSE, stage.limit)
+    if stage.whole:
+        return (Fault(stage.whole, detail="every parameter"),)
+    faults = [*faults_in_counts(update, own, within)]
+    for call in calls:
+        part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
+        detail = f"in the accumulating call {call} before the step"
+        faults += [replace(fault, detail=detail, earlier=call) for fault in faults_in_counts(update, part, within)]
+    if any(nominal.values()):  # zero is a gradient, not the part of one
+        faults = [replace(fault, kind="dropped") if fault.kind == "zero" else fault for fault in faults]
+    if len({fault.kind for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
+        if len({fault.factor for fault in faults}) == 1:
+            faults = [replace(faults[0], detail="", earlier=0)]
+    return (*faults, *_leftovers(stage))
+
+
+def _leftovers(stage: Explanation) -> Iterator[Fault]:
+    """What is in a gradient that is no part of this step."""
+    terms = {term: c for term, c in stage.coefficients.items() if not term.nominal and c}
+    for what, kind, words in (
+        ("gradient", "stale-gradient", STALE),
+        ("parameter", "extra-term", "the parameter itself was added"),
+        ("evaluated", "extra-term", "the gradient of an evaluation was added"),
+    ):
+        for term, c in terms.items():
+            if term.what == what:
+                yield Fault(kind, factor=c, detail=f"{words}, {c:.4g} times")
+    old = {term.activation: c for term, c in terms.items() if term.what == "contribution"}
+    if old:
+        factor = next(iter(old.values())) if len(set(old.values())) == 1 else None
+        yield Fault("stale-gradient", tuple(sorted(old)), factor, "of these microbatches of the step before")
+    for what, words in (
+        ("old-activation", "an activation of the step before"),
+        ("old-gradient", "an output gradient of the step before"),
+        ("old-data", "data of the step before"),
+        ("old-weights", "weights of the step before"),
+    ):
+        found = sorted(
+            {term.activation if what == "old-gradient" else term.gradient for term in terms if term.what == what}
+        )
+        if found:
+            yield Fault("stale-tensor", tuple(found), detail=words)
+
+
+def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[Cause]:
+    """Each fault once, with the stages that it is in."""
+    where: dict[Fault, list[Stage]] = {}
+    for stage, found in sorted(faults.items()):
+        for fault in found:
+            known = next((known for known in where if known.same(fault)), fault)
+            where.setdefault(known, []).append(stage)
+    for fault, stages in sorted(where.items(), key=lambda item: (-len(item[1]), -max(item[1]))):
+        yield from _in_stages(update, fault, stages, list(faults))
+
+
+def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[Stage]) -> Iterator[Cause]:
+    microbatches, factor, detail = fault.microbatches, fault.factor, fault.detail
+    cause = Cause(fault.kind, microbatches=microbatches, factor=factor, detail=detail, earlier=fault.earlier)
+    last = stages[-1]
+    if stages == sorted(known) and len(known) > 1 and last == update.now.stages - 1:
+        yield cause
+    elif len(stages) > 1 and stages == list(range(len(stages))) and last + 1 in known:
+        below = f"stage {stages[-1]}'s output gradient may already have been so: all stages before it show the same"
+        yield replace(cause, stage=stages[-1], detail="; ".join(filter(None, (fault.detail, below))))
+    elif len(stages) > 1:
+        ranks = {update.placement[s] for s in stages}
+        yield replace(cause, rank=ranks.pop() if len(ranks) == 1 else None, stages=tuple(stages))
+    else:
+        yield replace(cause, stage=stages[0])
+
+
+def of_a_part(parameter: str, seen: str, due: str) -> str:
+    """That a gradient is of another form than the model's, and what to do where it is a part of it."""
+    return f"the gradient of {parameter} is {seen}, expected {due}: of a part, hand back its place"
+
+
+def _unknown(
+    stages: Sequence[Explanation], tied: Sequence[Shares], sums: Mapping[Stage, Sequence[Cause]]
+) -> Iterator[str]:
+    for one in reversed(stages):
+        if one.unfounded:
+            yield f"stage {one.stage}: what the reference's microbatches give does not add up to its own gradients"
+        elif not one.explained and not sums[one.stage]:
+            tried = "no mix of microbatches, pairings and two parameters explains its gradients"
+            told = tried if one.residual > one.limit else "rounding hides what its gradients are made of"
+            yield f"stage {one.stage}: {told} (left over {one.residual:.1e}; rounding allows {one.limit:.1e})"
+        elif one.undecided:
+            terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
+            yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
+        named = {cause.parameter for cause in sums[one.stage]}
+        for odd in one.odd:
+            if odd.kind == "shape":
+                yield f"stage {one.stage}: {of_a_part(odd.parameter, *odd.forms)}"
+            elif not odd.is_known and odd.parameter not in named:
+                where = None if odd.part is None else odd.part.text
+                what = _NOTHING if where is None else f"wrong in {where} alone, in a way that tells nothing"
+                told = "; ".join(filter(None, (what, odd.words)))
+                yield f"stage {one.stage}: the gradient of {odd.parameter} is {told}"
+    for copy in tied:
+        if not copy.explained and not copy.apart and not copy.joint:
+            yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
+
+    open_ = (copy for copy in tied if copy.joint and not copy.explained and not copy.apart)
+    for name, joint in dict.fromkeys((copy.parameter, copy.joint) for copy in open_):
+        yield f"what stages {listed(joint)} each give to {name} is not known apart: nothing tells what is wrong with it"
+
+
+def _ruled_out(
+    stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause], *, known: bool
+) -> Iterator[RuledOut]:
+    """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ.
+
+    ``known``: whether the step before is. One that nobody knows may have had the same microbatches, and so be what is
+    there more than once.
+    """
+    for one in stages:
+        right = [odd.parameter for odd in one.odd if odd.kind == "right"]
+        if right:
+            evidence = f"of stage {one.stage}, {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
+            yield RuledOut((), evidence, len(right))
+    counted = ("multiple", "counted", "sum", "other")
+    if not all(copy.right for copy in tied) or any(odd.kind in counted for one in stages for odd in one.odd):
+        return  # what is true of the others is not of these
+    terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
+    nominal = [c for term, c in terms if term.nominal]
+    if not nominal or not all(one.complete and one.compared and not one.undecided for one in stages):
+        return
+    kinds = {cause.kind for cause in causes}
+    paired = any(c and term.what in ("pair", "logits", "flow") and not term.nominal for term, c in terms)
+    others = any(c and not term.nominal for term, c in terms)
+    there = {term for term, c in terms if term.nominal and c}
+    lost = "" if all(nominal) else " in the sums"
+    swapped = _SWAPPED if {term for term, _ in terms if term.nominal} == there else ()  # else of some nothing is known
+    for found, holds, evidence in (
+        (("dropped", "zero"), all(nominal), "every microbatch is in every stage's sum"),
+        (("doubled",), not paired and not any(c > 1 for _, c in terms), "no microbatch is there twice"),
+        (swapped, not others and bool(there), f"every activation{lost} met its own microbatch's output gradient"),
+        (_STALE, not others and (known or max(nominal) <= 1.0), "nothing of an earlier step is in the sums"),
+        (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "every contribution has factor 1"),
+    ):
+        if holds and not kinds & set(found):
+            told = tuple(kind for kind in found if kind != "swapped-data" or not kinds >= {"dropped", "doubled"})
+            yield RuledOut(told, evidence, sum(map(bool, nominal)) if found == swapped else len(nominal))
+
+
+def _with_rank(update: Update, cause: Cause) -> Cause:
+    if cause.stage is None or not update.placement:
+        return cause
+    instead = tuple(_with_rank(update, other) for other in cause.instead)
+    return replace(cause, rank=update.placement[cause.stage], instead=instead)
+
+
+def of_parameters(
+    update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]
+) -> Iterator[Cause]:
+    """The parameters that do not follow their stage, from the last stage on: what flows back comes to that first."""
+    for one in reversed(stages):
+        if one.whole:
+            continue  # the stage's own fault
+        yield from sums[one.stage]
+        groups: dict[Likeness, list[Likeness]] = {}
+        for odd in _telling(one.odd):
+            groups.setdefault(replace(odd, at=None, label=None if odd.kind == "other" else odd.label), []).append(odd)
+        for alike in groups.values():
+            for cause in _odd_causes(update, alike[0], max(CLOSE, one.limit)):
+                more = f"and {', '.join(map(_likewise, alike[1:]))}" if len(alike) > 1 else ""
+                detail = "; ".join(filter(None, (cause.detail, more)))
+                names = tuple(odd.parameter for odd in alike)
+                yield replace(cause, stage=one.stage, parameter=names[0], detail=detail, parameters=names)
+
+
+def _likewise(odd: Likeness) -> str:
+    """One of several parameters of which the same is true: those of exchanged gradients have each another's."""
+    return odd.parameter if odd.kind != "other" or odd.source is not None else f"{odd.parameter} has {odd.text}"
+
+
+def _telling(odd: Sequence[Likeness]) -> Sequence[Likeness]:
+    """What is known of parameters, but for factors and counts where others are wrong that nobody can explain.
+
+    They may have one cause, such as an overwritten output gradient: a bias shows it as one microbatch in place of
+    others, or as some times its own, and a weight, which met it with its own activations, as nothing known.
+    """
+    alone = all(one.is_known for one in odd)
+    return [one for one in odd if alone or one.kind not in ("counted", "multiple")]
+
+
+def untrained(update: Update) -> Iterator[Cause]:
+    """Parameters that are not trained, and have a gradient."""
+    for stage in range(update.now.stages):
+        trained = update.now.parameters(stage)
+        for (owner, name), due in update.expected.items():
+            seen = update.observed.get((owner, name))
+            if owner == stage and name not in trained and due is None and not stands_for_none(seen):
+                yield Cause("unexpected", stage=stage, parameter=name)
+
+
+def _odd_causes(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
+    where = (f"{odd.part.text} of it, all else is right",) if odd.part is not None else ()
+    for cause in _of_elements(update, odd, within):
+        yield replace(cause, detail="; ".join(filter(None, (*where, cause.detail))))
+
+
+def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
+    if odd.kind in ("missing", "unexpected", "zero", "not-finite"):
+        yield Cause(odd.kind)
+    elif odd.kind in ("rounded", "narrow-accumulation"):
+        yield Cause(odd.kind, detail="" if odd.kind == "rounded" and odd.step is None else odd.text)
+    elif odd.kind == "reordered":
+        yield Cause("altered", detail=f"its own {odd.line}s are in another order")
+    elif odd.kind == "other" and odd.source is not None:
+        yield Cause("misplaced", detail=f"what is there belongs in {odd.source.text}")
+    elif odd.kind == "other" and odd.label is not None:
+        yield Cause("misplaced", detail=f"it is {gradient_of(odd.label)}")
+    elif odd.kind == "multiple" and odd.factor is not None:
+        fault = uniform(update, odd.factor, within)
+        yield Cause(fault.kind, factor=fault.factor, detail=f"{odd.factor:.6g} times" if fault.detail else "")
+    elif odd.kind == "sum":
+        yield Cause("extra-term", detail=odd.change)
+    elif odd.kind == "counted":
+        for fault in faults_in_counts(update, dict(odd.counts), within):
+            yield Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)

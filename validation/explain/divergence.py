@@ -1,0 +1,200 @@
+"""The first divergence: the flow of data is walked from the first stage's input to the last gradient handed on.
+
+A tensor that differs although all that it was made from is right is first wrong; what lies behind it is consequence.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipeproof.core.tolerance import agrees
+from pipeproof.explain.known import Known
+from pipeproof.explain.likeness import likeness
+from pipeproof.explain.limits import MANY
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.recording import (
+    BACKWARD_POINTS,
+    FLOWED,
+    FORWARD_POINTS,
+    GIVEN,
+    HANDED_ON,
+    KEPT,
+    LATE,
+    LOSS,
+    MADE,
+    OUTPUT,
+    RECEIVED,
+    USED,
+    Point,
+    Recording,
+)
+
+Tensors = Sequence[Tensor | None]
+_ACTION = {**dict.fromkeys(FORWARD_POINTS, "F"), **dict.fromkeys(BACKWARD_POINTS, "B"), LATE: "W"}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A tensor that is not what it should be although what it was made from is.
+
+    ``action`` as the rank wrote it, at position ``slot`` of its list; ``what`` says what the tensor really was.
+    ``graph`` is the microbatch whose forward a backward ran back through, where that was another's. ``turn`` counts the
+    actions that its stage ran before.
+    """
+
+    rank: int
+    point: Point
+    action: str
+    slot: int | None
+    what: Likeness
+    graph: int | None = None
+    turn: int = 0
+
+    def __str__(self) -> str:
+        at = f" (slot {self.slot})" if self.slot is not None else ""
+        return f"rank {self.rank}, {self.action}{at}: {self.point.where} is {self.what.text}"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The rank of every stage, and the slot of every action in its rank's list, by its text."""
+
+    placement: Sequence[int]
+    slots: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a recording is held against: the expected tensors, and all that content may be found among.
+
+    ``earlier`` are the expected tensors of operations before, the latest first. ``limit``: the largest relative error
+    that still is rounding.
+    """
+
+    expected: Mapping[Point, Tensors]
+    earlier: Sequence[Mapping[Point, Tensors]]
+    limit: float
+
+    def known(self) -> Known:
+        """All tensors that a wrong one may really be."""
+        return Known(
+            (Label(point, ago, number), tensor.detach().cpu())
+            for ago, tensors in enumerate((self.expected, *self.earlier))
+            for point, members in tensors.items()
+            for number, tensor in enumerate(members)
+            if tensor is not None
+        )
+
+
+def divergences(recording: Recording, ground: Ground, positions: Positions) -> list[Divergence]:
+    """The tensors that are first wrong, in dataflow order.
+
+    With ``ground.limit`` above 0 and none beyond it, those that differ in bits alone are given.
+    """
+    found = _first_wrong(recording, ground, ground.limit) or _first_wrong(recording, ground, 0.0)
+    if not found:
+        return []
+    known = ground.known()
+    return [_divergence(recording, ground, known, point, positions) for point in found[:MANY]]
+
+
+def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Point]:
+    n_stages = 1 + max(point.stage for point in ground.expected)
+    both = [point for point in ground.expected if point in recording.tensors]
+    right = {point: is_right(recording, ground, point, limit) for point in both}
+    return first_wrong_points(right | dict.fromkeys(_wrong_losses(recording, ground, right), False), n_stages)
+
+
+def _wrong_losses(recording: Recording, ground: Ground, right: Mapping[Point, bool]) -> Iterator[Point]:
+    """Losses that are right but for their last digits, although their gradients are wrong and their outputs exact.
+
+    A loss is one number, in a coarse type of few digits: another target may hardly show in it.
+    """
+    for point in (point for point, is_right in right.items() if point.where == FLOWED and not is_right):
+        loss, made = point._replace(where=LOSS), point._replace(where=MADE)
+        if right.get(loss) and right.get(made) and is_right(recording, ground, made, 0.0):
+            if not is_right(recording, ground, loss, 0.0):
+                yield loss
+
+
+def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
+    """The points that are not ``right`` although all that they are made from is, along the flow: forwards up the
+    stages, then backwards down them."""
+    wrong = [point for point, is_right in right.items() if not is_right]
+    found = [point for point in wrong if all(right[parent] for parent in _parents(point, n_stages, right))]
+    return sorted(found, key=_flow)
+
+
+def is_right(recording: Recording, ground: Ground, point: Point, limit: float) -> bool:
+    """Whether what was recorded at ``point`` is what is due there, but for a relative error of ``limit``."""
+    seen, expected = recording.tensors[point], ground.expected[point]
+    if point.where == FLOWED:
+        graph = recording.graphs.get((point.stage, point.microbatch), ())
+        if any(other != point.microbatch for other in graph):
+            return False
+        # What is not trained to, no gradient flows into: the module's hooks never fire there.
+        expected = expected[: len(seen)] if all(one is None for one in expected[len(seen) :]) else expected
+    if len(seen) != len(expected):
+        return False
+    return all(_alike(one, other, limit) for one, other in zip(seen, expected, strict=True))
+
+
+def _alike(seen: Tensor | None, expected: Tensor | None, limit: float) -> bool:
+    if seen is None or expected is None:
+        return seen is expected
+    return agrees(seen, expected.detach().cpu(), limit)
+
+
+def _flow(point: Point) -> tuple[bool, int, int, int]:
+    if point.where in FORWARD_POINTS:
+        return (False, point.stage, FORWARD_POINTS.index(point.where), point.microbatch)
+    return (True, -point.stage, BACKWARD_POINTS.index(point.where), point.microbatch)
+
+
+def _parents(point: Point, n_stages: int, known: Mapping[Point, bool]) -> Iterator[Point]:
+    """The recorded points that a point's tensors were made from; one that was not recorded is passed over."""
+    for parent in _made_from(point, n_stages):
+        if parent in known:
+            yield parent
+        else:
+            yield from _parents(parent, n_stages, known)
+
+
+def _made_from(point: Point, n_stages: int) -> Iterator[Point]:
+    stage, microbatch, where = point
+    same: dict[str, tuple[str, ...]] = {}
+    same |= {USED: (GIVEN,), MADE: (USED,), OUTPUT: (MADE,), LOSS: (MADE,), KEPT: (USED,), LATE: (RECEIVED,)}
+    same |= {FLOWED: (RECEIVED, KEPT) if stage < n_stages - 1 else (LOSS, KEPT), HANDED_ON: (FLOWED, KEPT)}
+    yield from (Point(stage, microbatch, parent) for parent in same.get(where, ()))
+    if where == GIVEN and stage:
+        yield Point(stage - 1, microbatch, OUTPUT)
+    if where == RECEIVED and stage < n_stages - 1:
+        yield Point(stage + 1, microbatch, HANDED_ON)
+    if where == FLOWED:
+        yield Point(stage, microbatch, MADE)
+
+
+def _divergence(recording: Recording, ground: Ground, known: Known, point: Point, positions: Positions) -> Divergence:
+    seen, expected = recording.tensors[point], ground.expected[point]
+    graph = [m for m in recording.graphs.get((point.stage, point.microbatch), ()) if m != point.microbatch]
+    if point.where == FLOWED and graph:
+        text = f"in microbatch {graph[0]}'s activations, expected microbatch {point.microbatch}'s"
+        what = Likeness("other", Label(point), Label(Point(point.stage, graph[0], USED)), words=text)
+    else:
+        what = _what(seen, expected, point, known)
+    kinds = {"F": "F", "B": "BI", "W": "W"}[_ACTION[point.where]]
+    texts = [f"{point.stage}{kind}{point.microbatch}" for kind in kinds]
+    action = next((text for text in texts if text in positions.slots), texts[0])
+    rank, slot = positions.placement[point.stage], positions.slots.get(action)
+    met = graph[0] if graph and point.where == FLOWED else None
+    return Divergence(rank, point, action, slot, what, met, slot or 0)
+
+
+def _what(seen: Tensors, expected: Tensors, point: Point, known: Known) -> Likeness:
+    for number, (one, other) in enumerate(zip(seen, expected, strict=False)):
+        due = None if other is None else other.detach().cpu()
+        found = likeness(one, due, Label(point, number=number), known=known)
+        if found is not None:
+            return found
+    return Likeness("shape", forms=(f"{len(seen)} tensors", f"{len(expected)}"))

@@ -1,0 +1,185 @@
+"""Ranks that have a stage in common: what each handed back of it."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from pipeproof.core.cause import Cause, listed
+from pipeproof.core.replicas import Replicas
+from pipeproof.core.tolerance import scalar_error
+from pipeproof.explain.limits import ALIKE, CLOSE
+from pipeproof.observers.calls import Call
+from pipeproof.observers.shards import Shard
+from pipeproof.observers.sketch import Sketch
+from pipeproof.reference.step import Contribution, Gradient
+
+
+class Part(Protocol):
+    """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage.
+
+    ``values``: weights before the step, where they are not those of any parameter of the reference. ``lacks``: the
+    parameters that others of them have, and this rank has not. ``begun``: what gradients were added to, where that was
+    not zero. ``after``: weights after the step, each with where it lies in the whole (None: it is the whole).
+    """
+
+    @property
+    def after(self) -> Mapping[int, tuple[Shard | None, Tensor]]: ...
+
+    @property
+    def begun(self) -> Mapping[int, Tensor]: ...
+
+    @property
+    def values(self) -> Mapping[int, Tensor]: ...
+
+    @property
+    def gradients(self) -> Sequence[Gradient]: ...
+
+    @property
+    def shards(self) -> Mapping[int, Shard]: ...
+
+    @property
+    def members(self) -> "Sequence[tuple[int, Part]]": ...
+
+    @property
+    def lacks(self) -> Collection[int]: ...
+
+    @property
+    def calls(self) -> Sequence[Call] | None: ...
+
+
+class Stage(Protocol):
+    """A part at its place in the model, with the names of its parameters by their numbers."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def part(self) -> Part: ...
+
+    @property
+    def names(self) -> Mapping[int, str]: ...
+
+
+Place = tuple[int, int]  # a rank and a stage
+
+
+class Held(NamedTuple):
+    """The gradient that a rank has of a parameter in a stage. ``where`` it lies in the whole; None: it is the whole."""
+
+    rank: int
+    stage: int
+    where: Shard | None
+    gradient: Gradient
+
+
+@dataclass(frozen=True)
+class Members:
+    """The stages with the ranks of each, and the norms that ranks report.
+
+    ``contribute`` gives what the reference has of each microbatch; nothing where only their sum is known.
+    """
+
+    stages: Sequence[Stage]
+    replicas: Replicas
+    contribute: Callable[[], Sequence[Contribution]]
+    norms: Sequence[float | None]
+
+    @cached_property
+    def contributions(self) -> Sequence[Contribution]:
+        """What the reference has of each microbatch."""
+        return self.contribute()
+
+    @cached_property
+    def held(self) -> Mapping[str, Sequence[Held]]:
+        """By parameter, what ranks have of it: of a flat one some may have nothing."""
+        found: dict[str, list[Held]] = {}
+        for stage in self.stages:
+            for k, name in stage.names.items():
+                for rank, part in stage.part.members:
+                    where = part.shards.get(k)
+                    if k not in part.lacks and (where is None or where.count):
+                        found.setdefault(name, []).append(Held(rank, stage.index, where, part.gradients[k]))
+        return found
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks have something in common."""
+        return any(len(every) > 1 for every in self.held.values())
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether any rank has a part of a parameter."""
+        return any(one.where is not None for every in self.held.values() for one in every)
+
+    def ranks(self, stage: int) -> list[int]:
+        """The ranks with ``stage``."""
+        return sorted({rank for one in self.stages if one.index == stage for rank, _ in one.part.members})
+
+    def begun(self, name: str) -> frozenset[Place]:
+        """The ranks and stages with something in a parameter's ``.grad`` before the step, as far as that is known."""
+        numbers = [(one, k) for one in self.stages for k, own in one.names.items() if own == name]
+        return frozenset((rank, one.index) for one, k in numbers for rank, part in one.part.members if k in part.begun)
+
+    def alike(self, stage: Stage, seen: Callable[[Call], Iterable[Sketch]]) -> bool | None:
+        """Whether the ranks of each replica have ``seen`` the same at ``stage``, bit for bit: then these are no parts.
+
+        None where nobody has seen any.
+        """
+        found: dict[int, set[tuple[bytes, ...]]] = {}
+        for rank, part in stage.part.members:
+            digests = tuple(one.digest for call in part.calls or () for one in seen(call))
+            found.setdefault(self.replicas.of[rank], set()).add(digests)
+        return all(len(one) == 1 for one in found.values()) if all(map(all, found.values())) else None
+
+    def norm_causes(self) -> Iterator[Cause]:
+        """What a norm may be in place of that of all gradients, where ranks hold parts of them or copies."""
+        held = list(self._squares())
+        right = math.sqrt(sum(square for square, _ in held))
+        first, most = self._replica(0), max((len(ranks) for _, ranks in held), default=0)
+        counted: Mapping[str, Callable[[Collection[int]], int]] = {
+            "parameters that several ranks hold are counted once for each rank": len,
+            "parameters that several ranks of one replica hold are counted once for each rank": (
+                lambda ranks: len(first & {*ranks})
+            ),
+            "what fewer ranks hold than others is left out": lambda ranks: int(len(ranks) == most),
+        }
+        reported = {rank: norm for rank, norm in enumerate(self.norms) if norm}
+        for detail, times in counted.items():
+            value = math.sqrt(sum(square * times(ranks) for square, ranks in held))
+            if reported and value and _apart(value, right) and all(_same(one, value) for one in reported.values()):
+                yield Cause("norm", detail=detail)
+        for rank, norm in reported.items():
+            for ranks in dict.fromkeys((frozenset({rank}), self._replica(self.replicas.of[rank]))):
+                value = math.sqrt(sum(square for square, own in held if ranks & {*own}))
+                if value and _apart(value, right) and _same(norm, value):
+                    detail = f"it is the norm of what rank{'s' * (len(ranks) > 1)} {listed(sorted(ranks))} alone hold"
+                    yield Cause("norm", rank=rank, detail=detail + "s" * (len(ranks) == 1))
+
+    def _replica(self, number: int) -> frozenset[int]:
+        """The ranks of a replica."""
+        return frozenset(rank for rank, of in enumerate(self.replicas.of) if of == number)
+
+    def _squares(self) -> Iterator[tuple[float, Sequence[int]]]:
+        """Of every part of a parameter the square of its norm, and the ranks that hold it."""
+        every = [(name, stage.part.gradients[k]) for stage in self.stages for k, name in stage.names.items()]
+        wholes = {name: whole for name, whole in every if whole is not None}
+        for name, whole in wholes.items():
+            ranks: dict[Shard | None, list[int]] = {}
+            for one in self.held.get(name, ()):
+                where = None if one.where is None else replace(one.where, addend=(0, 1))
+                ranks.setdefault(where, []).append(one.rank)
+            for where, holders in ranks.items():
+                part = whole if where is None else where.of(whole)
+                yield part.double().square().sum().item(), holders
+
+
+def _same(norm: float, value: float) -> bool:
+    return scalar_error(norm, value) < CLOSE
+
+
+def _apart(norm: float, value: float) -> bool:
+    return scalar_error(norm, value) > ALIKE

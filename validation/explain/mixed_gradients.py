@@ -1,0 +1,83 @@
+"""Gradients that are sums of what two parameters should have, or another parameter's."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from torch import Tensor
+
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import error
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.explanation import Explanation
+from pipeproof.explain.known import Known
+from pipeproof.explain.likeness import summed
+from pipeproof.explain.solver import limit_of
+from pipeproof.observers.likeness import Label
+from pipeproof.reference.step import Gradient, Site, Stage
+
+Predicted = Callable[[Site], Gradient]
+
+
+def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
+    """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
+
+    @cache
+    def predicted(site: Site) -> Gradient:
+        stage, due = stages[site[0]], update.expected.get(site)
+        return stage.predicted(site[1]) if stage.explained else None if due is None else due.double().cpu()
+
+    return {one.stage: tuple(_mixed(one, update, predicted)) for one in stages}
+
+
+def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
+    """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
+    residual stream adds up, too, so it may follow from the layer between them."""
+    every = [name for name in one.names if not _is_right((one.stage, name), update)]
+    unknown = [odd.parameter for odd in one.odd if not odd.is_known] if one.explained else every
+    found = [_partner((one.stage, name), update, predicted) for name in unknown]
+    causes = {name: cause for name, cause in zip(unknown, found, strict=True) if cause is not None}
+    if not one.explained and len(causes) == len(found) and len({cause.kind for cause in causes.values()}) == 1:
+        told = [f"{name}: {cause.detail}" for name, cause in causes.items()]
+        yield Cause(next(iter(causes.values())).kind, stage=one.stage, detail="; ".join(told))
+        return
+    for name, cause in causes.items() if one.explained else ():
+        if cause.kind != "extra-term" or None not in found:
+            yield replace(cause, stage=one.stage, parameter=name)
+
+
+def _is_right(site: Site, update: Update) -> bool:
+    seen, due = update.observed.get(site), update.expected.get(site)
+    return seen is not None and due is not None and error(seen.cpu(), due.cpu()) <= limit_of(due, due.double())
+
+
+def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
+    """What it means that a gradient is so much of its own and so much of another parameter's."""
+    seen, own = update.observed.get(site), predicted(site)
+    if seen is None or own is None:
+        return None
+    others = Known((Label.of_gradient(other), gradient) for other, gradient in _others(site, own, update, predicted))
+    found = summed(seen.double().cpu(), own, Label.of_gradient(site), others, limit_of(update.expected.get(site), own))
+    if found is None or found.label is None or not found.label.name:
+        return None
+    of_own, of_other = found.factor or 0.0, found.more or 0.0
+    other = gradient_of(found.label)
+    if not of_own:
+        times = "" if of_other == 1.0 else f"{of_other:.4g} times "
+        return Cause("misplaced", detail=f"it is {times}{other}")
+    return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of {other}")
+
+
+def gradient_of(label: Label) -> str:
+    """What a parameter's gradient is called."""
+    return f"the gradient of {label.name}, stage {label.point.stage}"
+
+
+def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:
+    """What all other parameters of one shape should have."""
+    for stage in range(update.now.stages):
+        for name, parameter in update.now.parameters(stage).items():
+            if parameter.shape == own.shape and (stage, name) != site:
+                more = predicted((stage, name))
+                if more is not None:
+                    yield (stage, name), more

@@ -1,0 +1,152 @@
+"""What a step reports: losses and outputs that are others than what it computed, where gradients are right.
+
+That gradients are right does not prove that losses and outputs were: what no gradient comes from may be wrong in them.
+"""
+
+from collections.abc import Sequence
+
+from pipeproof.core.cause import Cause, listed
+from pipeproof.core.verdict import Mismatch
+from pipeproof.explain.candidates import Candidate, called, multiples, near, rounded
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.known import Known
+from pipeproof.explain.likeness import likeness
+from pipeproof.explain.rules.place import found_of
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.observed import RankOperation
+from pipeproof.observers.recording import Point
+
+_UPSTREAM = ("gradient", "presence", "buffers")
+_UNTOLD = "{0} are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
+
+
+def report(evidence: Evidence) -> list[Cause]:
+    """Losses that are others of the right ones, or all of them a multiple."""
+    found = _losses(evidence)
+    words = _called(found, evidence) if found else ""
+    if not words:
+        return []
+    ranks = {one.rank for one in found}
+    microbatches = sorted({one.microbatch for one in found if one.microbatch is not None})
+    return [
+        Cause(
+            "report",
+            rank=found[0].rank if len(ranks) == 1 < evidence.ranks else None,
+            microbatches=tuple(microbatches),
+            factor=_ratio(found),
+            detail=f"loss {found[0].seen}, expected {found[0].expected}: {words}; gradients are right",
+        )
+    ]
+
+
+def unreported(evidence: Evidence) -> Sequence[str]:
+    """That nothing tells why losses are wrong; empty where none is."""
+    return (_UNTOLD.format("losses"),) if _losses(evidence) else ()
+
+
+def outputs(evidence: Evidence) -> list[Cause]:
+    """Outputs of one name that are those of other microbatches, or their own in a way that is known."""
+    found = _outputs(evidence)
+    if len({(one.rank, one.output) for one in found}) != 1:
+        return []
+    really = [_likeness(one, evidence) for one in found]
+    words = [one.text for one in really if one is not None and (one.is_known or one.part is not None)]
+    others = [one.label.point.microbatch for one in really if one is not None and one.kind == "other" and one.label]
+    if len(words) < len(found) or (len(others) < len(found) and len({*words}) > 1):
+        return []
+    several = len(others) > 1
+    told = words[0] if len({*words}) == 1 else f"microbatch{'es' * several} {listed(others)}'s"
+    microbatches = tuple(one.microbatch for one in found if one.microbatch is not None)
+    detail = f"output {found[0].output}: {told}; gradients are right"
+    return [Cause("report", rank=found[0].rank, microbatches=microbatches, detail=detail)]
+
+
+def untold(evidence: Evidence) -> Sequence[str]:
+    """That nothing tells why outputs are wrong; empty where none is."""
+    return (_UNTOLD.format("outputs"),) if _outputs(evidence) else ()
+
+
+def _losses(evidence: Evidence) -> list[Mismatch]:
+    """The losses of microbatches that are wrong where nothing is that they go with; where none is, the totals."""
+    found = found_of("loss", evidence)
+    found = [one for one in found if one.microbatch is not None] or found
+    return [] if any(map(evidence.differs, (*_UPSTREAM, "updated-parameters"))) else found
+
+
+def _called(found: Sequence[Mismatch], evidence: Evidence) -> str:
+    """What the losses that were seen are in terms of the right ones; empty where that does not tell."""
+    ratio, single = _ratio(found), found[0].microbatch is not None
+    microbatches = {one.microbatch for one in found}
+    if ratio is not None and single and len(microbatches) == evidence.microbatches > 1:
+        return f"each is {ratio:.6g} times the right one"
+    if evidence.operation == "eval" and single:
+        return ""  # it leaves no gradient that shows whether they were computed right
+    if _mean_is_right(evidence):
+        return "ranks that work on one replica report their own parts', and the mean of these is right"
+    words = {_one_called(one, evidence) for one in found}
+    if len(words) == 1 and "" not in words:
+        return words.pop()
+    alone = evidence.members is None or evidence.members.replicas.count == 1
+    reporting = [row for row in _rows(evidence) if row.loss is not None or row.losses]
+    return "other ranks report the right ones" if alone and len({one.rank for one in found}) < len(reporting) else ""
+
+
+def _one_called(one: Mismatch, evidence: Evidence) -> str:
+    """What one loss is; empty where it is nothing known."""
+    if not isinstance(one.found, float) or not isinstance(one.due, float):
+        return ""
+    right, divisor = evidence.expected.losses, None if evidence.beside is None else evidence.beside.loss.divisor
+    rows = _rows(evidence)
+    share = [right[m] for m in (rows[one.rank].share if one.rank is not None and rows else None) or ()]
+    counts = evidence.microbatches, evidence.ranks, evidence.stages, *(() if divisor is None else (divisor,))
+    own = "each replica reports the mean of its own microbatches; as one number the whole step's is due"
+    candidates = [
+        *(Candidate("that of one of the microbatches", loss) for loss in right),
+        *(Candidate(own, sum(share) / len(share)) for _ in share[:1] if one.microbatch is None),
+        *rounded(one.due),
+        *multiples(one.due, counts),
+    ]
+    named = called(one.found, candidates)
+    return named.words if named else ""
+
+
+def _ratio(found: Sequence[Mismatch]) -> float | None:
+    """How many times the right ones all of the losses are."""
+    first = found[0].ratio
+    return first if all(near(one.ratio, first) for one in found) else None
+
+
+def _mean_is_right(evidence: Evidence) -> bool:
+    """Whether the ranks of each replica report other numbers for every microbatch, whose mean is the right one."""
+    reported: dict[tuple[int, int], list[float]] = {}
+    replicas = () if evidence.members is None else evidence.members.replicas.of
+    for replica, row in zip(replicas, _rows(evidence), strict=False):
+        for m, one in zip(row.share or (), row.losses, strict=False):
+            reported.setdefault((replica, m), []).append(one)
+    right = evidence.expected.losses
+    means = [len(ones) > 1 and near(sum(ones) / len(ones), right[m]) for (_, m), ones in reported.items()]
+    return bool(means) and all(means)
+
+
+def _rows(evidence: Evidence) -> list[RankOperation]:
+    """What each rank did in the operation."""
+    return [] if evidence.seen is None else [row[evidence.number] for row in evidence.seen.ranks]
+
+
+def _outputs(evidence: Evidence) -> list[Mismatch]:
+    """The outputs that are wrong where nothing is that they are made of."""
+    upstream = any(map(evidence.differs, (*_UPSTREAM, "loss", "boundaries")))
+    return [] if upstream else found_of("outputs", evidence)
+
+
+def _likeness(one: Mismatch, evidence: Evidence) -> Likeness | None:
+    """What an output is in place of what it should be; None where it was not handed back."""
+    if one.rank is None or one.microbatch is None or one.output is None:
+        return None
+    own = evidence.observed.ranks[one.rank][evidence.number]
+    share = list(range(evidence.microbatches) if own.share is None else own.share)
+    due = [made.outputs[one.output].cpu() for made in evidence.expected.contributions]
+    labels = [Label(Point(evidence.stages - 1, m, one.output)) for m in range(len(due))]
+    seen = own.outputs[one.output][share.index(one.microbatch)].to(due[one.microbatch])  # in one type
+    known, at = Known(zip(labels, due, strict=True)), labels[one.microbatch]
+    return likeness(seen, due[one.microbatch], at, known=known, limit=one.limit or 0.0)

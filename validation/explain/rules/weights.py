@@ -1,0 +1,117 @@
+"""The weights that an operation began with, where they are not the model's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipeproof.core.cause import Cause
+from pipeproof.core.tolerance import agrees
+from pipeproof.core.verdict import Mismatch
+from pipeproof.explain.evidence import Due, Evidence
+from pipeproof.explain.known import Known
+from pipeproof.explain.likeness import likeness
+from pipeproof.explain.limits import HALF, MANY
+from pipeproof.explain.rules.place import cause_of, found_of
+from pipeproof.observers.likeness import PARAMETER, Label, Likeness
+from pipeproof.observers.recording import Point, Site
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an operation began with, as ``observed``, where that is not ``due``: it is ``found`` there.
+
+    ``earlier``: what the operations before it began with, the latest first.
+    """
+
+    found: Sequence[Mismatch]
+    observed: Mapping[Site, Tensor]
+    due: Mapping[str, Tensor]
+    earlier: Sequence[Mapping[str, Tensor]]
+
+
+def weights(evidence: Evidence) -> list[Cause]:
+    """Parameters that a stage began with and that are not the model's."""
+    start = _played(evidence) if evidence.due is None else _beside(evidence, evidence.due)
+    named = None if start is None else _named(start)
+    if start is None or named is None:
+        return []
+    (_, name), (kind, words) = _largest(start), named
+    number = start.found[0].operation
+    when = f"operation {number}" if number > 1 else "the step"
+    detail = f"{when} began with other parameters: {name} has {words}; {len(start.observed)} parameters"
+    return [cause_of(kind, start.found, evidence, detail=detail)]
+
+
+def other_weights(evidence: Evidence) -> Sequence[str]:
+    """That a stage began with other parameters, and nothing says with which; empty where it did not."""
+    told = "the weights differ before the step, in a way that tells nothing"
+    return (told,) if evidence.differs("initial-weights") else ()
+
+
+def _beside(evidence: Evidence, due: Due) -> Start | None:
+    """What the law holds to be wrong, as any rank has it."""
+    found, observed = found_of("initial-weights", evidence), dict[Site, Tensor]()
+    wrong = {(one.rank, one.stage, one.parameter) for one in found}
+    for rank, row in enumerate(() if evidence.seen is None else evidence.seen.ranks):
+        for site, value in (row[evidence.number].before or {}).items():
+            observed |= {site: value} if (rank, *site) in wrong else {}
+    for stage in () if evidence.members is None else evidence.members.stages:
+        for rank, part in stage.part.members:
+            own = {(stage.index, stage.names[k]): value for k, value in part.values.items() if k in stage.names}
+            observed |= {site: value for site, value in own.items() if (rank, *site) in wrong}
+    return Start(found, observed, due.weights, evidence.earlier_weights) if observed else None
+
+
+def _played(evidence: Evidence) -> Start | None:
+    """The first operation concerned that began with other weights than the reference's."""
+    for number in evidence.concerned:
+        recording, models = evidence.observed.recording(number), [one.model for one in evidence.played[number::-1]]
+        due, *earlier = ({k: v.detach() for k, v in one.named_parameters(remove_duplicate=False)} for one in models)
+        limit = evidence.limit if "train" in evidence.setup.plan[:number] else 0.0
+        began = {} if recording is None else recording.parameters
+        wrong = {site: one for site, one in sorted(began.items()) if not agrees(one.cpu(), due[site[1]].cpu(), limit)}
+        at = [(stage, name, evidence.placement[stage]) for stage, name in wrong]
+        found = [Mismatch("initial-weights", number + 1, rank=r, stage=s, parameter=name) for s, name, r in at]
+        if found:
+            return Start(found, wrong, due, earlier)
+    return None
+
+
+def _largest(start: Start) -> Site:
+    """The largest of the wrong parameters, which says what they are."""
+    return max(start.observed, key=lambda one: (start.observed[one].numel(), *one))
+
+
+def _named(start: Start) -> tuple[str, str] | None:
+    """The kind of cause that gives weights what they are, and that in words; None where they are too short to tell."""
+    site = _largest(start)
+    at, seen, due = _label(site), start.observed[site].cpu(), start.due[site[1]].cpu()
+    # Norms and biases begin alike in every layer: they are nobody's in particular.
+    drawn = {name: one.cpu() for name, one in start.due.items() if one.numel() > 1 and one.std() > 0}
+    others = [(_label((site[0], name)), one) for name, one in drawn.items() if name != site[1]]
+    old = [(_label(site, ago), one[site[1]].cpu()) for ago, one in enumerate(start.earlier, 1) if site[1] in one]
+    found = likeness(seen, due, at, known=Known([*others, *old]), limit=0.0)
+    if found is None:
+        return None
+    if found.kind == "other" and found.label is not None:
+        return _others(found, found.label)
+    if found.kind in ("rounded", "not-finite"):
+        return found.kind, f"its own, {found.change}"
+    if found.kind != "different" or found.part is not None or (found.cosine or 0.0) > HALF:
+        return "altered", f"its own, {found.change}"
+    enough = site[1] in drawn and sum(one.numel() for one in start.observed.values()) >= MANY
+    return ("randomness", "drawn otherwise") if enough else None
+
+
+def _others(found: Likeness, label: Label) -> tuple[str, str]:
+    """The kind of cause where a parameter, or a part of one, is that of ``label``."""
+    if label.ago:
+        return "stale-tensor", "those of an earlier operation"
+    if found.part is not None or label == found.at:
+        return "misplaced", f"its own, {found.change}"
+    return "partition", f"those of {label.name}"
+
+
+def _label(site: Site, ago: int = 0) -> Label:
+    return Label(Point(site[0], -1, PARAMETER), ago, name=site[1])

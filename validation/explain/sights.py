@@ -1,0 +1,117 @@
+"""What an explanation adds to the numbers of a verdict: each recorded tensor, and each parameter's coefficients."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from pipeproof.core.cause import Cell
+from pipeproof.core.measured import Measured, Sight, Weights
+from pipeproof.core.measuring import ran_of, sight
+from pipeproof.core.tolerance import error
+from pipeproof.core.verdict import Verdict
+from pipeproof.explain.divergence import Divergence, Ground, is_right
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.explanation import Explanation
+from pipeproof.observers.likeness import Likeness
+from pipeproof.observers.recording import (
+    FLOWED,
+    FORWARD_POINTS,
+    GIVEN,
+    HANDED_ON,
+    LATE,
+    LOSS,
+    MADE,
+    RECEIVED,
+    Point,
+    Recording,
+)
+from pipeproof.pipeline.action import Action, Kind
+
+_ALWAYS = (
+    GIVEN,
+    MADE,
+    LOSS,
+    RECEIVED,
+    FLOWED,
+    HANDED_ON,
+    LATE,
+)  # what is kept where it is right; elsewhere only what is wrong
+_UNKNOWN = Cell(None)
+
+
+def measured(evidence: Evidence, found: Verdict) -> Measured:
+    """The numbers of ``evidence``'s verdict, with all that is known once its cause was ``found``."""
+    numbers = _coefficients(evidence, found)
+    if evidence.recording is None or evidence.seen is None:
+        return numbers
+    number = evidence.diverged if evidence.divergences else evidence.number
+    return replace(numbers, ran=ran_of(evidence.seen, number, _sights(evidence, number)))
+
+
+def _sights(evidence: Evidence, number: int) -> Mapping[Action, Sequence[Sight]]:
+    recording = evidence.recorded(number)
+    if recording is None:
+        return {}
+    ground, first = evidence.ground(number), {one.point: one for one in evidence.divergences}
+    executed = {action for rank in evidence.observed.ranks for action in rank[number].executed}
+    seen: dict[Action, list[Sight]] = {}
+    for point in (point for point in ground.expected if any(_there(point, recording, ground))):
+        one = _sight(point, recording, ground, first.get(point))
+        if point.where in _ALWAYS or not one.agrees:
+            seen.setdefault(_action(point, executed), []).append(one)
+    return {action: sorted(sights, key=lambda one: (one.made, one.what)) for action, sights in seen.items()}
+
+
+def _there(point: Point, recording: Recording, ground: Ground) -> list[bool]:
+    """Of the tensors that were recorded at ``point`` and those that are due, which are there at all."""
+    seen = recording.tensors.get(point)
+    return [] if seen is None else [one is not None for one in (*seen, *ground.expected[point])]
+
+
+def _action(point: Point, executed: set[Action]) -> Action:
+    """The action at which ``point`` is, a backward as it was written."""
+    if point.where in FORWARD_POINTS:
+        return Action(point.stage, Kind.FORWARD, point.microbatch)
+    kinds = [Kind.BACKWARD_WEIGHT] if point.where == LATE else [Kind.BACKWARD, Kind.BACKWARD_INPUT]
+    actions = [Action(point.stage, kind, point.microbatch) for kind in kinds]
+    return next((action for action in actions if action in executed), actions[0])
+
+
+def _sight(point: Point, recording: Recording, ground: Ground, first: Divergence | None) -> Sight:
+    right = first is None and is_right(recording, ground, point, ground.limit)
+    size = _error(recording.tensors[point], ground.expected[point])
+    likeness = None if first is None else first.what
+    return sight(point, point.where, right, likeness, error=size, limit=ground.limit)
+
+
+def _error(seen: Sequence[Tensor | None], due: Sequence[Tensor | None]) -> float | None:
+    """The largest error of the tensors at one place; None where they are no pairs."""
+    pairs = [(one, other.cpu()) for one, other in zip(seen, due, strict=False) if one is not None and other is not None]
+    return max((error(one, other) for one, other in pairs), default=None)
+
+
+def _coefficients(evidence: Evidence, found: Verdict) -> Measured:
+    """The coefficients of each parameter of the stage at fault, where those of stages are told."""
+    if found.cells is None or evidence.attribution is None:
+        return found.measured
+    wrong = [stage for stage, row in enumerate(found.cells.rows) if not all(cell.right for cell in row)]
+    at = next((cause.stage for cause in found.cause if cause.stage is not None), wrong[-1])
+    explained, row = evidence.attribution.stages[at], found.cells.rows[at]
+    return replace(found.measured, stage=at, weights=tuple(_weights(explained, row)))
+
+
+def _weights(explained: Explanation, row: tuple[Cell, ...]) -> list[Weights]:
+    odd = {one.parameter: one for one in explained.odd}
+    held = [Weights(name, row) for name in explained.names if name not in odd]
+    return [*(Weights(name, _of(one, row), one.text) for name, one in odd.items()), *held]
+
+
+def _of(odd: Likeness, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
+    """The coefficients of a parameter by itself, as far as what it is says them."""
+    if odd.kind == "right":
+        return tuple(Cell(1.0) for _ in row)
+    if odd.kind in ("zero", "missing"):
+        return tuple(Cell(0.0) for _ in row)
+    counts = dict(odd.counts)
+    return tuple(Cell(counts.get(m, 0.0)) if counts else _UNKNOWN for m in range(len(row)))
