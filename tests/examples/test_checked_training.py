@@ -115,7 +115,7 @@ def test_a_record_judges_the_update_too_and_no_step_from_other_weights(training:
 def test_a_record_names_what_its_sums_tell_and_no_more(training: dict[str, Ended]) -> None:
     for fault, words in (
         ("undivided", "cause     scale: gradients are a multiple .*\n +everywhere: 4 = the number of microbatches\n"),
-        ("dropped", "cause     unknown: the evidence does not decide\n +open +stage 0: no mix of microbatches, "),
+        ("dropped", "cause     unknown: the evidence does not decide\n +open +stage 0: no mix of the reference"),
     ):
         statuses, (wrong,) = training[fault]
         assert statuses == {1}

@@ -168,22 +168,22 @@ def joined(right: Step) -> Step:
 
 Fault = tuple[str, str, Callable[[Step], Step], str, str]
 FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and what is told of it
-    "drawn anew": ("recompute", "recompute.again", drawn_anew, "", "first wrong in the backward: stage 0, 2.feed"),
-    "drawn anew, reentrant": ("reentrant", "recompute.again", drawn_anew, "", "wrong in the backward: stage 0, 2.feed"),
-    "drawn anew, selective": ("selective", "recompute.again", drawn_anew, "", "wrong in the backward: stage 0, 2.feed"),
+    "drawn anew": ("recompute", "recompute.again", drawn_anew, "", "the backward first goes wrong at 2.feed"),
+    "drawn anew, reentrant": ("reentrant", "recompute.again", drawn_anew, "", "first goes wrong at 2.feed"),
+    "drawn anew, selective": ("selective", "recompute.again", drawn_anew, "", "first goes wrong at 2.feed"),
     "drawn anew in a pipeline": (
         "pp, recompute", "recompute.again", drawn_anew, "computation", "input gradient of microbatch 0 is no microbat",
     ),
-    "queries in a buffer": ("attention", "recompute.again", overwritten, "", "in the backward: stage 0, 2.attention."),
-    "kept in a buffer": ("recompute", "recompute.again", overwritten, "", "first wrong in the backward: stage 0, 2.fe"),
-    "values detached": ("attention", "recompute.again", last_detached, "missing", "and 1.attention.values.weight"),
+    "queries in a buffer": ("attention", "recompute.again", overwritten, "", "goes wrong at 2.attention."),
+    "kept in a buffer": ("recompute", "recompute.again", overwritten, "", "the backward first goes wrong at 2.fe"),
+    "values detached": ("attention", "recompute.again", last_detached, "missing", "also: 1.attention.values.weight"),
     "f does not sum": (
-        "tp", "tensor_by_hand.copied", not_summed, "not-reduced", "3.norm.weight: also of 3.norm.bias: ranks 0, 1 each",
+        "tp", "tensor_by_hand.copied", not_summed, "not-reduced", "3.norm.weight: ranks 0, 1 each",
     ),
     "f does not sum, in a pipeline": (
-        "pp, tp", "tensor_by_hand.copied", not_summed, "not-reduced", "stage 1, parameter 3.norm.weight: also of 3.",
+        "pp, tp", "tensor_by_hand.copied", not_summed, "not-reduced", "3.norm.weight: ranks 2, 3 each",
     ),
-    "g sums both ways": ("tp", "tensor_by_hand.summed", summed_both_ways, "", "stage 0, 2.feedforward.down.weight: th"),
+    "g sums both ways": ("tp", "tensor_by_hand.summed", summed_both_ways, "", "wrong at 2.feedforward.down.weight (st"),
     "bias on each rank": ("tp", "tensor_by_hand.with_bias", on_each_rank, "computation", "every loss is wrong"),
     "tokens of others": ("tp", "tensor_by_hand.within", all_at_home, "computation", "every loss is wrong"),
     "largest logit of its own": ("tp", "tensor_by_hand.largest", own_largest, "computation", "every loss is wrong"),
@@ -202,8 +202,8 @@ FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and w
     "mask left out": (
         "ring, zigzag", "ring.visible", lambda right: lambda at, every: at[:, None] > every - 99, "computation", "loss",
     ),
-    "gradients of the last": ("ring", "ring.added", of_last_rank, "", "wrong in the backward: stage 0, 2.attention"),
-    "gradients stay": ("ring", "ring.passed_on", gradients_stay, "", "in the backward: stage 0, 2.attention.values"),
+    "gradients of the last": ("ring", "ring.added", of_last_rank, "", "first goes wrong at 2.attention"),
+    "gradients stay": ("ring", "ring.passed_on", gradients_stay, "", "first goes wrong at 2.attention.values"),
     "gradients stay, of 4": ("ring of 4", "ring.passed_on", gradients_stay, "", "stage 0, 2.attention.values.weight: "),
 }  # fmt: skip
 

@@ -221,14 +221,14 @@ FAULTS: dict[str, Fault] = {  # of which stack, where, and what; nowhere is arou
 CAUGHT = [
     ("router not reduced", "not-reduced", 0, "rank 0 lacks microbatches 1, 3; rank 1 lacks"),
     ("experts times ranks", "scale", 0, "2 = the number of ranks"),
-    ("experts in another order", "computation", 0, "every loss is wrong, and of no other microbatch"),
+    ("experts in another order", "computation", 0, "every loss is wrong, and none is another microbatch's"),
     ("parts not reduced", "not-reduced", 0, "ranks 0, 1 each keep their own part: the sum"),
     ("mean of parts", "scale", 0, "1/2 = 1 / the number of ranks"),
     ("a rank's gradient for that of all", "", 0, "unknown: the evidence does not decide"),
     ("mask of the first part", "computation", 0, "or its inputs or targets are not its own"),
     ("torch's gather", "", 0, "unknown: the evidence does not decide"),
     ("bias on each", "scale", 0, "1.feedforward.down.bias: 2 times"),
-    ("mean for sum", "computation", 0, "what 2.feedforward.up is given is multiplied by 0.5"),
+    ("mean for sum", "computation", 0, "the input of 2.feedforward.up is multiplied by 0.5"),
     ("one not reduced", "not-reduced", 0, "2 lacks microbatches 0, 2"),
 ]
 COSTLY = ("experts times ranks", "experts in another order", "mean of parts", "torch's gather", "one not reduced")

@@ -64,8 +64,8 @@ SAYS: Mapping[str, tuple[list[str], str]] = {
         "update",
     ),
     "step-skipped-on-one-rank": (["rank 1, stage 1: no weight moved, and rank 0 took its step"], "update"),
-    "accumulated-in-bf16": (["everywhere: every parameter"], "sums gradients"),
-    "sum-rounded": (["rank 1, stage 1: every parameter"], "gradients"),
+    "accumulated-in-bf16": (["everywhere: every gradient"], "sums gradients"),
+    "sum-rounded": (["rank 1, stage 1: every gradient"], "gradients"),
     "activations-cast-on-wire": (
         [f"rank 1, stage 1, {_EVERY} 1F0: input of every microbatch is bf16-rounded (1F0)"],
         "boundary messages",

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pipeproof.reports.page.advice import advice_page
-from pipeproof.reports.page.campaign import Entry, campaign
-from pipeproof.reports.page.page import page
+from pipeproof.reports.page.page import Entry, campaign, page
 from tests.support.advised import advised
 from tests.support.verdicts import BARE, FAILED, PASSED, large
 

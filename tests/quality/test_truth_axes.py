@@ -18,15 +18,15 @@ from pipeproof.foreign import WhiteBox
 from tests.support.sweeps import some
 
 HOLDS = {
-    "tp: input gradients not reduced": "also of 2.norm.bias: ranks 0, 1 each keep their own part: the sum of these is",
-    "tp: queries' input gradients not reduced": "first wrong in the backward: stage 0, 2.attention_norm.bias",
-    "tp: mean of input gradients": "the gradient of what each feedforward.up is given is multiplied by 0.5",
-    "tp: outputs reduced twice": "its weights are right, and no factor gives its gradients",
+    "tp: input gradients not reduced": "ranks 0, 1 each keep their own part: the sum of these is",
+    "tp: queries' input gradients not reduced": "the backward first goes wrong at 2.attention_norm.bias",
+    "tp: mean of input gradients": "the gradient of the input of each feedforward.up is multiplied by 0.5",
+    "tp: outputs reduced twice": "weights are right; no factor gives the gradients",
     "tp: all times tp": "2 = the number of ranks",
     "tp: shards of a weight exchanged": "has its own, put in another order",
-    "sp: gathered without reduction": "first wrong in the backward: stage 0, 2.norm.bias: the 7 parameters used after",
-    "ep: no gradient from experts": "the gradient of what each mixture.experts.*.up is given is multiplied by 0",
-    "ep: norm without experts": "what fewer ranks hold than others is left out",
+    "sp: gathered without reduction": "the backward first goes wrong at 2.norm.bias (stage 0): the 7 parameters",
+    "ep: no gradient from experts": "the gradient of the input of each mixture.experts.*.up is multiplied by 0",
+    "ep: norm without experts": "parameters that fewer ranks hold than others are left out",
     "cp: parts not reduced": "stage 0: ranks 0, 1 each keep their own part: the sum of these is expected",
     "cp: losses of its own part": "report their own parts', and the mean of these is right",
     "cp: norm over the world": "parameters that several ranks hold are counted once for each rank",
@@ -57,7 +57,7 @@ def test_a_fault_is_named(whitebox: WhiteBox, title: str) -> None:
     verdict = one.verdict(whitebox, watched=True)
     found = check(verdict, one.truth, one.counts)
     assert (found.caught, found.false) == (True, ()), found
-    assert found.naming == ("unknown" if "first wrong" in HOLDS[title] else "right"), found
+    assert found.naming == ("unknown" if "goes wrong" in HOLDS[title] else "right"), found
     assert HOLDS[title] in verdict.details, verdict
 
 

@@ -84,7 +84,7 @@ _SAYS_NOTHING = (
     r"no fault is proven: ",
     r"gradients of replicas are no multiple of their sum, nor ",
     r"first compared wrong: ",
-    r"stage \d+: no mix of microbatches, pairings and two parameters explains its gradients",
+    r"stage \d+: no mix of the reference's contributions explains these gradients",
     r"stage \d+: the coefficients of .* are not decided",
     r"stage \d+: the gradient of \S+ is (no multiple|wrong in|no sum|\w+\[.*, expected )",
     r"not reproduced: ",
@@ -94,7 +94,7 @@ _SAYS_NOTHING = (
     r"(not explained by this|nothing explains this): ",
     r"the weights differ before the step, in a way that tells nothing",
     r"parameters of the step and of (the reference|what is expected) do not go together",
-    r"losses are wrong and gradients right: ",
+    r"losses are wrong and gradients are right: ",
     r"[\w-]+: what is wrong with it tells nothing$",
     r"the norm is like nothing known of the gradients that were compared: ",
     r"\d+ more wrong gradients were not looked at",
@@ -141,7 +141,8 @@ SPEAKS_OF: Mapping[str, str] = MappingProxyType(
 
 FIRST_WRONG = re.compile(r"first seen wrong: (?:between rank \d+, stage (\d+) and )?rank (\d+), stage (\d+), ")
 FIRST_IN_BACKWARD = re.compile(
-    r"first wrong in the backward: stage (\d+), (\S+): the \d+ parameters? used after it (?:is|are) "
+    r"the backward first goes wrong at (\S+) \(stage (\d+)\): "
+    r"the \d+ parameters? that the forward uses later (?:is|are) "
 )
 OF_STAGE = re.compile(r"of stage (\d+), (.+?) (?:is|are) right$")
 COUNTED = re.compile(r"(?:^|\D)(\d+) = (?:1 / )?the number of (microbatches|ranks|stages|replicas)\b")
@@ -232,7 +233,7 @@ def _of_open(text: str) -> Claim:
         sender = () if found[1] is None else (int(found[1]), int(found[3]))
         return Claim("unknown", text, place=Place(int(found[2]), int(found[3]), stages=sender))
     if found := FIRST_IN_BACKWARD.match(text):
-        return Claim("unknown", text, place=Place(stage=int(found[1]), parameter=found[2]))
+        return Claim("unknown", text, place=Place(stage=int(found[2]), parameter=found[1]))
     known = any(re.match(pattern, text) for pattern in _SAYS_NOTHING)
     return Claim("unknown", text, denies=frozenset() if known else None)
 

@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer,
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED
 from pipeproof.pipeline.sizes import counted, some, three_digits
-from pipeproof.reports.columns import Column, folded, table
+from pipeproof.reports.columns import Column, table
 from pipeproof.reports.page.advice import Advice, advice_page
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
@@ -112,10 +112,11 @@ def _advise(options: argparse.Namespace) -> int:
         chosen = _chosen(found, steps, options.layout)
         ending = _ending(found, steps, job, cluster)
         Terminal().detail("\n".join(_asked(job, cluster)))
-        Terminal().detail("\n" + folded(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
+        Terminal().detail("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
+        Terminal().detail(table(_MEMORY, list(_memory(steps)), Terminal().width) + "\n")
         if found.best:
             rows = [_row(choice, job, cluster) for choice in found.best]
-            Terminal().detail(folded(_LAYOUTS, rows, Terminal().width) + "\n")
+            Terminal().detail(table(_LAYOUTS, rows, Terminal().width) + "\n")
         Terminal().say(" ".join(filter(None, ending)))
         if chosen is not None:
             _write(_config(chosen, job), chosen, files.write)
@@ -218,7 +219,7 @@ def _known() -> str:
     )
     return "\n\n".join(
         table(
-            [Column(name, right=k > 0, drop=max(0, k - 1), gap=2 * (k > 0)) for k, name in enumerate(names)],
+            [Column(name, right=k > 0, drop=max(0, k - 1)) for k, name in enumerate(names)],
             rows,
             Terminal().width,
         )
@@ -243,37 +244,44 @@ def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 
 _STEPS = [
-    Column("add", gap=0),
-    Column("", gap=2),
-    Column("because", gap=2),
-    Column("weights", right=True, gap=2, fold=True),
-    Column("gradients", right=True, gap=2),
-    Column("optimizer", right=True, gap=2),
-    Column("activations", right=True, gap=2),
-    Column("GiB", right=True, gap=2),
-    Column("time", right=True, gap=2),
-    Column("layout", gap=2, fold=True),
+    Column("add"),
+    Column(""),
+    Column("because"),
+    Column("time", right=True),
+    Column("layout"),
+]
+_MEMORY = [
+    Column("GiB"),
+    Column("weights", right=True),
+    Column("gradients", right=True),
+    Column("optimizer", right=True),
+    Column("activations", right=True),
+    Column("in all", right=True),
 ]
 
 
 def _step(step: Step) -> tuple[str, ...]:
     if step.choice is None:
-        return (step.name, step.outcome, step.reason, *[""] * 7)
-    held, layout = step.choice.footprint, step.choice.layout
-    parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
-    gib = [f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts]
-    return (step.name, step.outcome, step.reason, *gib, f"{three_digits(step.choice.time.total)} s", layout.words)
+        return (step.name, step.outcome, step.reason, "", "")
+    time = f"{three_digits(step.choice.time.total)} s"
+    return (step.name, step.outcome, step.reason, time, step.choice.layout.words)
+
+
+def _memory(steps: Sequence[Step]) -> Iterator[tuple[str, ...]]:
+    for name, held in ((step.name, step.choice.footprint) for step in steps if step.choice is not None):
+        parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
+        yield (name, *(f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts))
 
 
 _LAYOUTS = [
-    Column("layout", gap=0),
-    Column("schedule", gap=2),
-    Column("microbatches", right=True, gap=2),
-    Column("GiB", right=True, gap=2, fold=True),
-    Column("bubble", right=True, gap=2),
-    Column("communication", right=True, gap=2),
-    Column("time", right=True, gap=2),
-    Column("MFU", right=True, gap=2),
+    Column("layout"),
+    Column("schedule", drop=1),
+    Column("microbatches", right=True, drop=4),
+    Column("GiB", right=True, drop=2),
+    Column("bubble", right=True, drop=5),
+    Column("communication", right=True, drop=6),
+    Column("time", right=True),
+    Column("MFU", right=True, drop=3),
 ]
 
 

@@ -13,7 +13,7 @@ from pipeproof.commands.campaign import Setting, enough_ranks
 from pipeproof.commands.ending import NO_VERDICT, WRONG
 from pipeproof.commands.selection import tell_notes
 from pipeproof.pipeline.sizes import some
-from pipeproof.reports.columns import Column, folded
+from pipeproof.reports.columns import Column, table
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.processors import crowded, shared
@@ -21,13 +21,13 @@ from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
 _COLUMNS = (
-    Column("config", gap=0),
-    Column("ranks", right=True, gap=2),
-    Column("step", right=True, gap=2),
-    Column("spread", right=True, gap=2),
-    Column("ratio", right=True, gap=2),
-    Column("memory", right=True, gap=2),
-    Column("runs", gap=2, fold=True),
+    Column("config"),
+    Column("ranks", right=True, drop=2),
+    Column("step", right=True),
+    Column("spread", right=True, drop=3),
+    Column("ratio", right=True),
+    Column("memory", right=True, drop=1),
+    Column("runs", drop=4),
 )
 _SMALL = "These are small steps over gloo on a CPU: their times say little of GPUs, or of large models."
 _SMALL_THERE = "These are small steps: their times say little of large models."
@@ -95,7 +95,7 @@ def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
         )
         for one in timings
     ]
-    terminal.say(folded(_COLUMNS, rows, terminal.width))
+    terminal.say(table(_COLUMNS, rows, terminal.width))
     for one in others:
         terminal.say("\n".join(_compared(first, one)))
     terminal.detail("\n".join(_about(timings, device)))

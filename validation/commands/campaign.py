@@ -23,8 +23,8 @@ from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
-from pipeproof.reports.columns import Column, Layout
-from pipeproof.reports.page.campaign import Entry, campaign
+from pipeproof.reports.columns import Column, header
+from pipeproof.reports.page.page import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.wings.composed.case import check_composed, validate_composed
@@ -169,7 +169,7 @@ def run_all(
                 with terminal.progress(f"{number} of {len(runs)}: {run.title}"):
                     verdict, then = run.judge(world, files)
                 if not verdicts:
-                    terminal.detail(Layout.of(columns, terminal.width).header)
+                    terminal.detail(header(columns, terminal.width))
                 verdicts.append(verdict)
                 _tell(terminal, run, verdict, setting)
                 then()

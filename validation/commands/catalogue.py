@@ -29,7 +29,7 @@ from pipeproof.core.cause import RACES
 from pipeproof.core.judge import LAWS
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.transports import Transport, everyday, transport_of
-from pipeproof.reports.columns import Column, Layout, table
+from pipeproof.reports.columns import Column, header, row, table
 from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
 from pipeproof.wings.composed.mixed import try_mixed, validate_mixed
@@ -142,7 +142,7 @@ def try_all(
     trials = list[Trial]()
     columns = IN_SIMULATION_COLUMNS if simulated else COLUMNS
     with setting.outputs.opened("specimens") as files, setting.world() as world:
-        terminal.detail(Layout.of(columns, terminal.width).header)
+        terminal.detail(header(columns, terminal.width))
         with files.asked:
             for number, (said, run) in enumerate(runs, start=1):
                 with terminal.progress(f"{number} of {len(runs)}: {said}"):
@@ -229,7 +229,7 @@ def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
 
 
 COLUMNS = (
-    Column("specimen", 30, gap=0),
+    Column("specimen", 30),
     Column("schedule", 12, drop=4),
     Column("planted", 20, drop=2),
     Column("caught by", 18, drop=5),
@@ -239,7 +239,7 @@ COLUMNS = (
     Column("time", 7, right=True, drop=7),
 )
 IN_SIMULATION_COLUMNS = (
-    Column("specimen", 30, gap=0),
+    Column("specimen", 30),
     Column("schedule", 12, drop=4),
     Column("planted", 22, drop=2),
     Column("named", 22),
@@ -264,7 +264,7 @@ def line(trial: Trial, width: int | None = None, *, columns: Sequence[Column] = 
         "seed": f"{trial.seed}",
         "time": f"{trial.seconds:.1f} s",
     }
-    return Layout.of(columns, width).row([cells[column.name] for column in columns])
+    return row(columns, [cells[column.name] for column in columns], width)
 
 
 def _kind(one: Named | None) -> str:
@@ -278,11 +278,11 @@ def _place(one: Named) -> str:
 
 
 _LISTED = (
-    Column("", gap=0),
-    Column("", drop=3, gap=2),
-    Column("", drop=2, gap=2),
-    Column("", drop=4, gap=2),
-    Column("", drop=1, least=12, gap=2),
+    Column(""),
+    Column("", drop=3),
+    Column("", drop=2),
+    Column("", drop=4),
+    Column("", drop=1),
 )
 
 

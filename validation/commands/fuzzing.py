@@ -22,7 +22,7 @@ from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.pipeline.sizes import some
-from pipeproof.reports.page.campaign import Entry, campaign
+from pipeproof.reports.page.page import Entry, campaign
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulated.exploration import told

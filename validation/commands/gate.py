@@ -15,9 +15,9 @@ from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
-from pipeproof.reports.columns import Layout
+from pipeproof.reports.columns import header
 from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
-from pipeproof.reports.page.campaign import Entry, campaign
+from pipeproof.reports.page.page import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
@@ -109,7 +109,7 @@ class _Run:
             with self._terminal.progress(f"{number} of {plan.due}: {case}"):
                 verdict = self._judged(case, self._world, measure=True)
             if number == 1:
-                self._terminal.detail(Layout.of(COLUMNS, self._terminal.width).header)
+                self._terminal.detail(header(COLUMNS, self._terminal.width))
             told = self._terminal.detail if verdict.verdict == "pass" else self._terminal.say
             told(line(case, verdict, self._terminal.width), verdict.word)
             self.results.append(CaseResult("table" if group == "table" else "pinned", case, verdict))

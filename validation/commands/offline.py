@@ -21,7 +21,7 @@ from pipeproof.reports.page.page import page
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
 
-_CONFIGS = (Column("config", least=8, gap=0), Column("one", least=4, gap=2), Column("other", least=4, gap=2))
+_CONFIGS = (Column("config"), Column("one"), Column("other"))
 
 
 def record_case(case: Case, path: str) -> int:

@@ -14,7 +14,7 @@ from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import OF_TABLE, device_of, schedule_names, tell_notes
 from pipeproof.core.mismatch import small
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
-from pipeproof.reports.columns import wrapped
+from pipeproof.reports.columns import Column, table
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -60,15 +60,14 @@ def _primitives(options: argparse.Namespace) -> int:
 
 def _lines(one: Primitive, found: Figures) -> Iterator[str]:
     yield f"{one.name:<{_NAMES}}{one.title}"
-    for what, text in (
-        ("saves", " ".join(one.saves)),
-        ("costs", " ".join(one.costs)),
-        ("by", one.implementation),
-        ("here", _validated(found)),
-        ("source", one.source),
-    ):
-        label = f"  {what:<8}"
-        yield wrapped(label + text, Terminal().width, indent=len(label))
+    rows = [
+        ("  saves", " ".join(one.saves)),
+        ("  costs", " ".join(one.costs)),
+        ("  by", one.implementation),
+        ("  here", _validated(found)),
+        ("  source", one.source),
+    ]
+    yield table([Column(""), Column("")], rows, Terminal().width)
 
 
 def _validated(found: Figures) -> str:

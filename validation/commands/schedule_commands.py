@@ -167,17 +167,7 @@ def _planned() -> list[Column]:
     """The columns of a plan, and which of them is left out first."""
     drops = dict(zip(COLUMNS, (0, 0, 3, 2, 7, 1, 6, 8, 5, 4), strict=True))
     left = ("schedule", "per rank", "split", "")
-    return [
-        Column(
-            name,
-            len(name),
-            right=name not in left,
-            drop=drop,
-            least={"schedule": 10, "": 12}.get(name, 0),
-            gap=2 if k else 0,
-        )
-        for k, (name, drop) in enumerate(drops.items())
-    ]
+    return [Column(name, right=name not in left, drop=drop) for name, drop in drops.items()]
 
 
 def _times(timeline: Timeline) -> dict[str, object]:

@@ -9,12 +9,12 @@ from pipeproof.commands.campaign import Run, Setting, Then, run_all
 from pipeproof.commands.outputs import Opened
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
-from pipeproof.reports.columns import Column, Layout
+from pipeproof.reports.columns import Column, row
 from pipeproof.reports.table import OUTCOME, compared, outcome
 from pipeproof.worlds.world import World
 
 _FIGURES = (
-    Column("schedule", 11, drop=7, gap=2),
+    Column("schedule", 11, drop=7),
     Column("ranks", 5, right=True, drop=4),
     Column("M", 3, right=True, drop=6),
     Column("losses", 6, right=True, drop=8),
@@ -28,7 +28,7 @@ _FIGURES = (
 def run_stacks(stacks: Sequence[Stack], setting: Setting) -> int:
     """Validate each; returns the exit status."""
     longest = max(len(str(stack)) for stack in stacks)
-    columns = (Column("stack", longest, gap=0), *_FIGURES)  # which is never cut: it tells one from another
+    columns = (Column("stack", longest + 1), *_FIGURES)  # which is never cut: it tells one from another
     return run_all([_run_of(stack, columns) for stack in stacks], setting, columns=columns)
 
 
@@ -42,4 +42,4 @@ def _run_of(stack: Stack, columns: Sequence[Column]) -> Run:
 def _row(stack: Stack, columns: Sequence[Column], verdict: Verdict, width: int | None) -> str:
     cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
     counts = compared(verdict, "loss", "gradient", "replicas", "shards")
-    return Layout.of(columns, width).row([*cells, *counts, *outcome(verdict)])
+    return row(columns, [*cells, *counts, *outcome(verdict)], width)

@@ -28,7 +28,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "doubled": "a microbatch's gradient was added more than once",
         "swapped-activations": "a call used another microbatch's activation",
         "swapped-gradients": "a backward used another microbatch's output gradient",
-        "swapped-data": "a microbatch's inputs, or its targets, are those of another one, or others of its own",
+        "swapped-data": "a microbatch's inputs and targets do not belong together, or are not its own",
         "stale-gradient": "gradients were added to what was there before the step",
         "stale-tensor": "a tensor of an earlier step was used",
         # Single parameters.
@@ -263,7 +263,7 @@ class Cells:
         lines += [f"and {left} more microbatches{all_right}"] if left else []
         lines += self.but_for
         behind = any(row[m].behind for row in self.rows for m in shown)
-        return [*lines, "* follows from the next stage, which handed on a wrong gradient"] if behind else lines
+        return [f"{lines[0]}   *: from a wrong gradient of the next stage", *lines[1:]] if behind else lines
 
 
 def alternatives(causes: Sequence[Cause]) -> tuple[tuple[Cause, ...], ...]:

@@ -56,7 +56,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "same gradients and settings on all of them?",
         "misplaced": "Compare the order of parameters, or of shards, on both sides of the copy; of a reduction, the "
         "ranks of its group.",
-        "norm": "Which parameters does the norm count? Each one once, tied ones too, over all stages.",
+        "norm": "Add up squares, not norms, and count each parameter once over all ranks, tied ones too.",
         "clip": "Clip all ranks' gradients by one factor: that of the norm over all stages.",
         "update": "Does the optimizer hold these parameters, with the settings that it should have, and does it step "
         "once, as does a scheduler of its rate?",
@@ -71,7 +71,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "reads it is done.",
         "uninitialised": "Wait for the receive before its buffer is read. Is it sent at all, as each gradient must be?",
         "rounded": "Look for a cast on the tensor's way: autocast, a buffer of a narrower type, a compressed message.",
-        "altered": "What writes to the tensor in place between the one who makes it and the one who reads it?",
+        "altered": "What writes to this tensor, or moves its elements, after it is made and before it is read?",
         "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "
         "stage; else the message to it.",
         "computation": "Compare, layer by layer, what this stage's module computes with what it should.",

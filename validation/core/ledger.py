@@ -393,7 +393,7 @@ class Ledger:
             self._coarsest = precision
 
 
-_NOISE = Reason.ROUNDING.doubt("zero but for rounding: a fault would not show there")
+_NOISE = Reason.ROUNDING.doubt("expected to be zero up to rounding: a fault would not show there")
 _DRIVEN = Reason.ROUNDING.doubt("driven by rounding as far as faults would: none shows there")
 _STRIDE = Reason.ROUNDING.doubt("made from rounding alone, so that only the length was compared")
 _MADE_MUCH_OF = Reason.ROUNDING.doubt("off by no more than the optimizer makes of rounding in gradients")

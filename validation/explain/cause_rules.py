@@ -22,7 +22,7 @@ from pipeproof.reference.step import Stage
 
 _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
-STALE = "what was there before the step was added"
+STALE = "the gradient from before the step is still in it"
 _STALE = ("stale-gradient", "stale-tensor")
 
 
@@ -134,7 +134,7 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
     within = max(CLOSE, stage.limit)
     if stage.whole:
-        return (Fault(stage.whole, detail="every parameter"),)
+        return (Fault(stage.whole, detail="every gradient"),)
     faults = [*faults_in_counts(update, own, within)]
     for call in calls:
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
@@ -194,7 +194,7 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
     if stages == sorted(known) and len(known) > 1 and last == update.now.stages - 1:
         yield cause
     elif len(stages) > 1 and stages == list(range(len(stages))) and last + 1 in known:
-        below = f"stage {stages[-1]}'s output gradient may already have been so: all stages before it show the same"
+        below = f"stage {stages[-1]}'s output gradient may already be so: every earlier stage shows the same"
         yield replace(cause, stage=stages[-1], detail="; ".join(filter(None, (fault.detail, below))))
     elif len(stages) > 1:
         ranks = {update.placement[s] for s in stages}
@@ -215,7 +215,7 @@ def _unknown(
         if one.unfounded:
             yield f"stage {one.stage}: what the reference's microbatches give does not add up to its own gradients"
         elif not one.explained and not sums[one.stage]:
-            tried = "no mix of microbatches, pairings and two parameters explains its gradients"
+            tried = "no mix of the reference's contributions explains these gradients"
             told = tried if one.residual > one.limit else "rounding hides what its gradients are made of"
             yield f"stage {one.stage}: {told} (left over {one.residual:.1e}; rounding allows {one.limit:.1e})"
         elif one.undecided:
@@ -297,15 +297,16 @@ def of_parameters(
             groups.setdefault(replace(odd, at=None, label=None if odd.kind == "other" else odd.label), []).append(odd)
         for alike in groups.values():
             for cause in _odd_causes(update, alike[0], max(CLOSE, one.limit)):
-                more = f"and {', '.join(map(_likewise, alike[1:]))}" if len(alike) > 1 else ""
-                detail = "; ".join(filter(None, (cause.detail, more)))
+                detail = "; ".join(filter(None, (cause.detail, _likewise(alike[1:]))))
                 names = tuple(odd.parameter for odd in alike)
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail, parameters=names)
 
 
-def _likewise(odd: Likeness) -> str:
-    """One of several parameters of which the same is true: those of exchanged gradients have each another's."""
-    return odd.parameter if odd.kind != "other" or odd.source is not None else f"{odd.parameter} has {odd.text}"
+def _likewise(others: Sequence[Likeness]) -> str:
+    """What is said of further parameters: those of exchanged gradients have each another's."""
+    if not others or any(odd.kind == "other" and odd.source is None for odd in others):
+        return ", ".join(f"{odd.parameter} has {odd.text}" for odd in others)
+    return f"also: {', '.join(odd.parameter for odd in others)}"
 
 
 def _telling(odd: Sequence[Likeness]) -> Sequence[Likeness]:

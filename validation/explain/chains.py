@@ -118,7 +118,7 @@ def _forward_readings(chain: Chain, last: Stage, *, by_use: Sequence[str]) -> li
     if first == 0:
         return [("swapped-data", None, "inputs of one microbatch met the target of another")]
     if len(chain.followed) > same and chain.followed[same] == j:
-        return [("swapped-activations", first, "already in its forward: it had another microbatch's input")]
+        return [("swapped-activations", first, "in its forward: it was given another microbatch's input")]
     others: list[Reading] = [] if by_use == ["swapped-gradients"] else [("swapped-activations", None, "")]
     return [("swapped-data", None, ""), *others]
 

@@ -145,7 +145,7 @@ class Members:
             "parameters that several ranks of one replica hold are counted once for each rank": (
                 lambda ranks: len(first & {*ranks})
             ),
-            "what fewer ranks hold than others is left out": lambda ranks: int(len(ranks) == most),
+            "parameters that fewer ranks hold than others are left out": lambda ranks: int(len(ranks) == most),
         }
         reported = {rank: norm for rank, norm in enumerate(self.norms) if norm}
         for detail, times in counted.items():

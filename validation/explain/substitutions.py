@@ -51,20 +51,19 @@ def between(beside: ModelBeside, stages: int, dtype: torch.dtype) -> Iterator[Su
     ends = [stage for stage in range(stages - 1) if beside.ends(stage)]
     for stage in ends:
         places, there, back = beside.ends(stage), (stage + 1,), (stage,)
-        for kind, text, way in _changes("what it is given", places, dtype):
+        for kind, text, way in _changes("its input", places, dtype):
             yield Substitution(kind, text, there, True, _passing(beside, stage, there=way))
-        for kind, text, way in _changes("what comes back to it", [f"the gradient of {one}" for one in places], dtype):
+        for kind, text, way in _changes("its output gradient", [f"the gradient of {one}" for one in places], dtype):
             yield Substitution(kind, text, back, False, _passing(beside, stage, back=way))
         for name in narrower(dtype):
             both = _passing(beside, stage, there=_rounded(name), back=_rounded(name))
-            yield Substitution(
-                "rounded", f"what it is given and what it hands back is {name}-rounded", there, True, both
-            )
+            text = f"its input and its input gradient are {name}-rounded"
+            yield Substitution("rounded", text, there, True, both)
         for other in ends[: ends.index(stage)]:
-            text = f"what it is given is what stage {other + 1} is given"
+            text = f"its input is that of stage {other + 1}"
             yield Substitution("wrong-message", text, there, True, _given_of(beside, stage, other))
         zero = _keeping(beside, stage + 1, torch.zeros_like)
-        yield Substitution("overwritten", "what it keeps of its input is zero in its backward", there, False, zero)
+        yield Substitution("overwritten", "its saved input is zero in its backward", there, False, zero)
     for name in narrower(dtype) if len(ends) > 1 else ():
         way = _rounded(name)
         for text, forward, ways in (
@@ -78,7 +77,7 @@ def between(beside: ModelBeside, stages: int, dtype: torch.dtype) -> Iterator[Su
 
 def kept_otherwise(beside: ModelBeside, stage: int) -> Substitution:
     """Anything else in place of what ``stage`` keeps of its input: it shows which gradients depend on that."""
-    text = "what it keeps of its input is overwritten before its backward"
+    text = "its saved input is overwritten before its backward"
     return Substitution("overwritten", text, (stage,), False, _keeping(beside, stage, _noise))
 
 
@@ -130,7 +129,7 @@ def inside(
 
     Those alone of which one factor ``reaches`` what is wrong. What is alike in layers goes forward in all together.
     """
-    points = [(f"what {text} is given", Passage(into=into)) for text, into in _alike(beside.modules, str)]
+    points = [(f"the input of {text}", Passage(into=into)) for text, into in _alike(beside.modules, str)]
     outputs = _alike(beside.places, module_of)
     points += [(f"output {places[0].split()[1]} of {text}", Passage(places)) for text, places in outputs]
     together = {place for _, places in outputs if len(places) > 1 for place in places}

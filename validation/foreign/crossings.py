@@ -334,7 +334,7 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     if point is not None:
         return Likeness("other", label=Label(point), words=words)
     if nearest_sketch(seen, column.known) == microbatch:
-        return Likeness("noisy", words="close to its own, and not equal")
+        return Likeness("noisy", words="close to the expected one, but not equal")
     return Likeness("different", words=f"no microbatch's{told}", error=None if told else seen.distance(expected))
 
 

@@ -28,7 +28,7 @@ def missed(found: Assembled, observed: Observed, unlike: str, unrouted: str) -> 
     norm, buffers = any(one.norm is not None for one in every), any(one.buffers for one in every)
     ordered = len(found.unseen) < len(found.stages) or not found.stages
     named = "gradients were handed back, not watched modules" if found.nameless else ""
-    unwatched = found.missed or named or "no stage was watched: watch(module) does"
+    unwatched = found.missed or named or "no stage was watched: call watch(module)"
     if axis := found.replicas.sequence:
         unwatched = f"ranks along {axis} have parts of every sequence, so what passes is not compared"
     unseen = "gradients were handed back, not modules" if found.nameless else "no weight was seen before the step"

@@ -6,8 +6,8 @@ when something is drawn.
 
 import importlib.util
 import io
-from collections.abc import Iterable
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeproof.reports.colours import BLACK, WHITE
@@ -20,7 +20,6 @@ _DPI = 160
 # How wide letters of DejaVu Sans are, as parts of their size: of names of actions exactly, of the rest in the middle.
 _WIDTHS = {**dict.fromkeys("0123456789", 0.637), "F": 0.576, "B": 0.687, "I": 0.295, "W": 0.989, " ": 0.318}
 _OTHER = 0.62
-_FALL = 0.36  # from the middle of a digit to the line that it stands on, as a part of its size
 
 
 class PictureError(ValueError):
@@ -50,11 +49,6 @@ class Text(NamedTuple):
     anchor: Literal["start", "middle", "end"] = "start"
     colour: str = BLACK
     bold: bool = False
-
-    @property
-    def line(self) -> float:
-        """The height of the line that it stands on."""
-        return self.middle + _FALL * self.size
 
 
 @dataclass(frozen=True)
@@ -118,20 +112,11 @@ def figure(drawing: Drawing) -> "Figure":
             "weight": "bold" if text.bold else "normal",
             "family": "DejaVu Sans",
         }
-        look |= {"ha": sides[text.anchor], "va": "baseline", "parse_math": False}
-        axes.text(text.left, text.line, text.text, fontsize=text.size, **look)
+        look |= {"ha": sides[text.anchor], "va": "center_baseline", "parse_math": False}
+        axes.text(text.left, text.middle, text.text, fontsize=text.size, **look)
     return made
 
 
-def wrapped(parts: Iterable[str], *, width: float, size: float, between: str) -> list[str]:
-    """``parts`` in as few lines of at most ``width`` as they fit in; what is longer than a line is broken at spaces."""
-    lines: list[str] = []
-    for part in parts:
-        longer = f"{lines[-1]}{between}{part}" if lines else part
-        if lines and text_width(longer, size) <= width:
-            lines[-1] = longer
-        elif text_width(part, size) > width and " " in part:
-            lines += wrapped(part.split(" "), width=width, size=size, between=" ")
-        else:
-            lines.append(part)
-    return lines
+def wrapped(text: str, *, width: float, size: float) -> list[str]:
+    """``text`` in lines of ``width`` points, broken at spaces."""
+    return wrap(text, int(width / (_WIDTHS["0"] * size)))

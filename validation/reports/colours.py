@@ -1,5 +1,6 @@
-"""Colours of pictures: a hue per kind of action, a shade per stage of a rank, and red for what is wrong."""
+"""Colours: a hue per kind of action, a shade per stage of a rank, red for what is wrong, a step per error's size."""
 
+import math
 from collections.abc import Mapping
 
 from pipeproof.pipeline.action import Kind
@@ -14,6 +15,8 @@ _KINDS: Mapping[Kind, tuple[str, str]] = {
     Kind.BACKWARD_INPUT: ("#ad7c0e", "#fec766"),
     Kind.BACKWARD_WEIGHT: ("#a5397e", "#f784c8"),
 }
+# The colours of errors, from the smallest to the largest; ``templates/page.css`` has them.
+STEPS = ("x", "a3", "a2", "a1", "a0", "w0", "w1", "w2", "w3", "w4")
 
 
 def colour_of(kind: Kind, place: int = 0, *, places: int = 1, stressed: bool = False) -> str:
@@ -40,6 +43,24 @@ def mixed(colour: str, other: str, share: float) -> str:
     """``colour`` with so much of ``other`` in it."""
     parts = zip(_parts(colour), _parts(other), strict=True)
     return "#" + "".join(f"{round(255 * (one + (two - one) * share)):02x}" for one, two in parts)
+
+
+def decades(error: float, limit: float) -> float:
+    """The power of ten of ``error`` over ``limit``, at most 12 either way; what is no number is far above."""
+    ratio = 1.0 if error == limit else (error / limit if limit else math.inf)
+    if not 0 < ratio < math.inf:
+        return 12.0 if ratio else -12.0
+    return max(-12.0, min(12.0, math.log10(ratio)))
+
+
+def step_of(error: float | None, limit: float | None) -> str:
+    """An error's colour: ``x`` bit for bit, ``a0`` to ``a3`` within what rounding allows, ``w0`` to ``w4`` above."""
+    if error == 0:
+        return "x"
+    if error is None or limit is None:
+        return ""
+    powers = int(abs(decades(error, limit)))
+    return f"a{min(3, powers)}" if error <= limit else f"w{min(4, powers)}"
 
 
 def _parts(colour: str) -> tuple[float, ...]:

@@ -115,18 +115,8 @@ def annotations(result: GateResult) -> list[str]:
 def markdown(result: GateResult) -> str:
     """The verdicts as a table, what is no pass first, and the screens of the first of these."""
     cases = [*result.not_passed, *(one for one in result.cases if one.outcome == "pass")]
-    screens = [(_fence(one.story), one.story) for one in result.not_passed[:SHOWN]]
-    return rendered("summary.md", result=result, rows=list(map(_row, cases[:ROWS])), rest=cases[ROWS:], screens=screens)
-
-
-def _row(one: CaseResult) -> list[str]:
-    _, worst, floor, *_ = outcome(one.verdict)
-    told = (one.word if one.outcome == "pass" else f"**{one.word}**") + ", planted" * (one.group == "planted")
-    return [told, f"`{one.case}`", one.verdict.tier, worst, floor, f"{one.verdict.seconds:.1f}"]
-
-
-def _fence(text: str) -> str:
-    return "`" * (3 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    screens = [one.story for one in result.not_passed[:SHOWN]]
+    return rendered("summary.md", result=result, rows=cases[:ROWS], rest=cases[ROWS:], screens=screens, numbers=outcome)
 
 
 def _error(title: str, text: str) -> str:

@@ -25,7 +25,6 @@ _TITLE, _SMALL, _NAME = 9.5, 8.0, 7.5  # sizes of letters
 _LINE = 1.45  # from one line of letters to the next, as a part of their size
 _PAD = 1.5  # on either side of a name
 _GAP = 0.12  # of a cell at most: the white between it and the next
-_SEEN = 10.0  # what is wrong and narrower than this has a frame, too
 _FOLLOWED = 8  # microbatches that stand out where none is named
 _FADED = 0.6
 _GREY = "#555555"
@@ -38,8 +37,7 @@ def _number(action: Action) -> str:
     return str(action.microbatch)
 
 
-# Ways to name a cell, and the share of the cells that must have room for it.
-_NAMINGS: tuple[tuple[_Naming, float], ...] = ((str, 0.9), (_number, 0.5))
+_NAMINGS: tuple[_Naming, ...] = (str, _number)  # ways to name a cell: the first for which most have room
 
 
 class _Placed:
@@ -52,9 +50,9 @@ class _Placed:
         self._computing = [cell for cell in panel.cells if cell.action.kind in COMPUTE]
         self.naming: _Naming | None = None
         self._needs: dict[Kind, float] = {}
-        for way, share in _NAMINGS if _COVERED * (1 - 2 * _BAR) * row >= _NAME * 1.1 else ():
+        for way in _NAMINGS if _COVERED * (1 - 2 * _BAR) * row >= _NAME * 1.1 else ():
             self._needs = _needs(self._computing, way)
-            if sum(map(self._fits, self._computing)) >= share * len(self._computing):
+            if 2 * sum(map(self._fits, self._computing)) >= len(self._computing):
                 self.naming = way
                 break
         count = panel.schedule.microbatches
@@ -78,9 +76,6 @@ class _Placed:
         for one, other in panel.pairs:
             frame = self._box(one.rank, one.left, other.right)
             yield frame._replace(edge=BLACK, edge_width=min(1.1, 0.05 * frame.width))
-        for cell in panel.cells:
-            if cell.wrong and self._width(cell) < _SEEN:
-                yield self._box(cell.rank, cell.left, cell.right)._replace(edge=WRONG, edge_width=2.5)
 
     def texts(self) -> Iterator[Text]:
         """The rows' names, and the cells' where they fit."""
@@ -115,10 +110,7 @@ class _Placed:
         return mixed(colour, WHITE, _FADED) if self.panel.wrong else colour
 
     def _fits(self, cell: Cell) -> bool:
-        return self._width(cell) >= self._needs[cell.action.kind]
-
-    def _width(self, cell: Cell) -> float:
-        return self._x(cell.right) - self._x(cell.left) + 1e-6
+        return self._x(cell.right) - self._x(cell.left) + 1e-6 >= self._needs[cell.action.kind]
 
     def _x(self, at: float) -> float:
         return _LEFT + (at / self._end * self._room if self._end else 0.0)
@@ -157,9 +149,8 @@ def picture(panels: Sequence[Panel]) -> Drawing:
     placed = [_Placed(panel, room=room, row=row, end=end) for panel in panels]
     boxes, texts, top = _legend(placed, room)
     for each in placed:
-        heading = ((each.panel.title.split(" "), _TITLE, " "), (each.panel.facts, _SMALL, " · "))
-        for words, size, between in heading:
-            for line in wrapped(words, width=room, size=size, between=between):
+        for text, size in ((each.panel.title, _TITLE), (" · ".join(each.panel.facts), _SMALL)):
+            for line in wrapped(text, width=room, size=size):
                 texts.append(Text(line, _LEFT, top + size * _LINE / 2, size, bold=size == _TITLE))
                 top += size * _LINE
         each.top = top + 2
@@ -175,7 +166,7 @@ def _room(panel: Panel, end: float) -> float:
     """The width of the axis at which nearly every cell has room for its name, within reason."""
     cells = [cell for cell in panel.cells if cell.action.kind in COMPUTE]
     lasts = sorted(cell.right - cell.left for cell in cells)
-    for way, _ in _NAMINGS if cells else ():
+    for way in _NAMINGS if cells else ():
         # A quarter of the cells may be shorter than what names have room in.
         room = max(_ROOMS[0], end * max(_CELL, *_needs(cells, way).values()) / lasts[len(cells) // 4])
         if room <= _ROOMS[1]:
@@ -196,7 +187,7 @@ def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Tex
         texts.append(Text(words, left + 28, top + 6, _SMALL))
         left += width + 14
     top += 20
-    for line in wrapped(_notes(placed), width=room, size=_SMALL, between=" · "):
+    for line in wrapped(" · ".join(_notes(placed)), width=room, size=_SMALL):
         texts.append(Text(line, _LEFT, top + 4, _SMALL, "start", _GREY))
         top += _SMALL * _LINE
     return boxes, texts, top + 8

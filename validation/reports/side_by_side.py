@@ -45,9 +45,8 @@ class SideBySide:
             change = f" ({(other - one) / one:+.1%})" if one else ""
             told = f"{other - one:+g}{change}" if other != one else "0"
             rows.append((what, f"{one:g}", share, f"{other:g}", beside, told))
-        both = ((Column(name, right=True, least=4, gap=2), Column("", right=True, drop=2)) for name in self.timelines)
-        difference = Column("difference", right=True, drop=1, gap=2)
-        columns = [Column("", least=8, gap=0), *chain.from_iterable(both), difference]
+        both = ((Column(name, right=True), Column("", right=True, drop=2)) for name in self.timelines)
+        columns = [Column(""), *chain.from_iterable(both), Column("difference", right=True, drop=1)]
         return f"{table(columns, rows, width)}\n{self._explained}"
 
     def _numbers(self, timeline: Timeline) -> list[tuple[float, str]]:

@@ -8,24 +8,24 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.trial import Named, Trial
 from pipeproof.core.verdict import Verdict, small
 from pipeproof.pipeline.profile import Profile
-from pipeproof.reports.columns import Column, Layout, table
+from pipeproof.reports.columns import Column, row, table
 
 OUTCOME = (  # of ``outcome``
-    Column("tier", 7, drop=2, gap=2),
+    Column("tier", 7, drop=2),
     Column("worst err", 9, right=True, drop=1),
     Column("floor", 7, right=True, drop=12),
     Column("norm err", 8, right=True, drop=13),
-    Column("verdict", 7, gap=2),
+    Column("verdict", 7),
     Column("time", 6, right=True, drop=11),
 )
 COLUMNS = (
-    Column("schedule", 12, least=8, gap=0),
+    Column("schedule", 12),
     Column("model", 8, drop=3),
     Column("dtype", 5, drop=10),
     Column("P", 2, right=True, drop=4),
     Column("V", 2, right=True, drop=8),
     Column("M", 3, right=True, drop=5),
-    Column("split", 15, drop=9, gap=2),
+    Column("split", 15, drop=9),
     Column("losses", 6, right=True, drop=7),
     Column("params", 6, right=True, drop=6),
     *OUTCOME,
@@ -40,7 +40,7 @@ def line(case: Case, verdict: Verdict, width: int | None = None) -> str:
     """
     sizes = (case.ranks, case.virtual, case.microbatches)
     cells = [case.built.name, case.model, case.dtype, *map(str, sizes), ",".join(map(str, case.split))]
-    return Layout.of(COLUMNS, width).row([*cells, *compared(verdict, "loss", "gradient"), *outcome(verdict)])
+    return row(COLUMNS, [*cells, *compared(verdict, "loss", "gradient"), *outcome(verdict)], width)
 
 
 def compared(verdict: Verdict, *laws: str) -> list[str]:
@@ -80,17 +80,17 @@ def measured_table(measured: Sequence[Profile], simulated: Sequence[Profile], wi
     rows = []
     for one, other in zip(measured, simulated, strict=True):
         rows += [[str(one.rank), "measured", *_times(one)[:-1]], ["", "simulated", *_times(other)[:-1]]]
-    return table([_RANK, Column("", gap=1, least=5), *_spent("makespan")], rows, width)
+    return table([_RANK, Column(""), *_spent("makespan")], rows, width)
 
 
-_RANK = Column("rank", right=True, gap=0)
-_OTHER = Column("other", right=True, drop=4, gap=2)
+_RANK = Column("rank", right=True)
+_OTHER = Column("other", right=True, drop=4)
 
 
 def _spent(whole: str) -> Iterator[Column]:
     """The columns of what a step took; idle time stays."""
     for name, drop in ((whole, 2), ("compute", 1), ("communication", 3), ("idle", 0)):
-        yield Column(name, right=True, drop=drop, gap=2)
+        yield Column(name, right=True, drop=drop)
 
 
 def _times(profile: Profile) -> list[str]:
@@ -101,10 +101,10 @@ def _times(profile: Profile) -> list[str]:
 
 
 _NAMED = (
-    Column("planted", least=8, gap=0),
-    Column("right", right=True, drop=1, gap=2),
-    Column("unknown", right=True, drop=2, gap=2),
-    Column("named otherwise", least=10, gap=2),
+    Column("planted"),
+    Column("right", right=True, drop=1),
+    Column("unknown", right=True, drop=2),
+    Column("named otherwise"),
 )
 
 

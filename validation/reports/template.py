@@ -3,19 +3,14 @@
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from pipeproof.core.verdict import small
 from pipeproof.pipeline.sizes import some, three_digits
+from pipeproof.reports.colours import step_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-
-class Marked(NamedTuple):
-    """Text in a look: the classes of its colours."""
-
-    text: str
-    look: str
 
 
 def rendered(template: str, **values: object) -> str:
@@ -37,6 +32,9 @@ def _environment() -> "Environment":
     )
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     made.filters |= {"some": some, "digits": three_digits, "share": "{:.1%}".format}
+    made.filters["small"] = lambda value: "-" if value is None else small(value)
+    made.filters["number"] = lambda value: "-" if value is None else f"{value:.9g}"
+    made.filters["step"] = lambda one: step_of(one.error, one.limit)
     made.filters["gib"] = lambda size: three_digits(size / 2**30)
     made.filters["points"] = lambda length: f"{round(length, 2):g}"
     made.filters["uri"] = lambda file: Path(file).as_uri() if Path(file).is_absolute() else None

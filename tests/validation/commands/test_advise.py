@@ -277,7 +277,7 @@ def test_tables_are_whole_in_a_terminal(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines()[:-1])) <= width
     assert sorted(shown.split()) == sorted(whole.split()), "only the places of words are others"
-    _, steps, _, _ = shown.split("\n\n")
+    _, steps, _, _, _ = shown.split("\n\n")
     rows = [line for line in steps.splitlines() if line.startswith(("data parallel", "ZeRO", "expert"))]
     golden(rows[-1])
 

@@ -237,7 +237,7 @@ def rows_turned(model: nn.Module, microbatches: list[Any], *, added: float = 0.0
 def test_a_gradient_of_rounding_alone_is_compared_with_its_own_rounding(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, rows_turned, reference=before_a_norm)
     assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
-    assert "but for rounding" in verdict.law("gradient").note
+    assert "up to rounding" in verdict.law("gradient").note
     assert verdict.law("gradient").worst < 1e-6
     assert verdict.floor < 1e-6
 
@@ -292,7 +292,7 @@ def test_a_gradient_that_is_zero_by_rounding_is_compared_with_what_rounding_make
     wanted = {"reference": summed_after_a_norm, "microbatches": batches, "loss_fn": total}
     verdict = judged(whitebox, one_by_one, **wanted)
     assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
-    assert "but for rounding" in verdict.law("gradient").note
+    assert "up to rounding" in verdict.law("gradient").note
     assert judged(whitebox, partial(one_by_one, added=1e-3), **wanted).verdict == "fail"
     assert judged(whitebox, partial(one_by_one, kept=True), **wanted).verdict == "pass"
 

@@ -271,7 +271,7 @@ def test_parameters_that_lost_the_same_are_named_together() -> None:
         loses(BIAS, 1)(rows)
 
     cause = only(attributed(change))
-    assert (cause.kind, cause.parameter, cause.detail) == ("dropped", BIAS[1], f"and {UP[1]}")
+    assert (cause.kind, cause.parameter, cause.detail) == ("dropped", BIAS[1], f"also: {UP[1]}")
 
 
 def altered(site: Site, change: Callable[[Tensor], None]) -> Callable[[dict[Site, Gradient]], None]:

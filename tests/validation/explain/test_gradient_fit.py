@@ -79,7 +79,7 @@ def test_one_that_is_missing_where_something_is_due_fails(whitebox: WhiteBox) ->
 def test_zeros_that_are_due_tell_nothing_of_the_microbatches(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, ["used"])
     assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.cause] == [
-        ("missing", "used.bias", "and used.weight")
+        ("missing", "used.bias", "also: used.weight")
     ], "two others have their gradients: it is not every parameter"
     assert verdict.law("gradient").outcome == "unknown"
     assert DROPPED not in [one.evidence for one in verdict.ruled_out]
@@ -88,7 +88,7 @@ def test_zeros_that_are_due_tell_nothing_of_the_microbatches(whitebox: WhiteBox)
 def test_where_no_parameter_has_a_gradient_every_one_is_named(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, ["used", "idle"])
     assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.cause] == [
-        ("missing", None, "every parameter")
+        ("missing", None, "every gradient")
     ]
 
 

@@ -42,22 +42,22 @@ def of_some(change: Change, *microbatches: int) -> Change:
 
 
 CAUSES: dict[str, tuple[dict[str, Change], list[tuple[str, int | None, int | None, tuple[int, ...]]], str]] = {
-    "there": ({"there": rounded}, [("rounded", 1, 1, ())], "as if what it is given is bf16-rounded"),
+    "there": ({"there": rounded}, [("rounded", 1, 1, ())], "as if its input is bf16-rounded"),
     "there, of two": (
         {"there": of_some(rounded, 1, 3)},
         [("rounded", 1, 1, (1, 3))],
-        "as if what it is given is bf16-rounded",
+        "as if its input is bf16-rounded",
     ),
-    "back": ({"back": rounded}, [("rounded", 0, 0, ())], "as if what comes back to it is bf16-rounded"),
+    "back": ({"back": rounded}, [("rounded", 0, 0, ())], "as if its output gradient is bf16-rounded"),
     "back, of one": (
         {"back": of_some(rounded, 2)},
         [("rounded", 0, 0, (2,))],
-        "as if what comes back to it is bf16-rounded",
+        "as if its output gradient is bf16-rounded",
     ),
     "both": (
         {"there": rounded, "back": rounded},
         [("rounded", 1, 1, ())],
-        "as if what it is given and what it hands back is bf16-rounded",
+        "as if its input and its input gradient are bf16-rounded",
     ),
 }
 
@@ -146,7 +146,7 @@ STREAMS: dict[str, tuple[dict[str, Both], tuple[str, int], str]] = {
     "both": (
         {"there": lambda two: [rounded(0, one) for one in two], "back": lambda two: [rounded(0, one) for one in two]},
         ("rounded", 1),
-        "as if what it is given and what it hands back is bf16-rounded",
+        "as if its input and its input gradient are bf16-rounded",
     ),
 }
 

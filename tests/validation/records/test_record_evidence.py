@@ -132,7 +132,10 @@ left_over = partial(backward, microbatches=data(seed=9))  # of the step before: 
 FAULTS: dict[str, tuple[dict[str, Any], Cause]] = {
     "undivided": ({"divisor": 1}, Cause("scale", factor=M, detail="4 = the number of microbatches")),
     "divided twice": ({"divisor": M * M}, Cause("scale", factor=1 / M, detail="1/4 = 1 / the number of microb")),
-    "not cleared": ({"before": left_over}, Cause("stale-gradient", factor=1, detail="what was there before the step")),
+    "not cleared": (
+        {"before": left_over},
+        Cause("stale-gradient", factor=1, detail="the gradient from before the step"),
+    ),
     "one stage zero": ({"fault": zero}, Cause("zero", rank=0, stage=1)),
     "one lost": ({"fault": lose}, Cause("missing", rank=0, stage=1, parameter="2.0.bias")),
 }

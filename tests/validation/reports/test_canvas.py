@@ -76,18 +76,5 @@ def test_no_text_is_wider_than_is_thought_or_leaves_the_picture(name: str) -> No
         assert extent.y1 * points <= drawing.height
 
 
-def test_lines_are_as_few_as_fit() -> None:
-    parts = ["aaaa", "bbbb", "cccc"]
-    assert wrapped(parts, width=1e3, size=8, between=" · ") == [" · ".join(parts)]
-    assert wrapped(parts, width=text_width("aaaa · bbbb", 8), size=8, between=" · ") == ["aaaa · bbbb", "cccc"]
-    assert wrapped(parts, width=1, size=8, between=" · ") == parts
-
-
-def test_what_is_too_long_for_a_line_is_broken_at_spaces() -> None:
-    width = text_width("one two", 8)
-    assert wrapped(["x", "one two three", "four"], width=width, size=8, between=" · ") == [
-        "x",
-        "one two",
-        "three",
-        "four",
-    ]
+def test_lines_are_broken_at_spaces() -> None:
+    assert wrapped("one two three", width=text_width("0000000", 8) + 0.1, size=8) == ["one two", "three"]

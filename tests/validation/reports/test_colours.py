@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeproof.pipeline import Kind
-from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mixed
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mixed, step_of
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 EYES = {
@@ -71,3 +71,25 @@ def test_red_is_nothing_elses_colour() -> None:
 def test_names_can_be_read_on_every_colour(places: int) -> None:
     shades = [colour_of(kind, place, places=places) for kind in KINDS for place in range(places)]
     assert all(contrast(letters_on(colour), colour) >= 4.5 for colour in [*shades, WRONG])
+
+
+@pytest.mark.parametrize(
+    ("error", "limit", "step"),
+    [
+        (0.0, None, "x"),
+        (1e-6, 1e-6, "a0"),
+        (1e-8, 1e-6, "a2"),
+        (1e-30, 1e-6, "a3"),
+        (2e-6, 1e-6, "w0"),
+        (2e-5, 1e-6, "w1"),
+        (float("inf"), 1e-6, "w4"),
+        (1.0, 0.0, "w4"),
+        (float("nan"), 1e-6, "w4"),
+        (None, 1e-6, ""),
+        (0.1, None, ""),
+    ],
+)
+def test_a_colour_is_a_power_of_ten_of_what_rounding_allows(
+    error: float | None, limit: float | None, step: str
+) -> None:
+    assert step_of(error, limit) == step

@@ -109,7 +109,7 @@ def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
     if cause.kind == "scale" and cause.factor is not None and _backwards_each(evidence, where) == cause.factor:
         return replace(cause, kind="doubled", detail=f"every backward ran {cause.factor:g} times")
     if cause.kind in ("scale", "sign") and evidence.flowed_right(where, cause.factor):
-        after = "every output gradient that came in is right: it was multiplied after that"
+        after = "every output gradient that came in is right: the factor came after that"
         return replace(cause, detail="; ".join(filter(None, (cause.detail, after))))
     watched = {*evidence.passed} - evidence.unseen
     if cause.kind == "swapped-activations" and evidence.differs("loss") and cause.stage in watched:

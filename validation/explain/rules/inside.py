@@ -25,7 +25,7 @@ def other_forward(evidence: Evidence) -> list[Cause]:
         return []
     if not evidence.beside.plain:
         return []  # numbers drawn otherwise, or another mode, give other losses too
-    detail = "every loss is wrong, and of no other microbatch; its weights are right, and no factor gives its gradients"
+    detail = "every loss is wrong, and none is another microbatch's; weights are right; no factor gives the gradients"
     rank = evidence.placement[0] if evidence.ranks == 1 else None
     data = Cause("swapped-data", rank=rank, stage=0, detail="or its inputs or targets are not its own")
     return [replace(data, kind="computation", detail=detail, instead=(data,))]
@@ -53,5 +53,5 @@ def first_of_backward(evidence: Evidence) -> Sequence[str]:
         return ()  # used outside its module, or nowhere
     stage, name = min(site for site in wrong if used.get(site[1], 0) == last)
     later = sum(used.get(name, 0) > last for _, name in evidence.gradients)  # not other names of one
-    who = f"{some(later, 'parameter')} used after it {'is' if later == 1 else 'are'}"
-    return (f"first wrong in the backward: stage {stage}, {name}: the {who} right",) if later else ()
+    who = f"{some(later, 'parameter')} that the forward uses later {'is' if later == 1 else 'are'}"
+    return (f"the backward first goes wrong at {name} (stage {stage}): the {who} right",) if later else ()

@@ -17,7 +17,7 @@ from pipeproof.observers.observed import RankOperation
 from pipeproof.observers.recording import Point
 
 _UPSTREAM = ("gradient", "presence", "buffers")
-_UNTOLD = "{0} are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
+_UNTOLD = "{0} are wrong and gradients are right: wrong numbers are reported, or the wrong part has no gradient"
 
 
 def report(evidence: Evidence) -> list[Cause]:

@@ -66,8 +66,8 @@ def _with_names(cause: Cause, names: Sequence[str], made: Mapping[str, Makeup]) 
     faint = CLOSE * max(sizes.values())
     if own and all(name in names or sizes[name] < faint for name in own):
         return replace(cause, parameters=tuple(names))
-    others = f"also of {first_few(names[1:])}: " if len(names) > 1 else ""
-    return replace(cause, parameter=names[0], parameters=tuple(names), detail=others + cause.detail)
+    others = f"; also: {first_few(names[1:])}" if len(names) > 1 else ""
+    return replace(cause, parameter=names[0], parameters=tuple(names), detail=cause.detail + others)
 
 
 def _not_reduced(wrong: Mapping[str, Makeup], evidence: Evidence, members: Members) -> Found:
@@ -168,13 +168,23 @@ def _first_of_flow(found: Found, parts: set[str], evidence: Evidence) -> Found:
     for cause, names in found.items():
         open_ = [name for stage, name in wrong if stage == cause.stage]
         if not parts.issuperset(names) or not open_:
-            kept[cause] = names
+            kept[_or_of_the_next(cause, names, evidence) if parts.issuperset(names) else cause] = names
             continue
         last = max(used.get(name, 0) for name in names)
         if all(used.get(name, last) < last for name in open_):
             detail = f"{cause.detail}; what is wrong of parameters used before may follow"
             kept[replace(cause, detail=detail)] = [name for name in names if used.get(name, 0) == last]
     return kept
+
+
+def _or_of_the_next(cause: Cause, names: Collection[str], evidence: Evidence) -> Cause:
+    """``cause``, or parts that the next stage handed back: where all of a stage is wrong, gradients do not tell."""
+    own = {name for stage, name in evidence.expected.gradients if stage == cause.stage}
+    reached = max((stage for stage, _ in evidence.wrong("gradient", "presence", "replicas")), default=0)
+    if cause.stage != reached or reached + 1 == evidence.stages or not own <= {*names}:
+        return cause
+    detail = f"its input gradient is a part on each rank, and stage {reached} is given that"
+    return replace(cause, instead=(replace(cause, rank=None, ranks=(), stage=reached + 1, detail=detail),))
 
 
 def _of_ranks(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:

@@ -3,7 +3,6 @@
 Columns and states are here; ``templates/grid.html`` has lengths and colours.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pipeproof.core.cause import OF_MICROBATCHES, Cause
 from pipeproof.core.measured import Compared, Done, Ran, Sight
 from pipeproof.core.verdict import Verdict, small
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
+from pipeproof.reports.colours import STEPS, step_of
 from pipeproof.reports.panel import WORDS
 
 State = Literal["right", "through", "wrong", "consequence", "culprit", "not compared", "not recorded"]
@@ -28,7 +28,6 @@ SAID: Mapping[State, str] = {
     "not recorded": "not recorded",
 }
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-STEPS = 4  # powers of ten on each side of what rounding allows that have a colour of their own
 
 
 @dataclass(frozen=True)
@@ -58,30 +57,30 @@ class Placed:
         return f"{kind} {self.state.replace(' ', '-')} {self.step}".rstrip()
 
     @property
+    def wrong(self) -> list[Sight]:
+        """Its tensors that do not agree."""
+        return [sight for sight in self.done.sights if sight.agrees is False]
+
+    @property
     def told(self) -> list[object]:
         """What it says when it is chosen: action, what that is, state, what it went into, and its tensors."""
         stage, kind, microbatch = self.done.stage, self.done.kind, self.done.microbatch
         known = "of a microbatch that nothing tells" if microbatch is None else f"of microbatch {microbatch}"
         head = f"{WORDS[kind]} {known} at stage {stage}, on rank {self.rank}"
-        return [self.done.action, head, self.state, self.through, [_told(one, microbatch) for one in self.done.sights]]
+        return [self.done.action, head, self.state, self.through, [self.tensor(one) for one in self.done.sights]]
 
-
-def decades(error: float, limit: float) -> float:
-    """The power of ten of ``error`` over ``limit``, at most 12 either way; what is no number is far above."""
-    ratio = 1.0 if error == limit else (error / limit if limit else math.inf)
-    if not 0 < ratio < math.inf:
-        return 12.0 if ratio else -12.0
-    return max(-12.0, min(12.0, math.log10(ratio)))
-
-
-def step_of(error: float | None, limit: float | None) -> str:
-    """An error's colour: ``x`` bit for bit, ``a0`` to ``a3`` within what rounding allows, ``w0`` to ``w4`` above."""
-    if error == 0:
-        return "x"
-    if error is None or limit is None:
-        return ""
-    powers = int(abs(decades(error, limit)))
-    return f"a{min(3, powers)}" if error <= limit else f"w{min(STEPS, powers)}"
+    def tensor(self, one: Sight) -> list[str]:
+        """A tensor's name, what was seen, what was expected, its error and what rounding allows, in words."""
+        microbatch = self.done.microbatch
+        due = "not known" if microbatch is None else f"microbatch {microbatch}'s"
+        seen = one.seen.removesuffix(f", expected {due}") or "another tensor"
+        return [
+            f"{'made' if one.made else 'took'} {one.what}",
+            "not compared" if one.agrees is None else ("as expected" if one.agrees else seen),
+            due,
+            "bit for bit" if one.error == 0 else ("-" if one.error is None else small(one.error)),
+            "" if one.limit is None else small(one.limit),
+        ]
 
 
 @dataclass(frozen=True)
@@ -118,16 +117,6 @@ class Grid:
     def width(self) -> int:
         """How many columns there are."""
         return 1 + max((one.column for one in self.cells), default=-1)
-
-    def wrong(self, *states: State) -> list[list[list[str]]]:
-        """The wrong tensors of each action in one of ``states``, along the order of actions, as rows of a table."""
-        every = sorted((one for one in self.cells if one.state in states), key=lambda one: one.column)
-        found = ((one, [sight for sight in one.done.sights if sight.agrees is False]) for one in every)
-        return [
-            [[one.done.action, str(one.rank), *_told(sight, one.done.microbatch)] for sight in sights[:2]]
-            for one, sights in found
-            if sights
-        ]
 
     @cached_property
     def arrows(self) -> tuple[Arrow, ...]:
@@ -234,19 +223,6 @@ class Grid:
         }
 
 
-def _told(one: Sight, microbatch: int | None) -> list[str]:
-    """A tensor's name, what was seen, what was expected, its error and what rounding allows, in words."""
-    due = "not known" if microbatch is None else f"microbatch {microbatch}'s"
-    seen = one.seen.removesuffix(f", expected {due}") or "another tensor"
-    return [
-        f"{'made' if one.made else 'took'} {one.what}",
-        "not compared" if one.agrees is None else ("as expected" if one.agrees else seen),
-        due,
-        "bit for bit" if one.error == 0 else ("-" if one.error is None else small(one.error)),
-        "" if one.limit is None else small(one.limit),
-    ]
-
-
 def _made(done: Done) -> Sequence[Sight]:
     """The tensors that it made, as far as anybody saw them; else those that it took."""
     return [sight for sight in done.sights if sight.made] or done.sights
@@ -297,6 +273,4 @@ def _written(name: str) -> Iterator[str]:
 
 def _worst(seen: Sequence[Sight] | Sequence[Compared]) -> str:
     """The colour of the largest error, in what rounding allows."""
-    steps = [step_of(one.error, one.limit) for one in seen]
-    order = ["x", "a3", "a2", "a1", "a0", *(f"w{k}" for k in range(STEPS + 1))]
-    return max((step for step in steps if step), key=order.index, default="")
+    return max((step_of(one.error, one.limit) for one in seen), key=("", *STEPS).index, default="")

@@ -1,57 +1,60 @@
-"""What the parts of a verdict's page show: rows of tables, made of the verdict's own values."""
+"""What the parts of a verdict's page show, made of the verdict's own values; ``templates/verdict.html`` lays it out."""
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipeproof.core.cause import Cell
 from pipeproof.core.measured import Compared
+from pipeproof.core.text import sentence
 from pipeproof.core.verdict import LawResult, Verdict, small
+from pipeproof.reports.colours import decades, step_of
 from pipeproof.reports.columns import ROWS
-from pipeproof.reports.page.grid import decades, step_of
-from pipeproof.reports.template import Marked
-
-Rows = list[list[str | Marked]]
 
 
-def losses(verdict: Verdict) -> Rows:
-    """Those that ranks reported beside those expected, by microbatch; the one of all comes last."""
+def opening(verdict: Verdict) -> str:
+    """What was found, in the sentence that a page begins with."""
+    told = sentence(verdict)
+    if verdict.verdict == "pass":
+        count, exact = sum(law.checked for law in verdict.laws), sum(law.exact for law in verdict.laws)
+        rest = f"{exact} of them bit for bit, the others to the rounding of {verdict.tier}"
+        told = f"all {count} comparisons agree, {'bit for bit' if count == exact else rest}"
+    elif verdict.word == "different":
+        told = f"the two runs differ: {told}"
+    return f"{told[:1].upper()}{told[1:]}."
+
+
+def closest(verdict: Verdict) -> str:
+    """Which comparison came nearest to what rounding allows; empty where all agree bit for bit, or nothing was."""
+    near = [(one.error / one.limit, one) for one in verdict.measured.compared if one.limit and one.error]
+    if not near:
+        return ""
+    share, one = max(near, key=lambda pair: pair[0])
+    what = one.parameter or ("" if one.microbatch is None else f"microbatch {one.microbatch}")
+    return f"closest: {f'{one.law} {what}'.rstrip()}, error {small(one.error)}, {share:.2g} of what rounding allows"
+
+
+def losses(verdict: Verdict) -> Iterator[tuple[str, Compared, str]]:
+    """By microbatch, those that are alike once, with their ranks; the loss of all microbatches comes last."""
     alike: dict[tuple[float, float | None], list[Compared]] = defaultdict(list)
     for one in verdict.measured.of("loss"):
         alike[math.inf if one.microbatch is None else one.microbatch, one.found].append(one)
-    rows: Rows = []
-    for (microbatch, _), (one, *others) in sorted(alike.items(), key=lambda item: item[0][0]):
-        name = "all" if microbatch == math.inf else str(microbatch)
-        ranks = sorted({each.rank for each in (one, *others) if each.rank is not None})
+    for (microbatch, _), found in sorted(alike.items(), key=lambda item: item[0][0]):
+        ranks = sorted({each.rank for each in found if each.rank is not None})
         run = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
         told = f"{ranks[0]} to {ranks[-1]}" if run else ", ".join(map(str, ranks)) or "-"
-        rows.append([name, _number(one.found), _number(one.due), _error(one), told])
-    return rows
+        yield "all" if microbatch == math.inf else str(microbatch), found[0], told
 
 
-def norms(verdict: Verdict) -> Rows:
-    """The gradient norm on every rank that reports it."""
-    return [
-        ["every rank" if one.rank is None else f"rank {one.rank}", _number(one.found), _number(one.due), _error(one)]
-        for one in verdict.measured.of("grad-norm")
-    ]
-
-
-def gradients(verdict: Verdict) -> dict[str, object]:
-    """Every gradient that was compared, the farthest off first, in what rounding allows; and how many are how far."""
-    rows: Rows = []
-    every = _by_distance(verdict)
-    for one in every:
-        stage, rank = ("-" if number is None else str(number) for number in (one.stage, one.rank))
-        numbers = ("-" if number is None else small(number) for number in (one.floor, one.limit))
-        rows.append([one.parameter or "", stage, rank, _error(one), *numbers])
-    exact, wrong = sum(one.error == 0 for one in every), sum(one.outcome != "pass" for one in every)
-    return {"rows": rows, "exact": exact, "rounded": len(rows) - exact - wrong, "wrong": wrong}
+def gradients(verdict: Verdict) -> Sequence[Compared]:
+    """Every gradient that was compared, the farthest off first, in what rounding allows."""
+    every = verdict.measured.of("gradient")
+    return sorted(every, key=lambda one: one.error / one.limit if one.limit else one.error, reverse=True)
 
 
 def strip(verdict: Verdict) -> dict[str, list[tuple[str, str]]] | None:
     """Powers of ten on a line, as texts and places, and gradients that are not exact, as looks and places."""
-    far = [(one, decades(one.error, one.limit)) for one in _by_distance(verdict) if one.error and one.limit]
+    far = [(one, decades(one.error, one.limit)) for one in gradients(verdict) if one.error and one.limit]
     if not far:
         return None
     low, high = min(-2.0, *(math.floor(at) for _, at in far)), max(2.0, *(math.ceil(at) for _, at in far))
@@ -72,47 +75,22 @@ def coefficients(verdict: Verdict) -> dict[str, object] | None:
     """
     if verdict.cells is None:
         return None
-    rows, measured = verdict.cells.rows, verdict.measured
+    rows = verdict.cells.rows
     columns = list(range(len(rows[0])))
     if len(columns) > ROWS:
         columns = [m for m in columns if not all(row[m].right for row in rows)][:ROWS]
     alike: dict[tuple[tuple[Cell, ...], str], list[str]] = defaultdict(list)
-    for one in measured.weights:
+    for one in verdict.measured.weights:
         alike[one.cells, one.seen].append(one.parameter)
-
-    def row(cells: Sequence[Cell]) -> list[Marked]:
-        return [_coefficient(cells[m]) for m in columns]
-
-    return {
-        "columns": columns,
-        "stages": [[f"stage {stage}", *row(cells)] for stage, cells in enumerate(rows)],
-        "stage": measured.stage,
-        "parameters": [[{"all": all, "observed": seen}, *row(cells)] for (cells, seen), all in alike.items()],
-        "but_for": verdict.cells.but_for,
-        "left": len(rows[0]) - len(columns),
-    }
-
-
-def laws(verdict: Verdict) -> Rows:
-    """Every law: how it fared, and how much of it was compared."""
-    return [
-        [
-            law.name,
-            Marked(verdict.outcome(law.outcome), f"outcome {law.outcome.replace(' ', '-')}"),
-            *(str(count) if law.checked else "-" for count in (law.checked, law.exact, law.wrong)),
-            small(law.worst) if law.worst or law.exact == law.checked > 0 else "-",
-            small(law.floor) if law.worst else "-",
-            "" if _missed(law) else law.note,
-        ]
-        for law in verdict.laws
-    ]
+    return {"columns": columns, "alike": alike, "left": len(rows[0]) - len(columns)}
 
 
 def missed(verdict: Verdict) -> list[list[LawResult]]:
     """The laws of which something was not compared, those with the same note together."""
     found: dict[str, list[LawResult]] = defaultdict(list)
-    for law in filter(_missed, verdict.laws):
-        found[law.name if law.left_out else law.note or law.outcome].append(law)
+    for law in verdict.laws:
+        if law.left_out or not law.checked:
+            found[law.name if law.left_out else law.note or law.outcome].append(law)
     return [*found.values()]
 
 
@@ -120,27 +98,3 @@ def notes(verdict: Verdict) -> Mapping[str, str]:
     """Why nothing of a law is shown."""
     noted = {law.name: law.note for law in reversed(verdict.laws) if law.note}
     return defaultdict(lambda: "nothing of it was compared", noted)
-
-
-def _missed(law: LawResult) -> bool:
-    """Whether something that it names was not compared."""
-    return bool(law.left_out) or not law.checked
-
-
-def _by_distance(verdict: Verdict) -> Sequence[Compared]:
-    """The gradients that were compared, the farthest off first."""
-    every = verdict.measured.of("gradient")
-    return sorted(every, key=lambda one: one.error / one.limit if one.limit else one.error, reverse=True)
-
-
-def _coefficient(cell: Cell) -> Marked:
-    return Marked(str(cell), f"k {'unknown' if cell.own is None else 'x' if cell.right else 'w3'}")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.9g}"
-
-
-def _error(one: Compared) -> Marked:
-    text = "bit for bit" if one.error == 0 else small(one.error)
-    return Marked(text, f"k {step_of(one.error, one.limit)}")

@@ -1,6 +1,7 @@
 """Replicas that were reduced in part: which parameters, or which microbatches came too late, is told."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -235,7 +236,7 @@ EACH_LACKS = "rank 0 lacks microbatches 1, 3; rank 1 lacks microbatches 0, 2"
         (
             TWO,
             [{name: each[rank] for name, each in LAST_ALONE.items()} for rank in (0, 1)],
-            [f"not-reduced stage 0, parameter {A}: also of {B}: rank 0 lacks microbatch 3; rank 1 lacks microbatch 2"],
+            [f"not-reduced stage 0, parameter {A}: rank 0 lacks microbatch 3; rank 1 lacks microbatch 2; also: {B}"],
         ),
         (ONE, [PARTS, REST], [f"not-reduced stage 0: {KEEP}: the sum of these is expected"]),
         (
@@ -284,3 +285,17 @@ def test_parts_of_a_sum_and_what_else_is_wrong(used: tuple[str, ...], expected: 
     """What is wrong of a parameter used before may follow; one used after is wrong for another reason."""
     evidence = differing(ONE, {A: DUE[A] + 1, B: PARTS[B]}, {A: DUE[A] - 2, B: REST[B]}, used=used)
     assert [cause.parameter for cause in shared(evidence)] == [expected] * (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("names", "stages", "wheres"),
+    [(NAMES, 2, [0, 1]), (NAMES, 1, [0]), ([A], 2, [0])],
+    ids=["all of the first of two", "all there is", "some of a stage"],
+)
+def test_parts_in_all_of_a_stage_may_be_what_the_next_handed_back(
+    names: Sequence[str], stages: int, wheres: Sequence[int]
+) -> None:
+    each = [{name: parts[name] for name in names} for parts in (PARTS, REST)]
+    evidence = replace(differing(ONE, *each), placement=(0,) * stages)
+    (cause,) = shared(evidence)
+    assert [one.stage for one in (cause, *cause.instead)] == wheres

@@ -11,8 +11,7 @@ from pipeproof.core.cause import Cause, OwnLine
 from pipeproof.core.measured import Done, Measured, Weights
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.pipeline.action import Kind
-from pipeproof.reports.page.campaign import Entry, campaign
-from pipeproof.reports.page.page import page
+from pipeproof.reports.page.page import Entry, campaign, page
 from pipeproof.worlds.stack import Line
 from tests.support.golden import golden
 from tests.support.page_text import PageText

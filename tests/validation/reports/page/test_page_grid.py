@@ -9,7 +9,7 @@ from pipeproof.core.measured import Compared, Done, Measured, Ran, Sight
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedules import build
-from pipeproof.reports.page.grid import Arrow, Grid, step_of
+from pipeproof.reports.page.grid import Arrow, Grid
 
 WRONG = Sight("input", False, False, error=0.5, limit=1e-6, really="0F1", due="0F0")
 
@@ -54,28 +54,6 @@ def test_what_waits_for_ever_stands_somewhere() -> None:
 
 def test_a_message_that_came_as_another_is_waited_for_as_it_came() -> None:
     assert columns(grid(ran("0F0 0F1", "1F0 1F1", wrong={"1F0": WRONG}))) == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("error", "limit", "step"),
-    [
-        (0.0, None, "x"),
-        (1e-6, 1e-6, "a0"),
-        (1e-8, 1e-6, "a2"),
-        (1e-30, 1e-6, "a3"),
-        (2e-6, 1e-6, "w0"),
-        (2e-5, 1e-6, "w1"),
-        (float("inf"), 1e-6, "w4"),
-        (1.0, 0.0, "w4"),
-        (float("nan"), 1e-6, "w4"),
-        (None, 1e-6, ""),
-        (0.1, None, ""),
-    ],
-)
-def test_a_colour_is_a_power_of_ten_of_what_rounding_allows(
-    error: float | None, limit: float | None, step: str
-) -> None:
-    assert step_of(error, limit) == step
 
 
 def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
