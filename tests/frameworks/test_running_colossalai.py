@@ -42,7 +42,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "other-chunk": ("missing", "rank 1, stage 1"),
     "norm-of-one-stage": ("norm", "rank 0"),
     "copies-counted": ("norm", "everywhere"),
-    "other-shard": ("misplaced", "rank 0, stage 0, parameter model.blocks.0.norm.bias"),
+    "other-shard": ("misplaced", "rank 0, stage 0, parameter model.words.weight"),
 }
 
 

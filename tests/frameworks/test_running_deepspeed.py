@@ -31,7 +31,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "other-buffer": ("swapped-gradients", "rank 0, stage 0, microbatches 2, 3"),
     "summed-over-replicas": ("scale", "everywhere"),
     "not-cleared": ("doubled", "microbatches 0, 1, 2"),
-    "clipped-by-one-stage": ("norm", "rank 1, stage 1"),  # whose gradients are left out
+    "clipped-by-one-stage": ("norm", "rank 0"),  # whose gradients alone are in it
 }
 
 
@@ -88,7 +88,10 @@ def test_a_fault_in_a_step_that_is_held_against_itself_is_named(name: str, world
 
 
 IN_SHARDS = {
-    "other-shard": [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
+    "other-shard": [
+        ("not-reduced", "stage 0, parameter 1.down.weight"),
+        ("not-reduced", "stage 1, parameter 4.up.weight"),
+    ],
     "not-divided": [("scale", "everywhere")],
     "other-buffer": [("swapped-gradients", "stage 0, microbatches 2, 3, 6, 7")],
 }

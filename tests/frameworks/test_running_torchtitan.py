@@ -60,11 +60,11 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "scaled-by-schedule": (Layout(), [("scale", "everywhere")]),
     "layer-twice": (
         Layout(),
-        [("partition", "stage 0, parameter model.layers.1.attention.qkv_linear.wqkv.weight")],
+        [("partition", "rank 0, stage 0, parameter model.layers.1.attention.qkv_linear.wqkv.weight")],
     ),
     "norm-of-one-stage": (Layout(clipped=True), [("norm", "rank 0")]),
     "mean-over-replicas": (IN_SHARDS, [("scale", "everywhere")]),
-    "shards-off-by-one": (IN_SHARDS, [("misplaced", "rank 0, stage 0, parameter model.tok_embeddings.weight")]),
+    "shards-off-by-one": (IN_SHARDS, [("misplaced", f"rank {rank}, stage {rank // 2}") for rank in range(4)]),
     "shards-not-reduced": (IN_SHARDS, [("not-reduced", "stage 0"), ("not-reduced", "stage 1")]),
 }
 

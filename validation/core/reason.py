@@ -35,8 +35,12 @@ class Reason(StrEnum):
     NOT_FINITE = "not-finite", "A number that the law needs is not finite.", "Check a step that does not overflow."
     ROUNDING = "rounding", "Rounding may be as large as a fault.", "Check a step in fp32, or a longer one."
     NOTHING = "nothing", "The law saw nothing, or zeros alone.", "Check a step in which it is seen, and not zero."
-    UNREPORTED = "unreported", "The step does not show it.", "Return it from the step, or watch each stage."
-    UNCOMPARED = "uncompared", "Some of it was not compared.", "Return all of it from the step, or watch each stage."
+    UNREPORTED = (
+        "unreported",
+        "The step does not show it.",
+        "Return what is missing, or watch each stage.",
+    )
+    UNCOMPARED = "uncompared", "Some of it was not compared.", "Return all of them from the step, or watch each stage."
     OPTIMIZER = "optimizer", "The optimizer's step is not known.", "Pass the optimizer that steps these weights."
     HOOKS = "hooks", "Hooks may have changed a gradient.", "Check a step without them."
     PARTS = "parts", "Parts of a tensor do not make a whole.", "Say where each part lies."

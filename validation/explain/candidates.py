@@ -28,7 +28,7 @@ def near(one: float | None, other: float | None, noise: float = 0.0) -> bool:
 def called(value: float, candidates: Iterable[Candidate], noise: float = 0.0) -> Candidate | None:
     """The first of ``candidates`` that ``value`` is; None where it is none of them. All of them are finite."""
     if not math.isfinite(value):
-        return Candidate("no finite number, and all that it is made of is finite", value)
+        return Candidate("not finite, though all that it is formed of is", value)
     return next((one for one in candidates if near(value, one.value, noise)), None)
 
 

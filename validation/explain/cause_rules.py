@@ -158,7 +158,7 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
     ):
         for term, c in terms.items():
             if term.what == what:
-                yield Fault(kind, factor=c, detail=f"{words}, {c:.4g} times")
+                yield Fault(kind, factor=c, detail=words if c == 1.0 else f"{words}, {c:.4g} times")
     old = {term.activation: c for term, c in terms.items() if term.what == "contribution"}
     if old:
         factor = next(iter(old.values())) if len(set(old.values())) == 1 else None

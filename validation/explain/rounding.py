@@ -89,7 +89,8 @@ def _at_some_scale(seen: Tensor, whole: Tensor) -> Rounded | None:
     if (seen - whole).norm() > TELLING * whole.norm():
         return None
     largest = seen.abs().max()
-    size = seen.abs()[:: max(1, len(seen) // MOST)].sort(descending=True).values
+    some = {*seen.abs()[:: max(1, len(seen) // MOST)].tolist()}  # what is there often tells no more than once
+    size = torch.tensor(sorted(some, reverse=True), dtype=torch.float64)
     size = size[size > 0]
     top = size[size > largest / 2**_BINADES]
     for name, bits in _BITS.items():

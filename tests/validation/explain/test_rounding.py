@@ -90,3 +90,8 @@ def test_what_was_added_up_in_a_narrower_type_is_told_from_a_sum_that_is_rounded
 def test_two_are_added_up_alike_in_either_way() -> None:
     two = parts(2)
     assert added_up_in((two[0] + two[1]).float(), two, "bf16") is False
+
+
+def test_one_value_that_is_there_often_is_no_rounding() -> None:
+    """As of a norm's weights, all of which were ones, and had something added."""
+    assert told(torch.full((64,), 1.1), torch.ones(64)) is None

@@ -21,7 +21,8 @@ def norm(evidence: Evidence) -> list[Cause]:
     first = min(found, key=lambda one: one.rank or 0)
     rank, value, right = first.rank or 0, first.found, first.due
     reported = [one for one in evidence.norms if one is not None]
-    apart = any(not near(one, reported[0]) for one in reported[1:])
+    finite = [one for one in reported if math.isfinite(one)]
+    apart = 0 < len(finite) < len(reported) or any(not near(one, finite[0]) for one in finite[1:])
     alone = len({one.rank for one in found}) < len(reported)
     if evidence.norms[rank] is None or not isinstance(value, float) or not isinstance(right, float):
         return [Cause("report", rank if alone else None, detail=compared(found))]
@@ -40,7 +41,7 @@ def norm(evidence: Evidence) -> list[Cause]:
             "report" if alone and not went else (named.kind if named else "") or "norm",
             rank=rank if apart else holders[0] if len(holders) == 1 else None,
             stage=stage,
-            factor=value / right if right else None,
+            factor=value / right if right and math.isfinite(value) else None,
             detail=f"{words}{'; gradients were clipped by it' * used}",
         )
     ]

@@ -52,7 +52,8 @@ def update(evidence: Evidence) -> list[Cause]:
     (times, noise), *more = factors
     if more and times and not coarse and all(near(one.value, times, one.noise + noise) for one in more):
         cause = replace(cause, detail=f"{cause.detail}: all moved {times:.4g} times as far as they should")
-    return [replace(cause, instead=(replace(cause, kind="clip"),)) if _may_be_clipped(evidence, coarse) else cause]
+    clips = all(one.value for one in factors) and _may_be_clipped(evidence, coarse)  # which stops no weight
+    return [replace(cause, instead=(replace(cause, kind="clip"),)) if clips else cause]
 
 
 def _apart(found: Sequence[Mismatch], evidence: Evidence) -> tuple[int, ...]:
