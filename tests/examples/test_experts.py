@@ -239,8 +239,7 @@ def test_tokens_that_go_to_wrong_experts_are_named(
     whitebox: WhiteBox, scores: Callable[[Experts, Tensor], Tensor], told: str
 ) -> None:
     verdict = judged(whitebox, partial(step, change=partial(chosen_by, scores)), reference=build_apart)
-    (cause,) = verdict.cause
-    assert (verdict.verdict, cause.kind, cause.rank, cause.stage) == ("fail", "misrouted", *WRONG), verdict
+    assert (verdict.verdict, verdict.cause, len(verdict.undecided)) == ("fail", (), 1), verdict
     found = {(one.rank, one.stage, one.router) for one in verdict.mismatches if one.law == "routing"}
     assert found == {(1, 1, "3.moe")}, "and what was computed with these is not what the scores say"
     routed(verdict)

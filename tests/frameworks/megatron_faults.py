@@ -268,7 +268,7 @@ FAULTS = {
 BF16 = Layout(bf16=True, optimizer=True)
 ROUNDED = "rank 1, stage 1, parameter model.decoder.final_layernorm.weight"  # and others, in words
 FAULTS |= {
-    "added-in-bf16": Fault(added_in_bf16, BF16, "narrow-accumulation", (ROUNDED,)),
+    "added-in-bf16": Fault(added_in_bf16, BF16, "rounded", (ROUNDED,)),
     "cast-to-bf16": Fault(cast_to_bf16, BF16, "rounded", (ROUNDED,)),
     "added-again": Fault(added_again, BF16, "scale", ("rank 1, stage 1",)),
     "scaled-otherwise": Fault(scaled_otherwise, replace(BF16, scaled=True), "scale"),

@@ -36,8 +36,6 @@ SEEN_AS = {
     "side-input-missing": "uninitialised",
     "weight-halves-after-whole": "scale",
     "cut-along-tokens": "altered",
-    "activations-rounded": "cast-on-wire",  # both ends are seen
-    "gradients-travel-rounded": "cast-on-wire",
     # By how far parameters moved: another factor before the step would have moved them so.
     "updated-before-reduced": "clip",
     "tied-copy-other-rate": "clip",

@@ -134,13 +134,13 @@ def faults() -> Iterator[Job]:
         yield Job("gradients halved on their way", late(fault="gradients halved on their way"), against, halved)
         apart = sums("not-reduced", 1, ranks=(2, 3), wrong="reduction replicas")
         yield Job("never reduced", late(fault="never reduced", at=(2, 3), replicas=2), against, apart)
-    old = forward(("stale-tensor", "weights-changed"), 0, 1, 2, wrong="stale computation", somewhere=True)
-    others = replace(old, kinds=(*old.kinds, "not-repeatable"))
+    old = forward("stale-tensor", 0, 1, 2, wrong="stale computation", somewhere=True)
+    others = replace(old, kinds=(*old.kinds, "computation"))
     yield Job("weights of the first step", pure(), "single", old, steps=2)
     yield Job("weights of the first step", pure(), "composed", others, steps=2)
     casts = late(before=old_casts)
     yield Job("old casts of weights", casts, "single", old, model="autocast", steps=2)
-    little = sums(("stale-tensor", "weights-changed"), 0, 1, 2, wrong="stale computation", somewhere=True, faint=True)
+    little = sums("stale-tensor", 0, 1, 2, wrong="stale computation", somewhere=True, faint=True)
     yield Job("old casts of weights, small steps", casts, "single", little, model="autocast", steps=2, rate=0.005)
 
 

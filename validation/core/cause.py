@@ -15,13 +15,6 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "scale": "gradients are a multiple of what they should be",
         "sign": "gradients have the wrong sign",
         "unequal-weights": "microbatches were weighted by another number than they should be, such as their tokens",
-        # Loss scaling, which multiplies losses and divides gradients by one number.
-        "scaled-twice": "losses were multiplied by the loss scale twice",
-        "not-scaled": "losses were not multiplied by the loss scale, by which gradients are divided",
-        "not-unscaled": "the loss scale is still in gradients",
-        "unscaled-twice": "gradients were divided by the loss scale twice",
-        "unscaled-after-norm": "the norm was taken while the loss scale was still in gradients",
-        "scales-differ": "gradients were divided by another loss scale than losses were multiplied by",
         "step-skipped": "some ranks skipped their step, and others did not",
         # Microbatches, counted or exchanged.
         "dropped": "a microbatch's gradient is missing from the sum",
@@ -49,23 +42,17 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "report": "what was computed is right, what was reported is not",
         "mode": "a module ran in the wrong mode",
         "buffers": "state that forwards leave behind is wrong",
-        "master-weights": "weights are not those of their master copies",
         # Messages and memory.
         "wrong-message": "a message arrived as another",
         "mispaired": "a call used another microbatch's activation or gradient",
         "overwritten": "a tensor was overwritten while it was still needed",
         "uninitialised": "a tensor was read before it was filled, or nobody passed it on",
         "rounded": "a tensor went through a narrower type",
-        "cast-on-wire": "a tensor was cast to a narrower type between two stages",
-        "narrow-accumulation": "gradients of microbatches were added up in a narrower type",
         "altered": "a tensor was changed on its way",
         "not-finite": "a tensor is not finite",
         # The model itself.
         "computation": "a stage computed something else from right inputs",
-        "weights-changed": "weights were changed when they should not be",
-        "not-repeatable": "a computation gave other bits than it gives when it is repeated",
         "randomness": "random numbers differ from the reference's",
-        "misrouted": "tokens went to other experts than their scores say",
         "partition": "a stage does not hold the layers that it should",
         # The order of things.
         "order": "the order of actions breaks a law",

@@ -9,26 +9,12 @@ from pipeproof.core.measured import Measured
 HINTS: Mapping[str, str] = MappingProxyType(
     {
         "scale": "Look for a division or a multiplication that is missing, or done twice: the loss by the number of "
-        "microbatches, gradients by ranks, replicas or tokens.",
+        "microbatches, gradients by ranks, replicas, tokens or the loss scale.",
         "sign": "Look for a minus: a loss that is maximised, or a gradient that is subtracted where it is added.",
         "unequal-weights": "Are losses averaged over microbatches whose tokens differ? Divide sums of losses by the "
         "number of all tokens, or means by the number of microbatches, of all replicas, and do so on both sides.",
-        "scaled-twice": "Scale each loss once before its backward: does a wrapper of the loss, or of the backward, do "
-        "it as well?",
-        "not-scaled": "Scale each loss before its backward, on the last stage's rank: scaler.scale(loss).backward().",
-        "not-unscaled": "Divide gradients by the loss scale on every rank, once they are complete and before anyone "
-        "looks at them.",
-        "unscaled-twice": "Divide gradients by the loss scale once: does the optimizer, or clipping, do it, too?",
-        "unscaled-after-norm": "Divide gradients by the loss scale first, then take the norm and clip.",
-        "scales-differ": "Give all ranks one loss scale: reduce over them whether gradients overflow, by which it "
-        "grows, and update it last, once gradients are divided by it.",
         "step-skipped": "All ranks must know whether any gradient overflows before one takes its step: reduce that "
         "over all.",
-        "master-weights": "Make master copies of the weights that training begins with, and copy them back after each "
-        "step.",
-        "cast-on-wire": "Send and receive in the type that the stage puts out.",
-        "narrow-accumulation": "Add each microbatch's gradient to a sum in fp32, and clear the narrow one: main_grad, "
-        "or an accumulator of your own.",
         "dropped": "Find this microbatch's backward: is it in the schedule, does its loop run to the end, did "
         "its message come without requires_grad, and does anything clear gradients after it?",
         "doubled": "Find this microbatch's backward: does it run twice, or does anything add its gradient once more?",
@@ -70,18 +56,12 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "overwritten": "Give each microbatch that is still needed a buffer of its own, or wait until the last one that "
         "reads it is done.",
         "uninitialised": "Wait for the receive before its buffer is read. Is it sent at all, as each gradient must be?",
-        "rounded": "Look for a cast on the tensor's way: autocast, a buffer of a narrower type, a compressed message.",
+        "rounded": "Look for a cast on the tensor's way: autocast, a buffer or a sum of a narrower type, a message.",
         "altered": "What writes to this tensor, or moves its elements, after it is made and before it is read?",
         "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "
         "stage; else the message to it.",
         "computation": "Compare, layer by layer, what this stage's module computes with what it should.",
-        "weights-changed": "What writes to weights before the last backward: an optimizer, a callback, a copy? In "
-        "check_step, call gradients() before weights are updated, also where that is done by hand.",
-        "not-repeatable": "Run the step again. If it comes again, the module depends on more than its inputs, or its "
-        "tensors are written to too early. If not, it was the hardware, or a race on the device.",
         "randomness": "Draw by seed, layer and microbatch, never by the order of draws: fork the generator for each.",
-        "misrouted": "Compare what the router chooses by: its weights of this step, its type, a bias that is added for "
-        "the choice alone, masks, and the dimension that topk is taken along.",
         "partition": "Compare the layers that each stage holds with the split: each layer once, in order.",
         "order": "The line says which law breaks where: change the order of these actions in the schedule.",
         "deadlock": "Look at who waits for whom: one of these sends or receives is missing, or comes too late.",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from pipeproof.reference.pairing import Contributed, Flow, Pairing, Pairings
-from pipeproof.reference.step import Contribution, Gradient, Site, Stage
+from pipeproof.reference.step import Gradient, Site, Stage
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,12 @@ class Update:
     ``observed`` and ``expected``: an update's gradients by site, after tied copies are summed. ``now``: the operation
     that made the update; ``earlier``: the accumulating calls before it, latest first; ``before``: the last operation
     of the update before, and ``old``, that update's gradients. ``tied``: parameters with copies in several stages, the
-    name by stage. ``evaluated``: evaluations before the update, as if they had been
-    steps. ``placement``: each stage's rank, or the first of several; ``ranks`` and ``stages``: how many a replica has,
-    if somebody knows better; ``replicas``: how many of the model there are. ``given``: what each microbatch gives, in
-    the order in which it is added up and in its own type, where that is known. ``computed_in``: the narrowest type that
-    the reference computes in, asked for where it matters. ``coarse``: a type as coarsely as which gradients are taken
-    to be rounded, if it is narrower than their own. ``passing``: those of which what was observed is near enough to
-    what is due, though it is not that.
+    name by stage. ``evaluated``: evaluations before the update, as if they had been steps. ``placement``: each stage's
+    rank, or the first of several; ``ranks`` and ``stages``: how many a replica has, if somebody knows better;
+    ``replicas``: how many of the model there are. ``computed_in``: the narrowest type that the reference computes in,
+    asked for where it matters. ``coarse``: a type as coarsely as which gradients are taken to be rounded, if it is
+    narrower than their own. ``passing``: those of which what was observed is near enough to what is due, though it is
+    not that.
     """
 
     observed: Mapping[Site, Gradient]
@@ -43,7 +42,6 @@ class Update:
     ranks: int | None = None
     stages: int | None = None
     replicas: int = 1
-    given: Sequence[Contribution] = ()
     computed_in: Callable[[], torch.dtype | None] = lambda: None
     coarse: torch.dtype | None = None
     passing: Collection[Site] = frozenset()
@@ -76,11 +74,10 @@ class Term(NamedTuple):
     what: "pair", of microbatch ``activation``'s activation and microbatch ``gradient``'s output gradient, on the last
     stage its target. "logits": the same on the last stage with the gradient in the logits. "flow": with the output
     gradient number ``gradient`` that an error in the next stage made. "earlier": microbatch ``activation`` of the
-    accumulating call ``gradient`` calls ago. "gradient": the whole gradient of the step before. "contribution": one
-    microbatch's part of it. "parameter": the parameter itself. "evaluated": the gradient of evaluation
-    number ``activation``. "old-activation", "old-gradient": a pair of which that
-    half is of the step before. "old-data": the step before's microbatch in today's model. "old-weights": today's
-    microbatch in the step before's model.
+    accumulating call ``gradient`` calls ago. "gradient": the whole gradient of the step before. "parameter": the
+    parameter itself. "evaluated": the gradient of evaluation number ``activation``. "old-activation", "old-gradient": a
+    pair of which that half is of the step before. "old-data": the step before's microbatch in today's model.
+    "old-weights": today's microbatch in the step before's model.
     """
 
     what: str
@@ -155,13 +152,6 @@ class Atoms:
             there = _double(self._update.old.get((self._stage, name)))
             old[name] = None if there is None or torch.equal(there, weight.detach().to(there)) else there
         return [Atom(Term("gradient"), old)] if self._update.old else []
-
-    @cached_property
-    def contributions(self) -> list[Atom]:
-        """What each microbatch of the step before gave."""
-        before, stage = self._update.before, self._stage
-        own = range(0 if before is None else before.microbatches)
-        return [self._atom(Term("contribution", i), before.contribution(stage, i)) for i in own if before]
 
     @cached_property
     def pairs(self) -> list[Atom]:

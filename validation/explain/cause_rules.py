@@ -120,7 +120,7 @@ def filled(stage: Explanation, *, by_activation: bool = False) -> dict[Term, flo
 
 def _slots(stage: Explanation, term: Term) -> tuple[int, ...]:
     """The microbatches that a wrong term may stand in for, the likeliest first."""
-    if term.nominal or term.what in ("gradient", "contribution", "parameter", "evaluated"):
+    if term.nominal or term.what in ("gradient", "parameter", "evaluated"):
         return ()
     if term.what == "flow":
         return (term.activation, *sorted(stage.wrong[term.gradient].near))
@@ -159,10 +159,6 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
         for term, c in terms.items():
             if term.what == what:
                 yield Fault(kind, factor=c, detail=words if c == 1.0 else f"{words}, {c:.4g} times")
-    old = {term.activation: c for term, c in terms.items() if term.what == "contribution"}
-    if old:
-        factor = next(iter(old.values())) if len(set(old.values())) == 1 else None
-        yield Fault("stale-gradient", tuple(sorted(old)), factor, "of these microbatches of the step before")
     for what, words in (
         ("old-activation", "an activation of the step before"),
         ("old-gradient", "an output gradient of the step before"),
@@ -336,10 +332,8 @@ def _odd_causes(update: Update, odd: Likeness, within: float) -> Iterator[Cause]
 
 
 def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
-    if odd.kind in ("missing", "unexpected", "zero", "not-finite"):
+    if odd.kind in ("missing", "unexpected", "zero", "not-finite", "rounded"):
         yield Cause(odd.kind)
-    elif odd.kind in ("rounded", "narrow-accumulation"):
-        yield Cause(odd.kind, detail="" if odd.kind == "rounded" and odd.step is None else odd.text)
     elif odd.kind == "reordered":
         yield Cause("altered", detail=f"its own {odd.line}s are in another order")
     elif odd.kind == "other" and odd.source is not None:

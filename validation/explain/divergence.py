@@ -103,19 +103,7 @@ def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Poi
     n_stages = 1 + max(point.stage for point in ground.expected)
     both = [point for point in ground.expected if point in recording.tensors]
     right = {point: is_right(recording, ground, point, limit) for point in both}
-    return first_wrong_points(right | dict.fromkeys(_wrong_losses(recording, ground, right), False), n_stages)
-
-
-def _wrong_losses(recording: Recording, ground: Ground, right: Mapping[Point, bool]) -> Iterator[Point]:
-    """Losses that are right but for their last digits, although their gradients are wrong and their outputs exact.
-
-    A loss is one number, in a coarse type of few digits: another target may hardly show in it.
-    """
-    for point in (point for point, is_right in right.items() if point.where == FLOWED and not is_right):
-        loss, made = point._replace(where=LOSS), point._replace(where=MADE)
-        if right.get(loss) and right.get(made) and is_right(recording, ground, made, 0.0):
-            if not is_right(recording, ground, loss, 0.0):
-                yield loss
+    return first_wrong_points(right, n_stages)
 
 
 def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point]:

@@ -1,9 +1,9 @@
 """What an explanation rests on: the broken laws, and of the run that they are about as much as is known."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from pipeproof.observers.observed import Observed, Passed
 from pipeproof.observers.recording import RECEIVED, Recording, Site
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Expected, Gradient
+
+Found = TypeVar("Found")
 
 _OF_GRADIENTS = ("gradient", "presence", "tied-copies")
 
@@ -102,6 +104,13 @@ class Evidence:
     renamed_by: str = ""
     lengths: Mapping[Site, float] = field(default_factory=dict)
     played: Sequence[Played] = ()
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, look: "Callable[[Evidence], Found]") -> Found:
+        """What ``look`` finds here: it is costly, and several rules ask for it."""
+        if look not in self._found:
+            self._found[look] = look(self)
+        return self._found[look]  # type: ignore[no-any-return]
 
     @property
     def setup(self) -> Setup:

@@ -14,7 +14,6 @@ from pipeproof.explain.explanation import Explanation
 from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import in_place_of, plainly
 from pipeproof.explain.limits import ALIKE, CLOSE, DECIDED, FEW, HALF, LITTLE
-from pipeproof.explain.rounding import added_up_in
 from pipeproof.explain.solver import (
     Layout,
     System,
@@ -31,10 +30,10 @@ from pipeproof.explain.solver import (
     simple,
     weights,
 )
-from pipeproof.observers.likeness import NARROWER, Label, Likeness
+from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 
-_WHOLE = {"missing", "unexpected", "rounded", "narrow-accumulation", "not-finite"}  # what a whole stage can be at once
+_WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
 
 
 class GradientFit:
@@ -55,7 +54,7 @@ class GradientFit:
         self._seen = {name: update.observed.get((stage, name)) for name in own}
         self._due = {name: update.expected.get((stage, name)) for name in own}
         pairs = ((self._seen[name], self._due[name], Label.of_gradient((stage, name))) for name in own)
-        self._absent = self._as_added(tuple(one for pair in pairs if (one := plainly(*pair, every)) is not None))
+        self._absent = tuple(one for pair in pairs if (one := plainly(*pair, every)) is not None)
         absent = {one.parameter for one in self._absent}
         there = [name for name in own if name not in absent and self._due[name] is not None]
         sized = {name: (self._seen[name], self._due[name], self._nominal_sum(name)) for name in there}
@@ -71,24 +70,6 @@ class GradientFit:
         hidden = not found.explained and found.residual <= found.limit  # by rounding, which may have made it so
         found = (self._multiple(found) or found) if found.undecided or hidden else found
         return replace(found, names=tuple(self._names), whole=self._whole(found))
-
-    def _as_added(self, odd: tuple[Likeness, ...]) -> tuple[Likeness, ...]:
-        """``odd``; where all that is rounded is what microbatches give when they are added up in the narrower type.
-
-        Of few microbatches, or few elements, that may also be their sum, rounded once: some must tell.
-        """
-        rounded = [one for one in odd if one.kind == "rounded"]
-        added = [self._added_up(one) for one in rounded]
-        if None in added or not any(added):
-            return odd
-        return tuple(replace(one, kind="narrow-accumulation") if one in rounded else one for one in odd)
-
-    def _added_up(self, odd: Likeness) -> bool | None:
-        seen, site = self._seen[odd.parameter], (self._stage, odd.parameter)
-        parts = [part.cpu() for one in self._update.given if (part := one.gradients.get(site)) is not None]
-        if seen is None or not parts or odd.narrow not in NARROWER or odd.step is not None:
-            return None
-        return added_up_in(seen.cpu(), parts, odd.narrow)
 
     def _whole(self, found: Explanation) -> str:
         """What every parameter is that has a gradient, or should have one; nothing where that is not one thing."""
@@ -164,8 +145,6 @@ class GradientFit:
         if self._wrong:
             yield [*atoms.nominal, *atoms.consequences], False
         yield [*atoms.nominal, *atoms.extras], False
-        if atoms.contributions:
-            yield [*atoms.nominal, *atoms.contributions], False
         some = [*atoms.nominal, *atoms.consequences, *atoms.extras, *atoms.pairs]
         yield some, True
         if self._thorough and atoms.stale:
@@ -204,23 +183,12 @@ class GradientFit:
                 return
 
     def _but_for(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
-        """``found`` with the parameters that it does not hold for named, refined without these."""
+        """``found`` with the parameters that it does not hold for named."""
         holds = self._holding(found, system)
         if len(holds) < HALF * len(self._names):
             return replace(found, explained=False)
-        if len(holds) < len(self._names):
-            found = self._refined(found, system.only(holds), atoms)
-            holds = self._holding(found, system)
         odd = [self._alone(found, name) for name in self._names if name not in holds]
         return replace(found, odd=(*self._absences(found), *odd), compared=len(self._names))
-
-    def _refined(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
-        used = [atom for atom in atoms if found.coefficients.get(atom.term)]
-        better = self._solve(system.of_atoms([atoms.index(atom) for atom in used]), used, sparse=False)
-        if not better.explained or better.undecided:
-            return found
-        terms = {**dict.fromkeys(found.coefficients, 0.0), **better.coefficients}
-        return self._simple(terms, system, atoms)
 
     def _solve(self, system: System, atoms: list[Atom], *, sparse: bool) -> Explanation:
         """Least squares with all ``atoms``, unless only few may be used, or too few equations decide on all."""

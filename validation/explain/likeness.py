@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeproof.core.limits import precision_of
 from pipeproof.core.tolerance import agrees, error, stands_for_none
 from pipeproof.explain.known import Known, form, nearest
-from pipeproof.explain.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW, HALF, LITTLE, MANY
+from pipeproof.explain.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW
 from pipeproof.explain.reordering import by_chance, reordered
 from pipeproof.explain.rounding import rounded_as
 from pipeproof.explain.solver import (
@@ -30,8 +30,6 @@ from pipeproof.observers.recording import Point
 
 Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
 
-_GARBAGE = 1e12  # times the largest expected element: no arithmetic error comes near
-_TINY = 1e-30  # memory that was never written is full of numbers below this
 _HERE = Label(Point(-1, -1, ""))
 
 
@@ -162,8 +160,8 @@ def _zero(asked: _Asked) -> Likeness | None:
 
 
 def _rounded(asked: _Asked) -> Likeness | None:
-    found = rounded_as(asked.seen, asked.due)
-    return None if found is None else Likeness("rounded", asked.at, narrow=found.narrow, step=found.step)
+    narrow = rounded_as(asked.seen, asked.due)
+    return Likeness("rounded", asked.at, narrow=narrow) if narrow else None
 
 
 def _multiple(asked: _Asked) -> Likeness | None:
@@ -287,18 +285,6 @@ def sum_of(seen: Tensor, own: Tensor, term: Tensor, *, limit: float, of: int = 1
     return own_part, more
 
 
-def _noisy(asked: _Asked) -> Likeness | None:
-    """Whether what was added is small, is nearly everywhere, and has nothing to do with what it was added to."""
-    one, two = asked.one.flatten(), asked.two.flatten()
-    added = one - two
-    if len(two) < MANY or (added != 0).double().mean() < 1 - LITTLE or added.norm() > HALF * two.norm():
-        return None
-    pairs = ((added, two), (added, torch.ones_like(two)), (added[:-1], added[1:]))
-    if max(abs(_cosine(*pair)) for pair in pairs) > CLEARLY / math.sqrt(len(two)):
-        return None
-    return Likeness("noisy", asked.at, error=error(asked.seen, asked.due))
-
-
 def _different(asked: _Asked) -> Likeness:
     cosine = _cosine(asked.one.flatten(), asked.two.flatten())
     return Likeness("different", asked.at, error=error(asked.seen, asked.due), cosine=cosine)
@@ -310,4 +296,4 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 
 _PLAIN: tuple[Test, ...] = (_shape, _not_finite, _zero, _rounded)
 _OF_NUMBERS: tuple[Test, ...] = (_multiple, _reordered, _partly)
-_VAGUE: tuple[Test, ...] = (_summed, _noisy)
+_VAGUE: tuple[Test, ...] = (_summed,)

@@ -9,20 +9,19 @@ class LossScale:
     """How a step scales, as far as its scalers say so.
 
     losses: what losses were multiplied by before their backwards. divided: what a rank's gradients are divided by.
-    before: what that was when the step began. skips: gradients overflow, so that every rank is to skip its step.
+    skips: gradients overflow, so that every rank is to skip its step.
     ranks: what each rank divides by, where several say so.
     """
 
     losses: float
     divided: float
-    before: float
     skips: bool = False
     ranks: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, rank: int | None) -> "LossScale":
         """The same, as ``rank`` has it."""
         divided = self.divided if rank is None else self.ranks.get(rank, self.divided)
-        return self if divided == self.divided else replace(self, divided=divided, before=divided)
+        return self if divided == self.divided else replace(self, divided=divided)
 
     @property
     def over(self) -> float:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from torch import Tensor
-
 from pipeproof.core.cause import Cause
 from pipeproof.core.tolerance import error
 from pipeproof.explain.atoms import Update
@@ -16,26 +14,38 @@ from pipeproof.explain.solver import limit_of
 from pipeproof.observers.likeness import Label
 from pipeproof.reference.step import Gradient, Site, Stage
 
-Predicted = Callable[[Site], Gradient]
+Predicted = Mapping[Site, Gradient]
 
 
 def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
     """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
 
     @cache
-    def predicted(site: Site) -> Gradient:
-        stage, due = stages[site[0]], update.expected.get(site)
-        return stage.predicted(site[1]) if stage.explained else None if due is None else due.double().cpu()
+    def predicted() -> Predicted:
+        every = [(one, name) for one in stages for name in update.now.parameters(one.stage)]
+        return {(one.stage, name): _predicted(one, update.expected.get((one.stage, name)), name) for one, name in every}
 
-    return {one.stage: tuple(_mixed(one, update, predicted)) for one in stages}
+    @cache
+    def known() -> Known:
+        every = ((Label.of_gradient(site), one) for site, one in predicted().items())
+        return Known((label, one) for label, one in every if one is not None)
+
+    return {one.stage: tuple(_mixed(one, update, predicted, known)) for one in stages}
 
 
-def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
+def _predicted(stage: Explanation, due: Gradient, name: str) -> Gradient:
+    """What a parameter's gradient should be, as far as the faults of its stage are known."""
+    return stage.predicted(name) if stage.explained else None if due is None else due.double().cpu()
+
+
+def _mixed(
+    one: Explanation, update: Update, predicted: Callable[[], Predicted], known: Callable[[], Known]
+) -> Iterator[Cause]:
     """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
     residual stream adds up, too, so it may follow from the layer between them."""
     every = [name for name in one.names if not _is_right((one.stage, name), update)]
     unknown = [odd.parameter for odd in one.odd if not odd.is_known] if one.explained else every
-    found = [_partner((one.stage, name), update, predicted) for name in unknown]
+    found = [_partner((one.stage, name), update, predicted(), known()) for name in unknown]
     causes = {name: cause for name, cause in zip(unknown, found, strict=True) if cause is not None}
     if not one.explained and len(causes) == len(found) and len({cause.kind for cause in causes.values()}) == 1:
         told = [f"{name}: {cause.detail}" for name, cause in causes.items()]
@@ -51,13 +61,12 @@ def _is_right(site: Site, update: Update) -> bool:
     return seen is not None and due is not None and error(seen.cpu(), due.cpu()) <= limit_of(due, due.double())
 
 
-def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
+def _partner(site: Site, update: Update, predicted: Predicted, known: Known) -> Cause | None:
     """What it means that a gradient is so much of its own and so much of another parameter's."""
-    seen, own = update.observed.get(site), predicted(site)
+    seen, own = update.observed.get(site), predicted.get(site)
     if seen is None or own is None:
         return None
-    others = Known((Label.of_gradient(other), gradient) for other, gradient in _others(site, own, update, predicted))
-    found = summed(seen.double().cpu(), own, Label.of_gradient(site), others, limit_of(update.expected.get(site), own))
+    found = summed(seen.double().cpu(), own, Label.of_gradient(site), known, limit_of(update.expected.get(site), own))
     if found is None or found.label is None or not found.label.name:
         return None
     of_own, of_other = found.factor or 0.0, found.more or 0.0
@@ -71,13 +80,3 @@ def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
 def gradient_of(label: Label) -> str:
     """What a parameter's gradient is called."""
     return f"the gradient of {label.name}, stage {label.point.stage}"
-
-
-def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:
-    """What all other parameters of one shape should have."""
-    for stage in range(update.now.stages):
-        for name, parameter in update.now.parameters(stage).items():
-            if parameter.shape == own.shape and (stage, name) != site:
-                more = predicted((stage, name))
-                if more is not None:
-                    yield (stage, name), more

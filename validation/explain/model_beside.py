@@ -26,8 +26,8 @@ _NEVER_RAN = (RuntimeError, TypeError, ValueError, IndexError)  # modules that r
 class ModelBeside:
     """A model on one device beside a step, with the weights and the microbatches that the step began with.
 
-    ``traced`` is the model cut into stages. ``layers`` are those of each stage, where it is a chain of layers.
-    ``lacks``: whether the reference is known to compute no such tensor for a microbatch, nor what it is made of.
+    ``traced`` is the model cut into stages. ``lacks``: whether the reference is known to compute no such tensor for a
+    microbatch, nor what it is made of.
     """
 
     reference: Reference
@@ -35,7 +35,6 @@ class ModelBeside:
     batches: Sequence[Batch]
     loss: Loss
     traced: Callable[[], Traced]
-    layers: Sequence[range] = ()
     lacks: Callable[[int, Sketch], bool] = field(default=lambda microbatch, seen: False)
 
     def played(self, batch: Batch, planted: Planted = nullcontext) -> Contribution | None:
@@ -47,16 +46,20 @@ class ModelBeside:
             return None
         return replace(made, gradients=self._again.total(made.gradients))
 
-    def loss_with(self, microbatch: int, target: Tensor) -> float | None:
-        """The loss of a microbatch with another target; None where it has none such, or does not run with it."""
-        own = self.batches[microbatch]
-        if not own.target.numel() or own.target.shape != target.shape:
-            return None
+    def loss_of(self, batch: Batch, planted: Planted = nullcontext) -> float | None:
+        """The loss that ``batch`` gives; None where the model does not run so."""
         try:
-            ((loss, _),) = self._again.losses([replace(own, target=target)])
+            with planted(self._again.model):
+                ((loss, _),) = self._again.losses([batch])
         except _NEVER_RAN:
             return None
         return loss.item()
+
+    def loss_with(self, microbatch: int, target: Tensor) -> float | None:
+        """The loss of a microbatch with another target; None where it has none such, or does not run with it."""
+        own = self.batches[microbatch]
+        fits = own.target.numel() and own.target.shape == target.shape
+        return self.loss_of(replace(own, target=target)) if fits else None
 
     def ends(self, stage: int) -> Sequence[Place]:
         """The places where ``stage`` ends, in the order of a module's outputs; none where that is not known."""

@@ -136,5 +136,4 @@ def beside_of(setup: Setup, now: Played) -> ModelBeside:
         batches,
         loss,
         traced=lambda: Traced(now.model, held=held, batches=batches, loss=loss, losses=losses, ends={}),
-        layers=setup.layers,
     )

@@ -18,9 +18,9 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, CLOSE, DECIDED
 from pipeproof.explain.model_beside import ModelBeside
 from pipeproof.explain.rules.order import or_zeros
-from pipeproof.explain.substitutions import Substitution, between, inside, kept_otherwise, of_data, of_layers
+from pipeproof.explain.substitutions import Substitution, between, inside, kept_otherwise, of_data
 from pipeproof.observers.recording import Site
-from pipeproof.reference.model import Model
+from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Gradient
 
 _MOST = 1 << 27  # numbers that the gradients of all microbatches may have: each change is tried with each of them
@@ -34,8 +34,7 @@ def replayed(evidence: Evidence) -> list[Cause]:
     beside, members = evidence.beside, () if evidence.members is None else evidence.members.stages
     if beside is None or not (replay := Replay(evidence, beside)).possible:
         return []
-    layers = of_layers(beside.model, beside.layers) if isinstance(beside.model, Model) else ()
-    found = [*replay.replay((*between(beside, evidence.stages, replay.dtype), *of_data(beside.batches), *layers))]
+    found = [*replay.replay((*between(beside, evidence.stages, replay.dtype), *of_data(beside.batches)))]
     if not found and any(len(one.part.members) > 1 for one in members) and not evidence.differs("replicas"):
         every = inside(beside, evidence.expected.gradients.keys(), evidence.ranks, replay.reaches)
         found = [*islice(replay.replay(every), 1)]  # others may be the same in other words
@@ -118,10 +117,16 @@ class Replay:
         """What that microbatch gives; None where that shows already that ``one`` did not happen."""
         if perf_counter() > self._end or (self._losses and one.forward != self._evidence.differs("loss")):
             return None
+        if self._losses and not self._is_loss(self.beside.loss_of(self._batch(self._first, one), one.planted)):
+            return None  # a forward alone has shown it
         made = self._made(self._first, one)
         if made is None or not self._gives_loss(self._first, made):
             return None
         return made if self._moves(self._first, made) >= self._evidence.wrong("gradient") else None
+
+    def _is_loss(self, loss: float | None) -> bool:
+        """Whether it is that of the first microbatch of interest."""
+        return loss is not None and is_same_loss(self._losses[self._first], loss)
 
     def _microbatches(self, one: Substitution) -> tuple[int, ...]:
         """Those to which ``one`` happened, where that gives all that was observed; else none."""
@@ -166,8 +171,10 @@ class Replay:
         return frozenset(site for site, (one, old) in pairs.items() if not _is_equal(one, old))
 
     def _made(self, microbatch: int, one: Substitution) -> Contribution | None:
-        batch = self.beside.batches[microbatch] if one.given is None else one.given(microbatch)
-        return self.beside.played(batch, one.planted)
+        return self.beside.played(self._batch(microbatch, one), one.planted)
+
+    def _batch(self, microbatch: int, one: Substitution) -> Batch:
+        return self.beside.batches[microbatch] if one.given is None else one.given(microbatch)
 
     def _gives_loss(self, microbatch: int, made: Contribution) -> bool:
         """Whether ``made`` has the loss that was observed, if one was."""

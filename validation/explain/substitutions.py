@@ -1,33 +1,29 @@
 """What may go wrong in a step, one thing each, as a change in the model that a reference plays.
 
 What passes between stages is changed on its way there or back; so is what modules inside a stage are given or put out,
-where ranks share their work. A stage computes something else, or its input is overwritten before its backward.
+where ranks share their work. Or the input that a stage keeps is overwritten before its backward.
 """
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, permutations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeproof.core.cause import listed
 from pipeproof.explain.model_beside import ModelBeside, Planted
-from pipeproof.observers.likeness import NARROWER, ROUNDED_TO, narrower
+from pipeproof.observers.likeness import ROUNDED_TO, narrower
 from pipeproof.observers.recording import Site
 from pipeproof.reference.data import Batch
-from pipeproof.reference.model import DropoutBlock, Model
 from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage, Values, passing
 
 Change = Callable[[Tensor], Tensor]
 Way = Callable[[Any], Any]  # of several tensors
-Attributes = Sequence[tuple[object, str, Any]]  # an object's attribute, and what it is for a while
-_FEW = 4  # layers whose every order is tried
 
 
 @dataclass(frozen=True)
@@ -88,38 +84,6 @@ def of_data(batches: Sequence[Batch]) -> Iterator[Substitution]:
             kind, what = ("altered", "zero") if other is None else ("swapped-data", f"microbatch {other}'s")
             given = partial(_with_input, batches, k, other)
             yield Substitution(kind, f"its input {k} is {what}", (0,), True, given=given)
-
-
-def of_layers(model: Model, layers: Sequence[range]) -> Iterator[Substitution]:
-    """What a stage may compute in place of its own ``layers``, and how."""
-    for stage, own in enumerate(layers):
-        for kind, text, changed in _computing(model, own):
-            yield Substitution(kind, text, (stage,), True, partial(_having, changed))
-
-
-def _computing(model: Model, own: range) -> Iterator[tuple[str, str, Callable[[Model], Attributes]]]:
-    """Kinds and words, and which attributes are otherwise."""
-
-    def layers(other: Sequence[int], model: Model) -> Attributes:
-        pieces = (*model.layers[: own.start], *(model.layers[k] for k in other), *model.layers[own.stop :])
-        return [(model, "layers", pieces)]
-
-    def narrow(dtype: torch.dtype, model: Model) -> Attributes:
-        cast = torch.autocast(next(model.parameters()).device.type, dtype=dtype)
-        return [(piece, "forward", cast(piece.forward)) for piece in _pieces(model, own)]
-
-    def draws(change: Callable[[int, DropoutBlock], tuple[str, int]], model: Model) -> Attributes:
-        parts = [part for piece in _pieces(model, own) for part in piece.modules() if isinstance(part, DropoutBlock)]
-        return [(part, *change(place, part)) for place, part in enumerate(parts)]
-
-    for other in _orders([*own], len(model.layers)):
-        yield "partition", f"it computes layers {listed(other)}, expected {listed(own)}", partial(layers, other)
-    for name, dtype in NARROWER.items():
-        yield "rounded", f"it is computed in {name}", partial(narrow, dtype)
-    numbered = partial(draws, lambda place, part: ("layer", place))
-    yield "randomness", "its random numbers are those of layers counted from 0", numbered
-    seeded = partial(draws, lambda place, part: ("seed", part.seed + 1))
-    yield "randomness", "its random numbers are those of the next seed", seeded
 
 
 def inside(
@@ -245,34 +209,6 @@ def _with_input(batches: Sequence[Batch], k: int, other: int | None, m: int) -> 
     given = torch.zeros_like(own.inputs[k]) if other is None else batches[other].inputs[k]
     same = given.shape == own.inputs[k].shape
     return replace(own, inputs=(*own.inputs[:k], given, *own.inputs[k + 1 :])) if same else own
-
-
-def _orders(own: list[int], count: int) -> Iterator[list[int]]:
-    """Other layers of ``count`` that a stage may have: a neighbouring range, another order, one of them twice."""
-    for start in range(count):
-        for end in range(start + 1, count + 1):
-            if abs(end - start - len(own)) <= 1 and [*range(start, end)] != own:
-                yield [*range(start, end)]
-    yield from ([*order] for order in permutations(own) if len(own) <= _FEW and [*order] != own)
-    yield from ([*own[: place + 1], *own[place:]] for place in range(len(own)))
-
-
-def _pieces(model: Model, own: range) -> list[nn.Module]:
-    return [model.get_submodule(piece) for layer in own for piece in model.layers[layer]]
-
-
-@contextmanager
-def _having(changed: Callable[[Model], Attributes], model: Model) -> Iterator[None]:
-    """While this is open, objects in ``model`` have other attributes."""
-    after = changed(model)
-    before = [(one, name, getattr(one, name)) for one, name, _ in after]
-    for attribute in after:
-        setattr(*attribute)
-    try:
-        yield
-    finally:
-        for attribute in before:
-            setattr(*attribute)
 
 
 def _alike(names: Iterable[str], module: Callable[[str], str]) -> list[tuple[str, tuple[str, ...]]]:

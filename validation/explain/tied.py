@@ -8,11 +8,11 @@ from torch import Tensor
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.tolerance import error, same_bits
-from pipeproof.explain.atoms import Term, Update
+from pipeproof.explain.atoms import Update
 from pipeproof.explain.explanation import Explanation
-from pipeproof.explain.limits import ALIKE, DECIDED
+from pipeproof.explain.limits import ALIKE
 from pipeproof.explain.reordering import reordered
-from pipeproof.explain.solver import decided, fit, limit_of, residual_of, simple
+from pipeproof.explain.solver import counts_of, limit_of
 from pipeproof.reference.step import Gradient, Site, Stage
 
 
@@ -21,9 +21,9 @@ class Shares:
     """One copy of a tied parameter: ``counts[stage]`` is how often that stage's share is in its gradient.
 
     ``explained``: that leaves only rounding. ``absent``: "missing" or "zero" in place of any count. ``turned``: the
-    stage whose share's elements are in another order; ``lacking``: the microbatches of other stages' shares that are
-    not there. ``joint``: the stages whose shares are known as one alone, counted at the first of them. ``apart``: the
-    stages whose copies are alike; what these groups have makes the whole sum.
+    stage whose share's elements are in another order. ``joint``: the stages whose shares are known as one alone, which
+    is counted at the first of them. ``apart``: the stages whose copies are alike; what these groups have makes the
+    whole sum.
     """
 
     stage: Stage
@@ -32,20 +32,19 @@ class Shares:
     explained: bool
     absent: str = ""
     turned: Stage | None = None
-    lacking: tuple[int, ...] = ()
     joint: tuple[Stage, ...] = ()
     apart: tuple[tuple[Stage, ...], ...] = ()
 
     @property
     def alone(self) -> bool:
         """Whether it has the share of its own stage once, and nothing else."""
-        plain = self.explained and not self.absent and self.turned is None and not self.lacking and not self.joint
+        plain = self.explained and not self.absent and self.turned is None and not self.joint
         return plain and all(count == (stage == self.stage) for stage, count in self.counts.items())
 
     @property
     def right(self) -> bool:
         """Whether every share is in it once."""
-        whole = not self.absent and self.turned is None and not self.lacking and not self.apart
+        whole = not self.absent and self.turned is None and not self.apart
         return self.explained and whole and all(count == 1 for count in self.counts.values())
 
 
@@ -55,12 +54,6 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
     for copies in update.tied:
         shares = {stage: stages[stage].predicted(name) for stage, name in copies.items()}
         wide = _sum([_nominal(stages[stage], name) for stage, name in copies.items()])
-        parts = {
-            (stage, atom.term): gradient * stages[stage].coefficients[atom.term]
-            for stage, name in copies.items()
-            for atom in stages[stage].atoms
-            if atom.term.nominal and (gradient := atom.gradients.get(name)) is not None
-        }
         for stage, name in sorted(copies.items()):
             due = update.expected.get((stage, name))
             if due is not None:
@@ -72,7 +65,7 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
                 ):
                     copy = Shares(stage, name, dict.fromkeys(shares, 1.0), explained=True)
                 else:
-                    copy = shares_of((stage, name), seen, shares, parts, limit)
+                    copy = shares_of((stage, name), seen, shares, limit)
                 joint = _joint(copies, shares)
                 apart = _apart(update, copies, due, limit) if joint else ()
                 found.append(replace(copy, joint=joint, apart=apart))
@@ -85,15 +78,12 @@ def _factor(explanation: Explanation) -> set[float]:
     return found if explanation.explained and len(found) == 1 and all(found) else set()
 
 
-Parts = Mapping[tuple[Stage, Term], Tensor]  # what each microbatch gives a stage's copy
-
-
-def shares_of(site: Site, seen: Gradient, shares: Mapping[Stage, Gradient], parts: Parts, limit: float) -> Shares:
+def shares_of(site: Site, seen: Gradient, shares: Mapping[Stage, Gradient], limit: float) -> Shares:
     """What the copy at ``site`` is made of: how often of each stage's share, or which of these it has otherwise."""
     copy = _copy(*site, seen, shares, limit)
     if seen is None or copy.explained:
         return copy
-    return _turned(copy, seen, shares, limit) or _lacking(copy, seen, shares, parts, limit) or copy
+    return _turned(copy, seen, shares, limit) or copy
 
 
 def _joint(copies: Mapping[Stage, str], shares: Mapping[Stage, Gradient]) -> tuple[Stage, ...]:
@@ -131,18 +121,11 @@ def _copy(stage: Stage, name: str, seen: Gradient, shares: Mapping[Stage, Gradie
     if not bool(seen.isfinite().all()):
         return Shares(stage, name, {}, explained=False)
     known = {holder: share for holder, share in shares.items() if share is not None}
-    if not known:
-        return Shares(stage, name, {}, explained=False)
-    target, rows = (
-        seen.double().cpu().flatten(),
-        torch.stack([share.double().cpu().flatten() for share in known.values()]),
-    )
-    made = fit(target, rows, limit)
-    if error(target, rows.sum(dim=0)) <= limit:
+    whole = _sum([*known.values()])
+    if whole is not None and error(seen.double().cpu(), whole.double().cpu()) <= limit:
         return Shares(stage, name, dict.fromkeys(known, 1.0), explained=True)
-    counts = [simple(c, bound, limit) for c, bound in zip(made.coefficients, made.uncertain, strict=True)]
-    explained = max(made.uncertain) <= decided(limit) and residual_of(target, rows, counts) <= limit
-    return Shares(stage, name, dict(zip(known, counts, strict=True)), explained)
+    counts = counts_of(seen, [*known.values()], limit) if known else None
+    return Shares(stage, name, dict(zip(known, counts or (), strict=False)), explained=counts is not None)
 
 
 def _turned(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], limit: float) -> Shares | None:
@@ -157,22 +140,6 @@ def _turned(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], limit:
     if len(turned) != 1:
         return None
     return replace(copy, counts=dict.fromkeys(known, 1.0), explained=True, turned=turned[0])
-
-
-def _lacking(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], parts: Parts, limit: float) -> Shares | None:
-    """A copy in which some microbatches of other stages' shares are missing, and nothing else."""
-    if not parts or not all(bool(part.any()) for part in parts.values()):
-        return None
-    target, rows = seen.double().cpu().flatten(), torch.stack([part.double().flatten() for part in parts.values()])
-    made = fit(target, rows, limit)
-    counts = [float(round(c)) for c in made.coefficients]
-    if max(made.uncertain) > DECIDED or residual_of(target, rows, counts) > limit:
-        return None
-    gone = [key for key, count in zip(parts, counts, strict=True) if not count]
-    if set(counts) != {0.0, 1.0} or any(stage == copy.stage for stage, _ in gone):
-        return None
-    lacking = tuple(sorted({term.activation for _, term in gone}))
-    return replace(copy, counts=dict.fromkeys(shares, 1.0), explained=True, lacking=lacking)
 
 
 def _nominal(explanation: Explanation, name: str) -> Gradient:
@@ -224,10 +191,6 @@ def cause_of(copy: Shares, copies: Mapping[Stage, str], where: str) -> Cause:
     if copy.turned is not None:
         detail = f"its share is in another order, in {where}"
         return Cause("altered", stage=copy.turned, parameter=copies[copy.turned], detail=detail)
-    if copy.lacking:
-        listed = ", ".join(map(str, copy.lacking))
-        detail = f"other stages' share of microbatch {listed} is missing"
-        return replace(wrong, microbatches=copy.lacking, detail=detail)
     joint = f"stages {', '.join(map(str, copy.joint))} together"
     names = {stage: joint if stage in copy.joint else f"stage {stage}" for stage in copy.counts}
     detail = ", ".join(f"the share of {names[stage]} {count:g} times" for stage, count in copy.counts.items())

@@ -17,7 +17,7 @@ _COUNTED = frozenset({"dropped", "doubled"})
 _BEHIND_LOSSES = _COUNTED | {"not-reduced", "stale-gradient", "tied-not-summed", "tied-doubled"}
 _BEHIND_CALLS = _BEHIND_LOSSES - _COUNTED | {"scale", "sign", "unequal-weights"}
 _BACKWARDS = _BEHIND_LOSSES | {"scale", "sign", "extra-term", "swapped-activations", "swapped-gradients"}
-_IN_SUMS = frozenset({"not-reduced", "stale-gradient", "misplaced", "narrow-accumulation"})  # from which nothing flows
+_IN_SUMS = frozenset({"not-reduced", "stale-gradient", "misplaced"})  # from which nothing flows
 _BEHIND_SUMS = frozenset({"norm", "clip", "update", "report", "buffers", "step-skipped"})
 _OF_SUMS = ("gradient", "presence", "replicas", "tied-copies")
 
@@ -61,6 +61,8 @@ def _named(law: str, wrong: Sequence[Mismatch]) -> str:
 def _reaches(cause: Cause, one: Mismatch, evidence: Evidence, *, ran: bool) -> bool:
     """Whether ``one`` may follow from ``cause``; ``ran``: forwards may have run otherwise, too."""
     kind = cause.kind
+    if kind == "update" and evidence.operation != "train":  # weights moved meanwhile
+        return True
     if one.law in ("loss", "outputs") or (one.law == "boundaries" and "F" in (one.action or "")):
         counted = kind in _COUNTED and (ran or one.microbatch is None)
         behind = cause.in_backward or kind in _BEHIND_LOSSES | _BEHIND_SUMS

@@ -217,7 +217,7 @@ class Assembled:
         """How losses are scaled, if the last stage's rank says so, and what each rank divides by that says so, too."""
         known = {rank: made.loss_scale for rank, made in enumerate(self.made) if made.loss_scale is not None}
         losses = known.get(self.stages[-1].rank) if self.stages else None
-        return None if losses is None else LossScale(losses, losses, losses, ranks=known)
+        return None if losses is None else LossScale(losses, losses, ranks=known)
 
     @property
     def unlike(self) -> str:

@@ -204,7 +204,7 @@ def passed_of(stage: int, calls: Sequence[Call], seen: Sequence[Column], context
         UNKNOWN_MICROBATCH
     }
     found = Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed)
-    found = replace(found, stacks=stacks, came=came, cleared=cleared, late=context.late)
+    found = replace(found, stacks=stacks, came=came, cleared=cleared)
     return replace(found, cut=frozenset(cut), times=times)
 
 
@@ -334,7 +334,7 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: Con
     if point is not None:
         return Likeness("other", label=Label(point), words=words)
     if nearest_sketch(seen, column.known) == microbatch:
-        return Likeness("noisy", words="close to the expected one, but not equal")
+        return Likeness("noisy")
     return Likeness("different", words=f"no microbatch's{told}", error=None if told else seen.distance(expected))
 
 

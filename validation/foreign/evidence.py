@@ -152,7 +152,6 @@ class _Due:
             placement=self.observed.schedule.placement,
             ranks=len(self.found.made) // self.found.replicas.count,
             replicas=self.found.replicas.count,
-            given=self.beside.made,
             computed_in=lambda: None if self.beside.now is None else self.beside.now.run.computed_in,
         )
 

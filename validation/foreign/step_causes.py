@@ -7,12 +7,11 @@ from pipeproof.core.old_weights import hold_to_old_weights
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Line
 from pipeproof.explain.explain import explained, sought
-from pipeproof.explain.rules.misrouted import misrouted
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.observers.observed import Crossing
 
-__all__ = ["Beside", "explain", "misrouted"]
+__all__ = ["Beside", "explain"]
 _BY_DESIGN = ("zero", "missing", "shape")  # one rank of a line may have the loss, or hand on a part, for all
 
 

@@ -13,6 +13,7 @@ from pipeproof.foreign.step_oracle import ROUTED, required_of
 from pipeproof.foreign.task import Task
 
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
+_CHOSEN = "with the experts that were chosen, everything else is right: see the law routing"
 
 
 def judged_runs(
@@ -52,12 +53,12 @@ def _judged(title: str, task: Task, runs: Sequence[OperationRun], second: Second
     others = tuple(one for one in verdict.mismatches if one.law not in ROUTED)
     if not verdict.mismatches:
         return verdict
-    from pipeproof.foreign.step_causes import Beside, explain, misrouted  # what a right step needs nothing of
-
     if routed and _is_right(title, task, runs, second, halted):
-        return replace(verdict, mismatches=(*routed, *others), cause=(misrouted(routed),))
+        return replace(verdict, mismatches=(*routed, *others), undecided=(_CHOSEN,))
     if not others:
         return verdict
+    from pipeproof.foreign.step_causes import Beside, explain  # what a right step needs nothing of
+
     beside = Beside.of(one, second.like(one.task), following[:number][::-1])
     found = explain(replace(verdict, mismatches=others), one, beside)
     laws = tuple(verdict.law(law.name) if law.name in ROUTED else law for law in found.laws)

@@ -115,15 +115,13 @@ def numbered(word: str, numbers: Sequence[int], count: int) -> str:
 class Likeness:
     """What a tensor is in place of the one that is due.
 
-    kind: missing, unexpected, shape, not-finite, zero, rounded, narrow-accumulation (what it is the sum of was added up
-    in ``narrow``), multiple (``factor`` times the due one), reordered
-    (its ``line``s), other (whose: ``label``), counted (each microbatch in it so often: ``counts``), sum
-    (``factor`` of its own and ``more`` of ``label``'s),
-    uninitialised, noisy, different (like nothing known), or right (although what is around it is not).
+    kind: missing, unexpected, shape, not-finite, zero, rounded (to ``narrow``), multiple (``factor`` times its own),
+    reordered (its ``line``s), other (whose: ``label``), counted (each microbatch in it so often: ``counts``), sum
+    (``factor`` of its own and ``more`` of ``label``'s), noisy, different (like nothing known), or right (although what
+    is around it is not).
 
     ``at`` is its own place. ``part``: the elements concerned, where all others are right; ``source``: where in the due
-    tensor these belong. ``narrow`` is the type that it was rounded to and ``step`` the width of that rounding, if it
-    was at another scale. ``error`` and ``cosine`` are against the due tensor. ``which`` names the tensor, and ``words``
+    tensor these belong. ``error`` and ``cosine`` are against the due tensor. ``which`` names the tensor, and ``words``
     are those of a place that knows more than this.
     """
 
@@ -136,7 +134,6 @@ class Likeness:
     source: Part | None = None
     line: str = ""
     narrow: str = ""
-    step: float | None = None
     counts: tuple[tuple[int, float], ...] = ()
     error: float | None = None
     cosine: float | None = None
@@ -147,7 +144,7 @@ class Likeness:
     @property
     def is_known(self) -> bool:
         """Whether this says what it is, and not only that it is another."""
-        return self.kind not in ("different", "noisy", "uninitialised")
+        return self.kind not in ("different", "noisy")
 
     @property
     def text(self) -> str:
@@ -170,13 +167,6 @@ class Likeness:
     def whose(self) -> str:
         """Whose it is, or whose is in it."""
         return "" if self.label is None or self.at is None else self.label.text(self.at)
-
-
-def _rounding(found: Likeness) -> str:
-    """A step of 0 is one that is not worth telling: there are several."""
-    if found.narrow:
-        return f"{found.narrow}-rounded{' at some other scale' if found.step is not None else ''}"
-    return f"rounded to multiples{f' of {found.step:.3g}' if found.step else ''}"
 
 
 def _expected(found: Likeness) -> str:
@@ -224,15 +214,13 @@ _IS: Mapping[str, Callable[[Likeness], str]] = {
     "shape": lambda found: f"{found.forms[0]}, expected {found.forms[1]}",
     "not-finite": lambda found: "not finite",
     "zero": lambda found: "zero",
-    "rounded": _rounding,
-    "narrow-accumulation": lambda found: f"added up in {found.narrow}",
+    "rounded": lambda found: f"{found.narrow}-rounded",
     "multiple": lambda found: f"{digits(found.factor or 0.0, 6)} times the expected",
     "reordered": lambda found: f"its own {found.line}s in another order",
     "other": _expected,
     "counted": lambda found: ", ".join(f"{digits(c)} of microbatch {m}'s" for m, c in found.counts),
     "sum": _sum,
-    "uninitialised": lambda found: "uninitialised: constant, tiny or huge numbers, as in memory that nobody wrote to",
-    "noisy": lambda found: f"the expected plus noise of {found.error:.2g} times its size",
+    "noisy": lambda found: "close to the expected one, but not equal",
     "different": _nothing_known,
     "right": lambda found: "right",
 }
@@ -244,7 +232,6 @@ _WAS: Mapping[str, Callable[[Likeness], str]] = {
     "zero": lambda found: "cleared",
     "multiple": lambda found: f"multiplied by {digits(found.factor or 0.0)}",
     "reordered": lambda found: "put in another order",
-    "noisy": lambda found: f"given noise of {found.error:.2g} times its size",
     "other": lambda found: f"replaced by {found.whose}",
     "sum": _added,
     "different": lambda found: "changed into what is like nothing known" if found.part is None else "changed",

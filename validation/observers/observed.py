@@ -75,8 +75,7 @@ class Passed:
     added to the gradients was cleared.
     ``cut`` are the microbatches whose backward ran through the end of the stage, and came to none of its inputs.
     ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
-    do. ``times`` of actions, by their rank's count; empty where nobody knows. ``late``: how many times the reference's
-    gradients those are that flow there, where a runtime may divide them later; None where that does not show.
+    do. ``times`` of actions, by their rank's count; empty where nobody knows.
     ``extra``: how many calls were beside those of microbatches, and how many of these may add to gradients.
     """
 
@@ -98,7 +97,6 @@ class Passed:
     detached: Mapping[int, frozenset[int]] = field(default_factory=dict)
     cut: frozenset[int] = frozenset()
     times: tuple[int, ...] = ()
-    late: float | None = None
     extra: tuple[int, int] = (0, 0)
 
     @property

@@ -165,7 +165,7 @@ def test_a_step_that_does_what_it_claims_passes(whitebox: WhiteBox, word: str) -
 WRONG: dict[str, tuple[Step, dict[str, Any], str, str]] = {  # the law that is broken, and the kind of cause
     "no divisor": (Step(), {}, "gradient", "scale"),
     "another divisor": (Step(times=0.25), {"loss_divisor": 2}, "gradient", "scale"),
-    "not unscaled": (Step(times=SCALE / 4), {"loss_scale": SCALE}, "gradient", "not-unscaled"),
+    "not unscaled": (Step(times=SCALE / 4), {"loss_scale": SCALE}, "gradient", "scale"),
     "clipped, and none was said": (Step(times=0.25, clips=BOUND), {}, "updated-parameters", "update"),
     "not clipped": (Step(times=0.25), {"max_norm": BOUND}, "updated-parameters", "clip"),
 }
@@ -209,7 +209,7 @@ UNSAID = (
     [
         (SCALE, SCALE, {"loss_scale": SCALE}, [], ""),
         (SCALE, SCALE, {}, None, UNSAID),
-        (SCALE, None, {"loss_scale": SCALE}, ["not-unscaled"], ""),
+        (SCALE, None, {"loss_scale": SCALE}, ["scale"], ""),
         (2.0, 2.0, {"loss_scale": SCALE}, ["scale", "scale"], OTHER),
     ],
 )

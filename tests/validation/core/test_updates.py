@@ -100,8 +100,17 @@ def watched(whitebox: WhiteBox, rate: float) -> Verdict:
     return whitebox.validate(partial(step, rate=rate), reference=build, ranks=1, **given)
 
 
+def decided() -> Verdict:
+    """A right step on the first data whose gradients are nowhere so near to zero that rounding may turn them round.
+
+    Which these are depends on the processor's kernels.
+    """
+    every = (checked(0.01, data=pairs(4, width=32, seed=seed)) for seed in range(40))
+    return next(one for one in every if one.law("updated-parameters").outcome != "unknown")
+
+
 def test_a_right_step_of_adam_with_another_kernel_passes_and_a_wrong_rate_does_not(whitebox: WhiteBox) -> None:
-    for right, exact in ((watched(whitebox, 0.01), 6), (checked(0.01, data=DATA), 0)):
+    for right, exact in ((watched(whitebox, 0.01), 6), (decided(), 0)):
         assert right.law("gradient").outcome == right.law("updated-parameters").outcome == "pass", str(right)
         assert right.law("updated-parameters").exact == exact, "a record has no optimizer to ask"
     for wrong in (checked(0.0105, data=DATA), watched(whitebox, 0.0105)):

@@ -147,8 +147,6 @@ def drawn_like(tensor: torch.Tensor) -> torch.Tensor:
     [
         (lambda one: one.half().float(), "rounded", "its own, fp16-rounded"),
         (lambda one: one.bfloat16().float(), "rounded", "its own, bf16-rounded"),
-        (lambda one: (one * 3).half().float() / 3, "rounded", "fp16-rounded at some other scale"),
-        (lambda one: one + 0.01 * one.norm() / one.numel() ** 0.5 * drawn_like(one), "altered", "given noise of"),
         (lambda one: one.T.contiguous(), "altered", "put in another order"),
         (lambda one: one * 0, "altered", "cleared"),
         (lambda one: one * 1.05, "altered", "multiplied by 1.05"),

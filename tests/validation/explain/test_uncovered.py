@@ -18,12 +18,17 @@ CALLS = Mismatch("microbatches", 1, stage=0, what="forward", found=(0, 0), due=(
 
 
 def left(
-    causes: tuple[Cause, ...], *wrong: Mismatch, unknown: tuple[str, ...] = (), gradients: Any = (1,)
+    causes: tuple[Cause, ...],
+    *wrong: Mismatch,
+    unknown: tuple[str, ...] = (),
+    gradients: Any = (1,),
+    operation: str = "train",
 ) -> tuple[str, ...]:
     verdict = Verdict("case", "fail", "none", (), wrong, causes, undecided=unknown)
     due = SimpleNamespace(update=SimpleNamespace(shared=frozenset({(0, "embed"), (1, "embed")})))
     found = SimpleNamespace(unknown=unknown)
     evidence: Any = SimpleNamespace(due=due, stages=2, attribution=found, gradients=gradients, playable=None)
+    evidence.operation = operation
     return with_uncovered(verdict, evidence).undecided
 
 
@@ -57,6 +62,12 @@ def test_any_cause_may_have_led_to_it_and_what_is_open_is_not_told_twice() -> No
     here, everywhere = Cause("stale-gradient", stage=0), Cause("computation", stage=0)
     assert left((here, everywhere), LOSS, LAST) == ()
     golden("\n".join(left((here,), LOSS, LAST, unknown=("stage 1: nothing",))))
+
+
+def test_of_weights_that_moved_in_an_operation_without_an_update_anything_may_follow() -> None:
+    moved = Cause("update", stage=1, parameter="w")
+    assert left((moved,), LOSS, FIRST, CALLS, operation="eval") == ()
+    assert len(left((moved,), FIRST)) == 1
 
 
 def test_without_a_cause_all_is_open() -> None:

@@ -193,7 +193,7 @@ def one_not_scaled(model: nn.Sequential, microbatches: list[Any], *, scale: floa
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**24])  # beside so much nothing is left of the one
 def test_one_loss_that_is_not_scaled_is_told_from_those_that_are(whitebox: WhiteBox, scale: float) -> None:
     verdict = judged(whitebox, partial(one_not_scaled, scale=scale), plain)
-    assert named(verdict) == [("not-scaled", 1, 1, (1,))], verdict
+    assert named(verdict) == [("scale", 1, 1, (1,))], verdict
     wrong = {one.microbatch for one in verdict.mismatches if one.law == "boundaries"}
     assert wrong == {1}, "what the others send back is scaled, as is due"
 
@@ -229,7 +229,7 @@ def normed_while_scaled(model: nn.Module, microbatches: list[Any]) -> HandedBack
 def test_what_only_a_reference_that_scales_alike_gives_hides_no_other_fault(whitebox: WhiteBox) -> None:
     data = [(*batch.inputs, batch.target) for batch in batches()]
     verdict = whitebox.validate(normed_while_scaled, reference=in_half, microbatches=data, ranks=1, loss_fn=small)
-    assert [one.kind for one in verdict.cause] == ["unscaled-after-norm"], verdict
+    assert [one.kind for one in verdict.cause] == ["norm"], verdict
     assert {one.law for one in verdict.mismatches} == {"grad-norm"}
 
 

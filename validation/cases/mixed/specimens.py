@@ -182,7 +182,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _SCALED,
             _ScaledTwice,
             "no report: the class of NVIDIA/Megatron-LM#3159, losses normalised in two places",
-            fault=Fault("scaled-twice", "boundaries", rank=LAST),
+            fault=Fault("scale", "boundaries", rank=LAST),
             classes=("mA",),
         ),
         "loss-not-scaled": MixedFault(
@@ -190,7 +190,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _SCALED,
             _NotScaled,
             "hpcaitech/ColossalAI, zbv in fp16 (see the guide on ColossalAI)",
-            fault=Fault("not-scaled", "boundaries", rank=LAST),
+            fault=Fault("scale", "boundaries", rank=LAST),
             classes=("mA",),
         ),
         "never-unscaled": MixedFault(
@@ -198,7 +198,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _SCALED,
             _NotUnscaled,
             "no report: what torch.amp's documentation warns of",
-            fault=Fault("not-unscaled", "gradient"),
+            fault=Fault("scale", "gradient"),
             classes=("mA",),
         ),
         "unscaled-twice": MixedFault(
@@ -206,7 +206,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _SCALED,
             _UnscaledTwice,
             "no report: what GradScaler.unscale_ raises for",
-            fault=Fault("unscaled-twice", "gradient", rank=LAST),
+            fault=Fault("scale", "gradient", rank=LAST),
             classes=("mA",),
         ),
         "clipped-before-unscaling": MixedFault(
@@ -214,7 +214,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _CLIPPED,
             _ClippedBefore,
             "no report: what torch.amp's documentation warns of",
-            fault=Fault("unscaled-after-norm", "gradient"),
+            fault=Fault("scale", "gradient"),
             classes=("mD",),
         ),
         "norm-before-unscaling": MixedFault(
@@ -222,7 +222,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _CLIPPED,
             _NormBefore,
             "no report: what torch.amp's documentation warns of",
-            fault=Fault("unscaled-after-norm", "grad-norm"),
+            fault=Fault("norm", "grad-norm"),
             classes=("mD",),
         ),
         "scale-grown-on-one-rank": MixedFault(
@@ -230,7 +230,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _SCALED,
             _GrownAlone,
             "no report: the class of hpcaitech/ColossalAI#80, ranks that decide by themselves",
-            fault=Fault("scales-differ", "gradient", rank=FIRST),
+            fault=Fault("scale", "gradient", rank=FIRST),
             classes=("mD", "mL"),
         ),
         "scale-updated-early": MixedFault(
@@ -238,7 +238,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _SCALED,
             _UpdatedEarly,
             "no report: the order that torch.amp's documentation asks for",
-            fault=Fault("scales-differ", "gradient"),
+            fault=Fault("scale", "gradient"),
             classes=("mD", "mL"),
         ),
         "overflow-seen-by-one-rank": MixedFault(
@@ -262,7 +262,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _BF16,
             _AddedInOwnType,
             "the class of NVIDIA/Megatron-LM's accumulate_allreduce_grads_in_fp32, where it is left off",
-            fault=Fault("narrow-accumulation", "gradient"),
+            fault=Fault("rounded", "gradient"),
             classes=("mB", "mE"),
         ),
         "sum-rounded": MixedFault(
@@ -273,20 +273,20 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             fault=Fault("rounded", "gradient", rank=LAST),
             classes=("mF",),
         ),
-        "activations-cast-on-wire": MixedFault(
+        "activations-sent-in-bf16": MixedFault(
             "activations are sent in bf16 between stages that compute in fp32",
             MixedPrecision(),
             _CastForward,
             "the class of hpcaitech/ColossalAI#79: two sides that assume different types",
-            fault=Fault("cast-on-wire", "boundaries", rank=LAST),
+            fault=Fault("rounded", "boundaries", rank=LAST),
             classes=("mF",),
         ),
-        "gradients-cast-on-wire": MixedFault(
+        "gradients-sent-in-bf16": MixedFault(
             "gradients are sent back in bf16 between stages that compute in fp32",
             _SCALED,
             _CastBackward,
             "the class of hpcaitech/ColossalAI#79: two sides that assume different types",
-            fault=Fault("cast-on-wire", "boundaries", rank=FIRST),
+            fault=Fault("rounded", "boundaries", rank=FIRST),
             classes=("mF",),
         ),
         "masters-not-copied-back": MixedFault(
@@ -294,7 +294,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _BF16,
             _NotCopiedBack,
             "no report: the class of NVIDIA/Megatron-LM#4641, copies routed to different optimizers",
-            fault=Fault("master-weights", "updated-parameters", rank=FIRST),
+            fault=Fault("update", "updated-parameters", rank=FIRST),
             classes=("mD",),
         ),
         "masters-of-other-weights": MixedFault(
@@ -302,7 +302,7 @@ _FAULTS: Mapping[str, MixedFault] = MappingProxyType(
             _BF16,
             _OtherMasters,
             "no report: the class of weights that are loaded and not copied to the optimizer's",
-            fault=Fault("master-weights", "updated-parameters", rank=LAST),
+            fault=Fault("update", "updated-parameters", rank=LAST),
             classes=("mL", "tJ"),
         ),
     }

@@ -46,7 +46,7 @@ def attributed(evidence: Evidence) -> list[Cause]:
         return []
     causes = [told_apart(cause, evidence) for cause in found.causes]
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
-        causes = replayed(evidence) or _coarsely(evidence) or causes
+        causes = evidence.once(replayed) or _coarsely(evidence) or causes
         causes = causes or wrong_backward(evidence) or other_forward(evidence)
     causes = [by_loss_scale(cause, evidence) for cause in causes]
     if _of_record(evidence):

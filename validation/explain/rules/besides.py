@@ -43,7 +43,7 @@ def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
     if same:
         return others, ()
     played = (one for one in causes if one.kind != "computation")  # that, nobody knows how to play
-    whole = any(agree(one, other) for one in played for other in replayed(evidence))
+    whole = any(agree(one, other) for one in played for other in evidence.once(replayed))
     return (), () if whole else (_BEHIND,)
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from pipeproof.core.cause import Cause, listed
-from pipeproof.core.limits import FP32, precision_of
+from pipeproof.core.limits import FP32
 from pipeproof.core.tolerance import scalar_error
 from pipeproof.explain.divergence import Divergence
 from pipeproof.explain.evidence import Evidence
@@ -34,13 +34,7 @@ from pipeproof.observers.recording import (
 from pipeproof.pipeline.sizes import first_few
 
 # What a tensor was says what happened to it, wherever that was ...
-_ANYWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        "rounded": "rounded",
-        "uninitialised": "uninitialised",
-        "not-finite": "not-finite",
-    }
-)
+_ANYWHERE = frozenset({"rounded", "not-finite"})
 # ... and otherwise it depends on where: the kind of cause for "other" (another's tensor), "zero", and anything else.
 _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -65,7 +59,7 @@ Refine = Callable[[Divergence], tuple[str, str] | None]  # a kind of cause and i
 
 def boundaries(evidence: Evidence) -> list[Cause]:
     """The cause of the first divergence, then those of others that do not follow from it."""
-    proved = cache(lambda: replayed(evidence))
+    proved = partial(evidence.once, replayed)
     return causes_of(
         evidence.divergences,
         evidence.microbatches,
@@ -110,7 +104,7 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
     if where in (KEPT, LATE):
         return "overwritten", what.text
     if what.part is None and what.kind in _ANYWHERE:
-        return _ANYWHERE[what.kind], what.text
+        return what.kind, what.text
     if what.part is None and what.label is not None and what.label.ago and what.kind == "other":
         return "stale-tensor", what.text
     if what.kind == "multiple" and what.factor is not None and what.part is None and where in _GRADIENTS:
@@ -147,7 +141,7 @@ def _refined(one: Divergence, evidence: Evidence, proved: Callable[[], Sequence[
         return found[0].kind, found[0].detail
     if point.where == LOSS:
         other = _other_target(evidence, point.microbatch, float(seen))
-        return ("swapped-data", other) if other else _scaled_loss(evidence, number)
+        return ("swapped-data", other) if other else None
     if point.where in (MADE, HANDED_ON) and evidence.beside is not None and evidence.beside.draws:
         return "randomness", f"{one.what.text}; the model draws random numbers, and others may have given this"
     if point.where in (GIVEN, USED) and not point.stage and _cut_otherwise(evidence, number, point.where):
@@ -165,19 +159,6 @@ def _other_target(evidence: Evidence, microbatch: int, seen: float) -> str | Non
             if (other, number) != (microbatch, evidence.number) and loss and scalar_error(seen, loss) < FP32.least:
                 return f"that of microbatch {other}'s targets{when}, expected microbatch {microbatch}'s"
     return None
-
-
-def _scaled_loss(evidence: Evidence, number: int) -> tuple[str, str] | None:
-    """One number is a multiple of any other: only where all losses have one factor does it say something."""
-    factors = list[float]()
-    for m, one in enumerate(evidence.played[number].boundaries):
-        seen = _seen(evidence, Point(evidence.stages - 1, m, LOSS))
-        if seen is None or not one.loss.any():
-            return None
-        factors.append(float(seen.double() / one.loss.cpu().double()))
-    room = max(1e-5, 2 * precision_of(evidence.setup.dtype).unit)
-    one_factor = max(factors) - min(factors) <= room * max(map(abs, factors)) and abs(factors[0] - 1) > room
-    return ("scale", f"{factors[0]:.5g} times the expected") if one_factor and len(factors) > 1 else None
 
 
 def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:

@@ -23,7 +23,7 @@ def nameless(evidence: Evidence) -> Sequence[str]:
 
 def no_update(evidence: Evidence) -> list[Cause]:
     """What an operation without an update changed: weights, or where it is an evaluation, gradients."""
-    kinds = {} if evidence.operation == "train" else {"updated-parameters": "weights-changed"}
+    kinds = {} if evidence.operation == "train" else {"updated-parameters": "update"}
     if evidence.operation == "eval":
         kinds["presence"] = "unexpected"
     return [cause_of(kind, found, evidence) for law, kind in kinds.items() if (found := found_of(law, evidence))]

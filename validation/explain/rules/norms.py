@@ -1,9 +1,10 @@
 """The norm of the gradients: which other number it is, where gradients are right."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from pipeproof.core.cause import Cause
+from pipeproof.core.cause import Cause, listed
 from pipeproof.core.verdict import Mismatch
 from pipeproof.explain.candidates import Candidate, called, multiples, near, rounded
 from pipeproof.explain.evidence import Evidence
@@ -17,7 +18,7 @@ def norm(evidence: Evidence) -> list[Cause]:
     found = _wrong(evidence)
     known = () if evidence.members is None or not found else tuple(evidence.members.norm_causes())
     if not found or known:
-        return [*known[:1]]
+        return _of_ranks(known, evidence)
     first = min(found, key=lambda one: one.rank or 0)
     rank, value, right = first.rank or 0, first.found, first.due
     reported = [one for one in evidence.norms if one is not None]
@@ -47,6 +48,20 @@ def norm(evidence: Evidence) -> list[Cause]:
     ]
 
 
+def _of_ranks(known: Sequence[Cause], evidence: Evidence) -> list[Cause]:
+    """The first of what is ``known`` of all ranks; or what each reports, where one cause for all has no other words."""
+    own = {one.rank: one.detail for one in reversed(known)}
+    if len(own) < 2 or None in own:
+        return [*known[:1]]
+    ranks = tuple(sorted(rank for rank in own if rank is not None))
+    every = sum(one is not None for one in evidence.norms) == len(ranks)
+    alike = {
+        words: [rank for rank in ranks if own[rank] == words] for words in dict.fromkeys(own[rank] for rank in ranks)
+    }
+    told = "; ".join(f"rank{'s' * (len(some) > 1)} {listed(some)}: {words}" for words, some in alike.items())
+    return [replace(known[0], rank=None, ranks=() if every else ranks, detail=told)]
+
+
 def of_no_known_norm(evidence: Evidence) -> tuple[str, ...]:
     """What is said of a norm that is wrong beside gradients that are right, and of which ``norm`` names no cause."""
     told = "the norm is like nothing known of the gradients that were compared: {}; it is formed in another way, or "
@@ -62,10 +77,10 @@ def _wrong(evidence: Evidence) -> list[Mismatch]:
 def _called(value: float, right: float, evidence: Evidence, rank: int | None) -> Candidate | None:
     """What the norm is; ``rank``: the one that alone has it."""
     scale = 1.0 if evidence.scale is None else evidence.scale.losses
-    scaled = Candidate(f"{scale:g} times the right one, which is the loss scale", right * scale, "unscaled-after-norm")
-    if scale != 1.0 and near(value, scaled.value, ALIKE):
-        return scaled
-    return called(value, _candidates(evidence, right, rank))
+    scaled = (
+        [Candidate(f"{scale:g} times the right one, which is the loss scale", right * scale)] if scale != 1.0 else []
+    )
+    return called(value, scaled, ALIKE) or called(value, _candidates(evidence, right, rank))
 
 
 def _candidates(evidence: Evidence, right: float, rank: int | None) -> Iterator[Candidate]:

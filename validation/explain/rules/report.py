@@ -26,12 +26,14 @@ def report(evidence: Evidence) -> list[Cause]:
     words = _called(found, evidence) if found else ""
     if not words:
         return []
-    ranks = {one.rank for one in found}
+    ranks = {one.rank for one in found if one.rank is not None}
+    reporting = sum(bool(row.losses) for row in _rows(evidence))
     microbatches = sorted({one.microbatch for one in found if one.microbatch is not None})
     return [
         Cause(
             "report",
             rank=found[0].rank if len(ranks) == 1 < evidence.ranks else None,
+            ranks=tuple(sorted(ranks)) if 1 < len(ranks) < reporting else (),
             microbatches=tuple(microbatches),
             factor=_ratio(found),
             detail=f"loss {found[0].seen}, expected {found[0].expected}: {words}; gradients are right",

@@ -12,9 +12,8 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.explain import explained, sought
 from pipeproof.explain.loss_scale import LossScale
-from pipeproof.explain.rules.factors import of_gradients
+from pipeproof.explain.rules.factors import by_loss_scale
 from pipeproof.explain.tied import Shares, of_copies
-from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Site
 from pipeproof.wings.composed.own_causes import RightStep
@@ -35,15 +34,13 @@ class OwnEvidence:
 
     ``causes`` of what is wrong with its gradients and weights, and why none is known of some. ``copies``: what its
     gradients of shared parameters are made of. ``wrong``: its gradients that are not what they must be, as observed and
-    as expected. ``moved``: the stages whose weights are not those that the step began with. ``forms`` have the types of
-    its parameters. ``scale``: how its losses are scaled.
+    as expected. ``forms`` have the types of its parameters. ``scale``: how its losses are scaled.
     """
 
     causes: list[Cause] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     copies: list[Shares] = field(default_factory=list)
     wrong: dict[Site, tuple[Sketch, Sketch]] = field(default_factory=dict)
-    moved: frozenset[int] = frozenset()
     forms: Mapping[str, Tensor] = field(default_factory=dict)
     scale: LossScale | None = None
 
@@ -66,11 +63,11 @@ def explain(
     found = sought(verdict, lambda: explained(evidence)) if flows else verdict
     parted = len({*replicas}) < len(wholes)
     named = [(cause, one.scale) for one in own.values() for cause in one.causes]
-    told = [cause if scale is None else of_gradients(cause, scale, evidence) for cause, scale in named]
+    told = [by_loss_scale(cause, replace(evidence, scale=scale)) for cause, scale in named]
     copies = [*copies_of(whole.held, whole.first).values()]
     told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
     known = () if whole.chain.sources.unsure else found.cause  # a flow may be due to any of equal outputs
-    causes = _beside([_as_seen(one, evidence, own, parted=parted) for one in known], told)
+    causes = _beside([_of_parts(one) for one in known] if parted else known, told)
     causes = _of_all(causes, evidence.stages) or list(not_summed([one.wrong for one in ranks], replicas))
     causes = list(dict.fromkeys([*weights_apart(verdict.mismatches), *causes]))
     undecided = dict.fromkeys([*found.undecided, *(why for one in own.values() for why in one.undecided)])
@@ -96,34 +93,22 @@ def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) ->
     )
 
 
-def _as_seen(cause: Cause, evidence: Evidence, own: Mapping[int, OwnEvidence], *, parted: bool) -> Cause:
-    """``cause``, as it is named where both ends of messages are seen, and stages are run again.
-
-    ``parted``: a stage that is run again is put together of the parts of several ranks.
-    """
-    flow = evidence.passed.get(-1 if cause.stage is None else cause.stage)
-    if flow is None:
-        return cause
-    if cause.kind == "computation" and "B" not in (cause.action or ""):
-        if parted:  # what is put together is other code
-            return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}")
-        moved = any(cause.stage in one.moved for one in own.values())
-        return replace(cause, kind="weights-changed" if moved else "not-repeatable")
-    wrong = {one.where for one in flow.crossings if str(one.action) == cause.action and not one.same}
-    sent = {GIVEN} if cause.stage else set[str]()
-    sent |= set() if cause.stage == evidence.stages - 1 else {RECEIVED}
-    return replace(cause, kind="cast-on-wire") if cause.kind == "rounded" and wrong and wrong <= sent else cause
+def _of_parts(cause: Cause) -> Cause:
+    """``cause``, where stages that are run again are put together of the parts of several ranks: that is other code."""
+    computed = cause.kind == "computation" and not cause.in_backward
+    return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}") if computed else cause
 
 
 def _beside(shown: Sequence[Cause], own: Sequence[Cause]) -> list[Cause]:
     """``shown`` by the chain, and what ranks found on their ``own`` at other stages.
 
-    Where both are of one stage, the chain's comes first in the flow; but what says less gives way: that a stage
+    Where both are of one stage, the chain's comes first in the flow; but what says less gives way: that a backward
     computed something else, or that weights moved otherwise where they are not their master copies.
     """
     less = {("computation", one.stage) for one in own}
-    masters = any(one.kind == "master-weights" for one in own)
-    left = [one for one in shown if not ((one.kind, one.stage) in less or (masters and one.kind in ("update", "clip")))]
+    left = [one for one in shown if not (one.in_backward and (one.kind, one.stage) in less)]
+    if any(one.kind == "update" for one in own):
+        left = [one for one in left if one.kind != "update"]
     places = {stage for one in left for stage in (one.stage, *one.stages)} - {None}
     return [*left, *(one for one in own if one.stage not in places)]
 

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -89,7 +89,6 @@ class ComposedCheck(CheckedStep):
         self._by, self._turn = against, turn
         self._only: int | None = None  # the one stage that is run again, if not all are
         self._watched = WatchedStages(against)
-        self._left: frozenset[int] = frozenset()  # the stages whose weights that had moved
         self._weights: dict[int, dict[str, bytes]] = {}  # of stages that are run again, as the step began
         self._places: dict[str, list[RankStage]] = {}
         self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
@@ -115,14 +114,9 @@ class ComposedCheck(CheckedStep):
         """How many the step is of."""
         return len(self._data)
 
-    def moved(self, stages: Iterable[int]) -> frozenset[int]:
-        """Those of ``stages`` whose weights are others than those that the step began with, as far as that is known."""
-        known = [stage for stage in stages if stage in self._weights]
-        return self._left | {one for one in known if self._weights[one] != contents(self._own.modules[one])}
-
-    def seen_by(self, watcher: Watcher, moved: Collection[int]) -> None:
-        """The step is over, and ``watcher`` saw the calls of all stages; those that it ``moved`` are as they were."""
-        self._watched, self._left = WatchedStages(self._by, watcher), frozenset(moved)
+    def seen_by(self, watcher: Watcher) -> None:
+        """The step is over, and ``watcher`` saw the calls of all stages; their weights are those that it began with."""
+        self._watched = WatchedStages(self._by, watcher)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         with self.noting():
@@ -244,7 +238,7 @@ class ComposedCheck(CheckedStep):
         self._foresee(parts, here)
         held = [one for module in modules.values() for one in module.parameters()]
         self._found.causes += again.exchanged_targets(self._exchange.rank)
-        self._found.moved, self._found.scale = self.moved(own.stage for own in stages if own.other), self._scaling
+        self._found.scale = self._scaling
         self._found.forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
         links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
         links |= {own.stage: tuple(own.links) for own in stages}
@@ -319,7 +313,7 @@ class ComposedCheck(CheckedStep):
     def _scaling(self) -> LossScale | None:
         """How losses are scaled, if a scaler or the contract says so."""
         said = self._by.scaler is not None or self._by.contract.loss_scale is not None
-        return LossScale(self._division.scaled, self._by.scale, self._scale) if said else None
+        return LossScale(self._division.scaled, self._by.scale) if said else None
 
     def _foresee(self, sizes: Mapping[Part, float], gradients: Mapping[str, Any]) -> None:
         """Note what the optimizer is going to make of ``gradients``."""

@@ -104,7 +104,7 @@ def _evidence(own: StageRerun, local: Verdict, held: HeldGradients, placement: S
     begun = {(stage, name): held.shards.in_place(full, held.begun.get(full)) for name, full in names.items()}
     old = {site: one for site, one in begun.items() if one is not None}
     alone, ranks, stages = (placement[stage],) * (stage + 1), len({*placement}), len(placement)
-    update = Update(seen, due, now, old=old, placement=alone, ranks=ranks, stages=stages, given=given)
+    update = Update(seen, due, now, old=old, placement=alone, ranks=ranks, stages=stages)
     known = RightStep(replace(whole, gradients=due, contributions=given), whole.before, update)
     return Evidence(local, alone, len(own.batches), 1, gradients=seen, norms=(), due=known)
 

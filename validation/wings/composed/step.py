@@ -73,8 +73,8 @@ class Composed(AgainstItself):
         said = replace(self.contract, accumulation=handed.accumulation, loss_scale=handed.loss_scale)
         named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
         check = ComposedCheck(stages, given, against=replace(self, contract=said), rename=named, timeout_s=bound_s)
-        with _as_begun(stages, first_use) as moved:
-            check.seen_by(watcher, moved)
+        with _as_begun(stages, first_use):
+            check.seen_by(watcher)
             if why := first_use.weights.broken or first_use.sums.broken:
                 check.refuse(f"what the step began with was not seen: {why}")
             with check:
@@ -165,20 +165,18 @@ class _Made:
 
 
 @contextmanager
-def _as_begun(stages: Mapping[int, nn.Module], first_use: FirstUse) -> Iterator[frozenset[int]]:
-    """While this is open, weights are those that the step began with; gives the stages that it has moved."""
+def _as_begun(stages: Mapping[int, nn.Module], first_use: FirstUse) -> Iterator[None]:
+    """While this is open, weights are those that the step began with."""
     left = list[tuple[Tensor, Tensor]]()
-    moved = set[int]()
     with torch.no_grad():
-        for stage, module in stages.items():
+        for module in stages.values():
             for _, holder, leaf, one in parameters_of(module):
                 begun, here = _first(first_use, holder, leaf, one), held_here(one).detach()
                 if begun is not None and not same_bits(begun, here.cpu()):
                     left.append((here, here.clone()))
                     here.copy_(begun)
-                    moved.add(stage)
     try:
-        yield frozenset(moved)
+        yield
     finally:
         for here, as_left in left:
             here.copy_(as_left)

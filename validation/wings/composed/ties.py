@@ -73,7 +73,7 @@ class StageShares:
 
     def looked_at(self, name: str, observed: Tensor | None, limit: float) -> Shares:
         """What this rank's copy is made of; ``limit``: what is rounding of it."""
-        return shares_of((self.own[name], name), observed, self.known[self.first.get(name, name)], {}, limit)
+        return shares_of((self.own[name], name), observed, self.known[self.first.get(name, name)], limit)
 
     def clear(self) -> None:
         """Take back what was laid out."""

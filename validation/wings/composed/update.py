@@ -136,7 +136,7 @@ class WeightsAfter:
         for stage, names in wrong.items():
             single, told = names[0] if len(names) == 1 else None, self._told(names)
             detail = told if single else f"{first_few(names)}: {told}"
-            self.causes.append(Cause("master-weights", rank=rank, stage=stage, parameter=single, detail=detail))
+            self.causes.append(Cause("update", rank=rank, stage=stage, parameter=single, detail=detail))
 
     def _told(self, names: Sequence[str]) -> str:
         """What happened to these weights, if the same happened to all."""

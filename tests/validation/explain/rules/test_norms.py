@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.core.cause import Cause
 from pipeproof.core.mismatch import Mismatch, Size
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.rules.norms import norm
@@ -83,9 +84,22 @@ def test_a_norm_that_weights_were_clipped_by_is_more_than_a_report(
     assert said in cause.detail
 
 
-@pytest.mark.parametrize(("times", "kind"), [(1024.0, "unscaled-after-norm"), (512.0, "")])
+@pytest.mark.parametrize(("times", "kind"), [(1024.0, "norm"), (512.0, "")])
 def test_a_norm_of_scaled_gradients_is_named(times: float, kind: str) -> None:
     facts = of_one_rank()
-    facts.scale, facts.norms = LossScale(1024.0, 1024.0, 1024.0), [5.0 * times] * 2
+    facts.scale, facts.norms = LossScale(1024.0, 1024.0), [5.0 * times] * 2
     facts.verdict.mismatches[:] = [Mismatch("grad-norm", 1, 5.0 * times, 5.0, "number", rank=rank) for rank in range(2)]
     assert [cause.kind for cause in norm(facts)] == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize(("others", "ranks"), [([], ()), ([5.0], (0, 1)), ([None], ())])
+def test_ranks_that_each_report_a_norm_of_their_own_are_all_named(
+    others: list[float | None], ranks: tuple[int, ...]
+) -> None:
+    facts = of_one_rank()
+    own = [Cause("norm", rank=0, detail="a"), Cause("norm", rank=1, detail="b"), Cause("norm", rank=1, detail="c")]
+    facts.norms, facts.members = [4.0, 3.0, *others], SimpleNamespace(norm_causes=lambda: own)
+    (cause,) = norm(facts)
+    assert (cause.rank, cause.ranks, cause.detail.split("; ")) == (None, ranks, ["rank 0: a", "rank 1: b"])
+    facts.members = SimpleNamespace(norm_causes=lambda: [Cause("norm", detail="all"), *own])
+    assert norm(facts) == [Cause("norm", detail="all")]

@@ -117,7 +117,7 @@ def test_a_step_that_was_over_too_early_is_not_judged(update: Update) -> None:
 
 
 def test_a_step_in_the_midst_of_backwards_is_a_fault() -> None:
-    assert {one.kind for one in verdict_of(alone, midst=True).cause} == {"weights-changed"}
+    assert {one.kind for one in verdict_of(alone, midst=True).cause} == {"computation"}
 
 
 def test_a_step_of_other_weights_is_nobody_s_business() -> None:

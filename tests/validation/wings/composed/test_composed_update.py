@@ -325,7 +325,7 @@ def test_a_weight_is_its_master_copy_in_its_own_type_before_the_step_and_after_i
     change, early, wrong, parameter, told = COPIES[case]
     mismatches, (cause,) = masters(change, early=early)
     assert mismatches == [(name, f"another {when}") for name, when in wrong]
-    assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("master-weights", 2, 1, parameter)
+    assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("update", 2, 1, parameter)
     assert cause.detail.removeprefix("1.weight, 1.bias: ").startswith(told)
 
 

@@ -123,7 +123,7 @@ def test_a_loss_that_is_scaled_is_right(ranks: int, simulated: World) -> None:
 
 def test_each_rank_by_its_own_scale_is_wrong(simulated: World) -> None:
     verdict = simulated.run(chain_step, Chained(scale=each_its_own), ranks=2)[0]
-    assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "scales-differ", 0), str(verdict)
+    assert (verdict.verdict, verdict.cause[0].kind, verdict.cause[0].rank) == ("fail", "scale", 0), str(verdict)
 
 
 def test_a_step_that_is_skipped_moves_nothing(simulated: World) -> None:

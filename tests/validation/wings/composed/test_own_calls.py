@@ -204,7 +204,7 @@ def test_tensors_in_an_object_that_is_not_looked_into_are_not_called_lost(simula
 def test_what_digits_are_lost_of_is_wrong(simulated: World) -> None:
     verdict = simulated.run(step, Way(took=torch.Tensor.bfloat16), ranks=2)[0]
     assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "boundaries")
-    assert verdict.cause[0].kind == "cast-on-wire", str(verdict)
+    assert verdict.cause[0].kind == "rounded", str(verdict)
 
 
 def test_data_that_no_stage_was_given_is_missed(simulated: World) -> None:
