@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pipeproof.colossalai as colossalai
     import pipeproof.deepspeed as deepspeed
-    import pipeproof.foreign as whitebox
     import pipeproof.megatron as megatron
     import pipeproof.nanotron as nanotron
     import pipeproof.torchtitan as torchtitan
     import pipeproof.transformers as transformers
+    import pipeproof.whitebox as whitebox
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from pipeproof.pipeline.action import ScheduleError as ScheduleError
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
     from pipeproof.records.record import RecordError as RecordError
-    from pipeproof.records.run_recorder import record_run as record_run
     from pipeproof.records.single_device import SingleDevice as SingleDevice
     from pipeproof.records.step_check import check_step as check_step
     from pipeproof.records.step_record import record_step as record_step
     from pipeproof.records.step_record import write_record as write_record
     from pipeproof.wings.composed.step import Composed as Composed
+    from pipeproof.wings.runs import record_run as record_run
     from pipeproof.worlds.rank_report import NeedsMoreRanks as NeedsMoreRanks
     from pipeproof.worlds.rank_report import RankFailed as RankFailed
     from pipeproof.worlds.world import World as World
@@ -61,13 +61,13 @@ _HOMES = {
     "World": "worlds.world",
     "check_step": "records.step_check",
     "page": "reports.page.page",
-    "record_run": "records.run_recorder",
+    "record_run": "wings.runs",
     "record_step": "records.step_record",
     "validate": "cases.validator",
     "write_record": "records.step_record",
 }
 
-_FRAMEWORKS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers")
+_FRONTS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers", "whitebox")
 
 __all__ = [
     "Case",
@@ -103,10 +103,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FRAMEWORKS:
+    if name in _FRONTS:
         return importlib.import_module(f"pipeproof.{name}")
-    if name == "whitebox":
-        return importlib.import_module("pipeproof.foreign")
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("pipeproof")
     if name in _HOMES:

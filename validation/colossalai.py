@@ -1,10 +1,12 @@
 """ColossalAI: a step that pipeproof starts, or one of a running job."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
     ColossalAIError,
     Criterion,
     Packed,
-    Whole,
+    WholeColossalAI,
     cut,
 )
 from pipeproof.foreign.frameworks.drawn import contents
@@ -34,8 +36,11 @@ from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
-from pipeproof.wings.composed.step import Composed
+
+if TYPE_CHECKING:
+    from pipeproof.wings.composed.step import Composed
 
 __all__ = ["ColossalAIError", "check_step", "imports", "observed", "record_step", "validate"]
 
@@ -63,7 +68,7 @@ def check_step(
     or a ``Composed``, for a model too large for one device: the ranks of the first and of the last stage then have
     batches, and there is one. timeout_s is that of ``check_step``.
     """
-    boosted, composed = (booster, model, optimizer), reference if isinstance(reference, Composed) else None
+    boosted, composed = (booster, model, optimizer), reference if isinstance(reference, StepExpectation) else None
     made = partial(_step, boosted, criterion, batches, reference)
     return checking(made, timeout_s=timeout_s, composed=composed)
 
@@ -91,7 +96,9 @@ def _against_itself(by: Composed, criterion: Criterion, packed: Packed, model: A
             "the model shares weights among stages, and nothing tells by which names: give Composed a build=, which "
             "makes the model as it is before it is boosted, on the meta device"
         )
-    return replace(by, loss_fn=criterion, build=None if by.build is None else partial(Whole, by.build, packed))
+    return replace(
+        by, loss_fn=criterion, build=None if by.build is None else partial(WholeColossalAI, by.build, packed)
+    )
 
 
 def _counted_step(boosted: tuple[Any, Any, Any], batches: Sequence[Any] | None) -> FrameworkStep:
@@ -119,7 +126,7 @@ def _step(
     plugin, given = boosted[0].plugin, batches or ()
     microbatches = [*_microbatches(boosted[0], given)]
     packed = Packed.of(microbatches)
-    if isinstance(reference, Composed):
+    if isinstance(reference, StepExpectation):
         by = _against_itself(reference, criterion, packed, boosted[1], given)
         every = None if batches is None else [(packed.pack(one), one) for one in microbatches]
         return JobStep(step, every, by, contents(batches))
@@ -133,6 +140,6 @@ def _step(
 
     replica = int(plugin.pg_mesh.coordinate(plugin.dp_axis))
     pairs = [(packed.pack(one), torch.tensor([replica, number])) for number, one in enumerate(microbatches)]
-    build = partial(Whole, reference, packed, type_of(plugin))
+    build = partial(WholeColossalAI, reference, packed, type_of(plugin))
     whole = SingleDevice(build, LossOfAll(of_all), contract=contract)
     return JobStep(step, None if batches is None else pairs, whole, contents(batches))

@@ -1,23 +1,28 @@
 """DeepSpeed: a step that pipeproof starts, or one of a running job."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pipeproof.foreign.frameworks.deepspeed import check_count, check_loss, observed, pair_of, step_of, validate
-from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, WholeDeepSpeed, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.task import name_of
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.wings.composed.step import Composed
+from pipeproof.records.step_expectation import StepExpectation
+
+if TYPE_CHECKING:
+    from pipeproof.wings.composed.step import Composed
 
 __all__ = ["DeepSpeedError", "check_step", "imports", "observed", "record_step", "validate"]
 
@@ -52,12 +57,12 @@ def check_step(
                 f"loss_fn is None, and the engine's PipelineModule has {name_of(own)}: pass that to the check"
             )
         check_loss(loss_fn)
-        if isinstance(reference, Composed):
+        if isinstance(reference, StepExpectation):
             return replace(reference, loss_fn=loss_fn)
-        build = partial(Whole, reference, _cast_to(engine))
+        build = partial(WholeDeepSpeed, reference, _cast_to(engine))
         return SingleDevice(build, loss_fn or loss_of_layers, floors=floors)
 
-    composed = reference if isinstance(reference, Composed) else None
+    composed = reference if isinstance(reference, StepExpectation) else None
     return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s, composed=composed)
 
 

@@ -1,10 +1,12 @@
 """Megatron-core: a step that pipeproof starts, or one of a running job."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ from pipeproof.foreign.frameworks.megatron_whole import (
     MEGATRON,
     ForwardStep,
     MegatronError,
-    Whole,
+    WholeMegatron,
     bare,
     core,
     forget_group,
@@ -35,8 +37,11 @@ from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
-from pipeproof.wings.composed.step import Composed
+
+if TYPE_CHECKING:
+    from pipeproof.wings.composed.step import Composed
 
 __all__ = ["MegatronError", "check_step", "imports", "observed", "record_step", "validate"]
 
@@ -66,7 +71,7 @@ def check_step(
     ranks of the first and of the last stage then have microbatches. What that is given of a loss is not used. floors
     and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
-    composed = reference if isinstance(reference, Composed) else None
+    composed = reference if isinstance(reference, StepExpectation) else None
     against = partial(_against, reference, floors)
     step = partial(_step, chunks, optimizer, microbatches, forward_step, against, composed is not None)
     try:
@@ -102,8 +107,8 @@ def _against(
     reference: Callable[[], nn.Module] | Composed, floors: bool, chunks: Any, optimizer: Any, forward_step: ForwardStep
 ) -> SingleDevice | Composed:
     """What the step is held against."""
-    if not isinstance(reference, Composed):
-        whole = partial(Whole, reference, forward_step)
+    if not isinstance(reference, StepExpectation):
+        whole = partial(WholeMegatron, reference, forward_step)
         return SingleDevice(whole, loss_of_its_own, contract=_contract, floors=floors)
     found = chunks_of(chunks)
     if bare(found[0]).config.calculate_per_token_loss:
@@ -144,5 +149,5 @@ def _pair_alone(_: int, microbatch: Any) -> tuple[Any, Any]:
     return _pair(_, microbatch)[0], microbatch
 
 
-def _contract(model: Whole, microbatches: Pairs) -> Contract:
+def _contract(model: WholeMegatron, microbatches: Pairs) -> Contract:
     return Contract(loss_divisor=model.divisor([inputs for inputs, _ in microbatches]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.nanotron import check_count, observed, step_of, validate
-from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Whole, packed_of
+from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, WholeNanotron, packed_of
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
@@ -74,7 +74,7 @@ def _step(
     step = step_of(trainer)
     check_count(trainer, joined)
     packed = packed_of(joined)
-    whole = SingleDevice(partial(Whole, reference, packed.names), loss_of_its_own, floors=floors)
+    whole = SingleDevice(partial(WholeNanotron, reference, packed.names), loss_of_its_own, floors=floors)
     return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole, contents(joined))
 
 

@@ -8,7 +8,7 @@ import argparse
 import hashlib
 import sys
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pipeproof.core.verdict import Verdict
     from pipeproof.foreign import WhiteBox
     from pipeproof.foreign.fixture import FixtureBox
+    from pipeproof.whitebox import Mutated
+    from pipeproof.worlds.worker import RankContext
     from pipeproof.worlds.world import World
 
 _GLOO = "gloo"
@@ -212,11 +214,17 @@ def _pipeproof_fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 def whitebox(request: pytest.FixtureRequest, pipeproof_world: "World") -> Iterator["WhiteBox"]:
     """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``.
 
-    A test fails in which it gives a verdict that is no pass and that nobody looks at.
+    A test fails in which it gives a verdict that is no pass and that nobody looks at. Its ``mutate`` is
+    ``pipeproof.whitebox.mutate`` on these ranks.
     """
     from pipeproof.foreign.fixture import FixtureBox
 
-    box = request.node.stash[_BOX] = FixtureBox(pipeproof_world)
+    def mutate(test: Callable[["RankContext"], object], **asked: Any) -> "Mutated":
+        from pipeproof.whitebox import mutate
+
+        return mutate(test, whitebox=box, **asked)
+
+    box = request.node.stash[_BOX] = FixtureBox(pipeproof_world, mutate=mutate)
     yield box
     _refuse_unread(box)
 

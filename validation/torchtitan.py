@@ -1,10 +1,12 @@
 """Torchtitan: a step that pipeproof starts, or one of a running job."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,7 +19,7 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
     TitanBatch,
     TorchtitanError,
     UnitLoss,
-    Whole,
+    WholeTorchTitan,
     check_loss,
     packed,
     tokens_in,
@@ -27,8 +29,11 @@ from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
-from pipeproof.wings.composed.step import Composed
+
+if TYPE_CHECKING:
+    from pipeproof.wings.composed.step import Composed
 
 __all__ = ["TorchtitanError", "check_step", "imports", "observed", "record_step", "validate"]
 
@@ -57,7 +62,7 @@ def check_step(
     floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
     step = partial(_step, pp_schedule, model_parts, microbatches, reference, loss_fn, floors)
-    return checking(step, timeout_s=timeout_s, composed=reference if isinstance(reference, Composed) else None)
+    return checking(step, timeout_s=timeout_s, composed=reference if isinstance(reference, StepExpectation) else None)
 
 
 def record_step(
@@ -94,10 +99,10 @@ def _step(
         return UnitLoss(loss_fn, tokens_in(labels for _, labels in every))
 
     against: SingleDevice | Composed
-    if isinstance(reference, Composed):
+    if isinstance(reference, StepExpectation):
         against = replace(reference, loss_fn=LossOfAll(of_all), contract=replace(reference.contract, loss_divisor=1.0))
     else:
-        build = partial(Whole, reference, how.names)
+        build = partial(WholeTorchTitan, reference, how.names)
         against = SingleDevice(build, LossOfAll(of_all), contract=Contract(loss_divisor=1.0), floors=floors)
     pairs = None if microbatches is None else [(how.pack(given), labels) for given, labels in microbatches]
     given_rows = [content_of_rows([given["input"], labels]) for given, labels in microbatches or ()]

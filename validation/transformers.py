@@ -18,7 +18,7 @@ from pipeproof.foreign.frameworks.transformers_whole import (
     CausalLoss,
     HfBatch,
     TransformersError,
-    Whole,
+    WholeTransformers,
     divisor,
     packed,
     pair_of,
@@ -206,7 +206,7 @@ def _step(
 ) -> JobStep:
     by, step = divisor(loss), step_of_trainer(trainer, len(microbatches), loss)
     how, model = packed(microbatches), trainer.model
-    build = partial(Whole, partial(copied, model) if reference is None else reference, how.names)
+    build = partial(WholeTransformers, partial(copied, model) if reference is None else reference, how.names)
 
     def of_all(every: Pairs) -> CausalLoss:
         return CausalLoss.of(model, [labels for _, labels in every], loss)

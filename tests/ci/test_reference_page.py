@@ -36,6 +36,7 @@ def test_every_public_name_is_on_it() -> None:
     modules = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers", "whitebox")
     root = {("pipeproof", name) for name in pipeproof.__all__ if name not in modules}
     assert listed >= root | {("pipeproof.foreign", name) for name in pipeproof.foreign.__all__}
+    assert {name for _, name in listed} >= {*pipeproof.whitebox.__all__}
 
 
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: f"{one.package}.{one.name}")

@@ -192,7 +192,7 @@ FAULTS = {
     "other-chunk": Fault(
         other_chunk, Layout("interleaved", chunks=2), "computation", (f"{LAST}, {EVERY}, action 1F0",)
     ),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(), "norm", ("rank 0",)),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(), "norm", ("everywhere",)),
     "copies-counted": Fault(copies_counted, Layout(tied=True), "norm"),
     "other-shard": Fault(other_shard, Layout(bf16=True, zero=1, dp=2, tied=True), "misplaced", (SHARD,)),
 }

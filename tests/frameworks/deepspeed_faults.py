@@ -169,7 +169,7 @@ FAULTS = {
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", ("rank 1, stage 1, microbatch 2, action 1F2",)),
     "stale-gradient": Fault(stale_gradient, Layout(), "mispaired", (f"{FIRST}, microbatch 1, action 0B1",)),
     "copies-counted": Fault(copies_counted, Layout(tied=True, zero=1), "norm"),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(zero=1), "norm", ("rank 0",)),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(zero=1), "norm", ("everywhere",)),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
     "other-shard": Fault(other_shard, Layout(dp=2, zero=1), "not-reduced", EACH_STAGE),
     "not-cleared": Fault(not_cleared, Layout(bf16=True), "doubled", ("microbatches 0, 1, 2",)),

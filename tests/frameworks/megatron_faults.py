@@ -251,7 +251,7 @@ FAULTS = {
     ),
     "other-chunk": Fault(other_chunk, Layout(vp=3, layers=6, p2p_overlap=True), "zero", ("rank 1, stage 1",)),
     "norm-counts-copies": Fault(norm_counts_copies, Layout(tied=True, optimizer=True), "norm"),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(optimizer=True), "norm", ("rank 0",)),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(optimizer=True), "norm", ("everywhere",)),
     "not-cleared": Fault(not_cleared, Layout(), "extra-term"),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
     "other-shard": Fault(other_shard, Layout(dp=2, distributed=True), "not-reduced", EACH_STAGE),

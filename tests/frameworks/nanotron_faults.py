@@ -222,7 +222,7 @@ FAULTS = {
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", (f"{LAST}, microbatch 2, action 1F2",)),
     "last-in-first-out": Fault(last_in_first_out, Layout(), "mispaired", (f"{FIRST}, {ALL}, action 0B1",)),
     "other-block": Fault(other_block, Layout(), "computation", (f"{FIRST}, {ALL}, action 0F0",)),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(), "norm", ("rank 0",)),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(), "norm", ("everywhere",)),
     "norm-counts-copies": Fault(norm_counts_copies, Layout(tied=True), "norm"),
     "clipped-too-early": Fault(clipped_too_early, Layout(tied=True), "tied-not-summed", TIED),
     "not-cleared": Fault(not_cleared, Layout(), "extra-term"),

@@ -40,7 +40,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "stale-gradient": ("swapped-gradients", "rank 0, stage 0, microbatch 1"),
     "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
     "other-chunk": ("missing", "rank 1, stage 1"),
-    "norm-of-one-stage": ("norm", "rank 0"),
+    "norm-of-one-stage": ("norm", "everywhere"),
     "copies-counted": ("norm", "everywhere"),
     "other-shard": ("misplaced", "rank 0, stage 0, parameter model.words.weight"),
 }

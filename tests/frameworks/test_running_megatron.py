@@ -33,7 +33,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "tied-not-reduced": ("tied-not-summed", "parameter model.embedding.word_embeddings.weight"),
     "not-finalized": ("not-reduced", "stage 0"),
     "norm-counts-copies": ("norm", "everywhere"),
-    "norm-of-one-stage": ("norm", "rank 0"),
+    "norm-of-one-stage": ("norm", "everywhere"),
     "summed-over-replicas": ("scale", "everywhere"),
     "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
 }
@@ -127,7 +127,7 @@ IN_SHARDS = {
     "summed-over-replicas": [("scale", "everywhere")],
     "not-divided": [("scale", "everywhere")],
     "last-in-first-out": [("swapped-gradients", "stage 0, microbatches 0, 1, 2, 3, 4, 5, 6, 7")],
-    "norm-of-one-stage": [("norm", "rank 0")],
+    "norm-of-one-stage": [("norm", "everywhere")],
 }
 
 
@@ -157,7 +157,7 @@ IN_BF16 = {
         [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
     ),
     "added-in-bf16": (BF16, [("rounded", ROUNDED)]),
-    "cast-to-bf16": (BF16, [("rounded", "rank 1, stage 1")]),
+    "cast-to-bf16": (BF16, [("rounded", ROUNDED)]),
     "added-again": (BF16, [("scale", "rank 1, stage 1")]),
     "last-in-first-out": (
         BF16,

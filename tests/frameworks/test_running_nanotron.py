@@ -30,7 +30,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "tied-averaged": FAULTS["tied-averaged"],
     "replicas-not-synced": ("not-reduced", "stage 0"),
     "replicas-summed": ("scale", "everywhere"),
-    "norm-of-one-stage": ("norm", "rank 0"),
+    "norm-of-one-stage": ("norm", "everywhere"),
     "norm-counts-copies": ("norm", "everywhere"),
     "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
     "half-kept": ("doubled", "microbatches 0, 1, 2"),

@@ -62,7 +62,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
         Layout(),
         [("partition", "rank 0, stage 0, parameter model.layers.1.attention.qkv_linear.wqkv.weight")],
     ),
-    "norm-of-one-stage": (Layout(clipped=True), [("norm", "rank 0")]),
+    "norm-of-one-stage": (Layout(clipped=True), [("norm", "everywhere")]),
     "mean-over-replicas": (IN_SHARDS, [("scale", "everywhere")]),
     "shards-off-by-one": (IN_SHARDS, [("misplaced", f"rank {rank}, stage {rank // 2}") for rank in range(4)]),
     "shards-not-reduced": (IN_SHARDS, [("not-reduced", "stage 0"), ("not-reduced", "stage 1")]),

@@ -17,7 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMa
 from transformers import T5ForConditionalGeneration as T5
 
 from pipeproof import transformers
-from pipeproof.foreign.frameworks.transformers_whole import CausalLoss, TransformersError, Whole, packed, tokens_in
+from pipeproof.foreign.frameworks.transformers_whole import (
+    CausalLoss,
+    TransformersError,
+    WholeTransformers,
+    packed,
+    tokens_in,
+)
 from tests.frameworks import hf_job
 from tests.frameworks.hf_job import Job
 from tests.frameworks.tiny_hf import SIZES, Layout, build
@@ -69,7 +75,7 @@ def test_microbatches_of_another_kind_are_said(microbatch: Any, sentence: str) -
 )
 def test_models_that_are_not_covered_are_said(model: Any, sentence: str) -> None:
     with pytest.raises(TransformersError, match=sentence):
-        Whole(model, ())
+        WholeTransformers(model, ())
 
 
 @pytest.mark.parametrize("version", ["4.57.6", None])
@@ -85,7 +91,7 @@ def test_without_a_known_version_a_sentence_says_so(version: str | None, monkeyp
 def test_a_reference_that_is_no_function_is_said() -> None:
     given: Any = nn.Linear(1, 1)
     with pytest.raises(TransformersError, match="reference is a Linear: expected a function that builds it"):
-        Whole(given, ())
+        WholeTransformers(given, ())
 
 
 def test_a_loss_of_another_name_and_labels_that_do_not_count_are_said() -> None:

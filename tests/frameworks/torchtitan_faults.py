@@ -219,7 +219,7 @@ FAULTS = {
     "scaled-by-schedule": Fault(scaled_by_schedule, Layout(), "scale"),
     "layer-lost": Fault(layer_lost, Layout(), "partition", (f"parameter model.layers.2.{ATTENTION}",)),
     "layer-twice": Fault(layer_twice, Layout(), "partition", (f"stage 1, parameter model.layers.1.{ATTENTION}",)),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(clipped=True), "norm", ("rank 0",)),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(clipped=True), "norm", ("everywhere",)),
     "other-weights": Fault(
         other_weights,
         Layout(schedule="Interleaved1F1B", vp=2),

@@ -239,7 +239,7 @@ FAULTS = {
         "computation",
         (f"{LAST}, {EVERY}, action 1F0",),
     ),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(clipped=True), "norm", ("rank 0",)),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(clipped=True), "norm", ("everywhere",)),
     "other-weights": Fault(other_weights, Layout(), "randomness", (f"{LAST}, parameter lm_head.weight",)),
 }
 # Caught at the last stage, whose output is like nothing that the reference has: without a name.

@@ -20,7 +20,7 @@ from pipeproof.wings.composed.case import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.sweeps import sampled
 from tests.validation.core.test_nudged import loss_fn, mixed_step, narrow, pairs, step_in_halves
-from tests.validation.explain.rules.test_stale import AROUND, EVAL, TRAIN, judged
+from tests.validation.explain.rules.test_rules_weights import AROUND, EVAL, TRAIN, judged
 
 FOREIGN = (
     "right: halves in bf16",

@@ -107,8 +107,10 @@ HOOKS = re.compile(r"(register_\w*hook|hook_first)$")
 NOT_OBSERVING = (
     *(f"validation.{name}." for name in ("cases.specimens", "cases.mixed", "cases.primitives", "worlds.simulated")),
     "validation.wings.composed.own_causes",
-    *(f"validation.foreign.{name}" for name in ("mutants", "optimizing", "survey")),
-    *(f"validation.records.{name}" for name in ("run_recorder", "frameworks.framework_job")),
+    "validation.wings.mutate.",
+    *(f"validation.foreign.{name}" for name in ("optimizing", "survey")),
+    "validation.wings.runs.recorder",
+    "validation.records.frameworks.framework_job",
 )
 
 

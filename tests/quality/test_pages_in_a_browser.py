@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeproof.reports.page.advice import advice_page
-from pipeproof.reports.page.page import Entry, campaign, page
+from pipeproof.reports.page.page import CampaignRow, campaign, page
 from tests.support.advised import advised
 from tests.support.verdicts import BARE, FAILED, PASSED, large
 
@@ -16,7 +16,12 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pages are not se
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="pages are not seen in a browser: chromium is missing")
 OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
-ENTRIES = [Entry(FAILED, "fail"), Entry(PASSED, "pass"), Entry(BARE, "unknown"), Entry(FAILED, "pass", "planted")]
+ENTRIES = [
+    CampaignRow(FAILED, "fail"),
+    CampaignRow(PASSED, "pass"),
+    CampaignRow(BARE, "unknown"),
+    CampaignRow(FAILED, "pass", "planted"),
+]
 PAGES = {
     "fail": lambda: page(FAILED),
     "pass": lambda: page(PASSED),

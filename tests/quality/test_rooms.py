@@ -24,7 +24,7 @@ PLAN = set(
 )
 FRAMEWORKS = {f"validation.{name}" for name in "colossalai deepspeed megatron nanotron torchtitan transformers".split()}
 STARTERS = "validation.commands.starters."  # files that become a user's own
-FRONT = {"validation.__main__", "validation.pytest_plugin", *FRAMEWORKS}
+FRONT = {"validation.__main__", "validation.pytest_plugin", "validation.whitebox", *FRAMEWORKS}
 # Which layers a layer may import, and which distributions (None: whatever pyproject.toml declares).
 LAYERS: Mapping[str, set[str]] = {
     "plan": {"plan"},

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof import PipelineSchedule, record_run
-from pipeproof.records.run_recorder import RunStep
+from pipeproof.wings.runs.recorder import RunStep
 
 M, WIDTH, RATE = 4, 8, 0.1
 loss_fn = nn.functional.mse_loss

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.frameworks.deepspeed_whole import Whole
+from pipeproof.foreign.frameworks.deepspeed_whole import WholeDeepSpeed
 from tests.support.golden import golden
 from tests.support.like_deepspeed import DualPipeVEngine, PipelineEngine, installed
 
@@ -31,7 +31,7 @@ def summed(output: Tensor, _: Tensor) -> Tensor:
 
 
 def engine_of(**options: Any) -> PipelineEngine:
-    made = Whole(layers)
+    made = WholeDeepSpeed(layers)
     with torch.no_grad():
         made.get_parameter("0.weight").fill_(0.25)  # the job has trained
     return PipelineEngine(made, **{"norm": None} | options)

@@ -24,10 +24,9 @@ from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, header
-from pipeproof.reports.page.page import Entry, campaign
+from pipeproof.reports.page.page import CampaignRow, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
-from pipeproof.wings.composed.case import check_composed, validate_composed
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.kinds import SIMULATED
@@ -94,7 +93,7 @@ Then = Callable[[], None]  # what is left to do once a verdict is told
 
 
 @dataclass(frozen=True)
-class Run:
+class CaseRun:
     """One thing to validate.
 
     ``judge`` gives its verdict. ``row`` is the table's line of it, as wide as it may be. ``doubt``: why a pass says
@@ -119,13 +118,15 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
         raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
     if setting.outputs.record is not None and wanted[0].replicas > 1:
         raise Impossible(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
-    for case in wanted if setting.composed else ():
-        check_composed(case)
     runs = [_run_of(case, setting) for case in wanted]
     return run_all(runs, setting, columns=COLUMNS, left_out=left_out)
 
 
-def _run_of(case: Case, setting: Setting) -> Run:
+def _run_of(case: Case, setting: Setting) -> CaseRun:
+    if setting.composed:
+        from pipeproof.wings.composed.case import check_composed
+
+        check_composed(case)
     here = replace(case, device=setting.chosen_device)
 
     def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
@@ -140,7 +141,7 @@ def _run_of(case: Case, setting: Setting) -> Run:
         why = planted.missing(case, transport) or planted.hidden(room)
         return f"this case cannot show {case.specimen}, which {why}" if why else ""
 
-    return Run(str(case), case.processes, judge, partial(line, case), doubt)
+    return CaseRun(str(case), case.processes, judge, partial(line, case), doubt)
 
 
 def _keep(case: Case, observed: Observed | None, files: Opened, *, profile: bool) -> None:
@@ -152,7 +153,7 @@ def _keep(case: Case, observed: Observed | None, files: Opened, *, profile: bool
 
 
 def run_all(
-    runs: Sequence[Run], setting: Setting, *, columns: Sequence[Column], left_out: Mapping[str, str] = NOTHING
+    runs: Sequence[CaseRun], setting: Setting, *, columns: Sequence[Column], left_out: Mapping[str, str] = NOTHING
 ) -> int:
     """Each of ``runs``, a line each and a screen for what is no pass; returns the exit status."""
     terminal, verdicts = Terminal(), list[Verdict]()
@@ -177,7 +178,7 @@ def run_all(
         terminal.say(said)
         if searched := told(world.explorations):
             terminal.say(searched)
-        entries = [Entry(one, one.verdict) for one in verdicts]
+        entries = [CampaignRow(one, one.verdict) for one in verdicts]
         page = partial(campaign, entries, said=said, left_out=left_out)
         return files.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
 
@@ -187,7 +188,7 @@ def not_run(count: int) -> str:
     return f"; {count} did not run" if count else ""
 
 
-def _tell(terminal: Terminal, run: Run, verdict: Verdict, setting: Setting) -> None:
+def _tell(terminal: Terminal, run: CaseRun, verdict: Verdict, setting: Setting) -> None:
     """A line, and a screen where there is more to say or somebody asked."""
     passed = verdict.verdict == "pass"
     (terminal.detail if passed else terminal.say)(run.row(verdict, terminal.width), verdict.word)
@@ -216,7 +217,7 @@ def validated(
     if (refused := refusal(case)) is not None:
         return refused, None
     began = perf_counter()
-    once = partial(_of_composed if composed else partial(_validated, measure=measure), case, world)
+    once = partial(_validated, case, world, measure=measure, composed=composed)
     for _ in world.interleavings():
         verdict, observed = once()
         if verdict.verdict != "pass":
@@ -230,12 +231,13 @@ def validated(
 
 def replacing(verdict: Verdict, simulation: Simulation | None, *, seconds: float) -> Verdict:
     """``verdict`` with what it took, and a replay line that names what decided the run which it is of."""
-    if simulation is None:
-        return replace(verdict, seconds=seconds)
-    return replace(verdict, seconds=seconds, rerun=f"{verdict.replay} {simulation.options}")
+    rerun = verdict.rerun if simulation is None else f"{verdict.replay} {simulation.options}"
+    return replace(verdict, seconds=seconds, rerun=rerun)
 
 
-def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Observed | None]:
+def _validated(case: Case, world: World, *, measure: bool, composed: bool) -> tuple[Verdict, Observed | None]:
+    if composed:
+        return composed_verdict(case, world), None
     try:
         with enough_ranks():
             observed = observe(case, world)
@@ -247,12 +249,10 @@ def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Obs
     return verdict, observed
 
 
-def _of_composed(case: Case, world: World) -> tuple[Verdict, None]:
-    return composed_verdict(case, world), None
-
-
 def composed_verdict(case: Case, world: World) -> Verdict:
     """The verdict on ``case``, held against itself, link by link. Raises ``Impossible`` for too small a world."""
+    from pipeproof.wings.composed.case import validate_composed
+
     try:
         with enough_ranks():
             verdict = validate_composed(case, world)

@@ -17,7 +17,7 @@ _WHAT = "pipeproof fuzz --resume"
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnCases:
     """Cases that are drawn together: so many, from a seed."""
 
     seed: int
@@ -58,10 +58,10 @@ class CampaignFile:
         """How many cases have passed, or were left open."""
         return sum(self.counts.get("verdicts", {}).values())
 
-    def left(self, budget: int) -> Iterator[Part]:
+    def left(self, budget: int) -> Iterator[DrawnCases]:
         """The parts that are still to run, so that there are ``budget`` cases in the end."""
         while self.cases < budget:
-            yield Part(self.asked["seed"] + (self.parts << 32), min(PART, budget - self.cases))
+            yield DrawnCases(self.asked["seed"] + (self.parts << 32), min(PART, budget - self.cases))
 
     def resumed(self, tally: Tally) -> None:
         """Let ``tally`` begin with what is known."""

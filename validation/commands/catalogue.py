@@ -32,7 +32,6 @@ from pipeproof.pipeline.transports import Transport, everyday, transport_of
 from pipeproof.reports.columns import Column, header, row, table
 from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
-from pipeproof.wings.composed.mixed import try_mixed, validate_mixed
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.world import World
 
@@ -138,7 +137,10 @@ def try_all(
     by_hand = [name for name in names if name in MIXED]
     left_out |= {(name, schedule): "a step by hand" for name, schedule in product(by_hand, schedules)}
     runs = [*((str(case), partial(_tried, case, over, record=not final_only)) for case, over in tries)]
-    runs += [(MIXED[name].smallest, partial(try_mixed, MIXED[name])) for name in by_hand if not schedules]
+    if by_hand and not schedules:
+        from pipeproof.wings.composed.mixed import try_mixed
+
+        runs += [(MIXED[name].smallest, partial(try_mixed, MIXED[name])) for name in by_hand]
     trials = list[Trial]()
     columns = IN_SIMULATION_COLUMNS if simulated else COLUMNS
     with setting.outputs.opened("specimens") as files, setting.world() as world:
@@ -208,6 +210,8 @@ def _controls(world: World, setting: Setting) -> str:
 
 
 def _passes_by_hand(case: MixedCase, world: World) -> bool:
+    from pipeproof.wings.composed.mixed import validate_mixed
+
     return validate_mixed(case, world).verdict == "pass"
 
 

@@ -164,14 +164,14 @@ def standard_output() -> Iterator[None]:
     """Raise ``ReaderGone`` or ``OutputError`` where standard output takes no more, at the latest at the end."""
     if sys.stdout is None:  # Python's way to say so; the next file to be opened would take its place
         raise OutputError("cannot write standard output: it is closed; send it to a file, or to /dev/null")
-    with open(os.devnull, "w") as nowhere, redirect_stdout(_Watched(sys.stdout if reports() else nowhere)):
+    with open(os.devnull, "w") as nowhere, redirect_stdout(_WatchedStream(sys.stdout if reports() else nowhere)):
         try:
             yield
         finally:
             sys.stdout.flush()
 
 
-class _Watched:
+class _WatchedStream:
     """A stream whose failures can be told from those of files and connections."""
 
     def __init__(self, stream: Any) -> None:
@@ -187,9 +187,9 @@ class _Watched:
             return len(content)
 
     @property
-    def buffer(self) -> "_Watched":
+    def buffer(self) -> "_WatchedStream":
         """Where bytes go."""
-        return _Watched(self._stream.buffer)
+        return _WatchedStream(self._stream.buffer)
 
     def flush(self) -> None:
         with self._watching():

@@ -17,12 +17,12 @@ from pipeproof.cases.interleavings import narrow
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, enough_ranks, replacing
-from pipeproof.commands.campaign_file import CampaignFile, Part
+from pipeproof.commands.campaign_file import CampaignFile, DrawnCases
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.elsewhere import told_of_transports
 from pipeproof.pipeline.sizes import some
-from pipeproof.reports.page.page import Entry, campaign
+from pipeproof.reports.page.page import CampaignRow, campaign
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.simulated.exploration import told
@@ -105,9 +105,9 @@ class Parts:
         """The verdict on one case."""
         return judged(case, world, validated=composed_verdict) if self.composed else judged(case, world)
 
-    def left(self, budget: int) -> Iterator[Part]:
+    def left(self, budget: int) -> Iterator[DrawnCases]:
         """The parts that are to run."""
-        return iter([Part(self.seed, budget)]) if self.file is None else self.file.left(budget)
+        return iter([DrawnCases(self.seed, budget)]) if self.file is None else self.file.left(budget)
 
 
 def _campaign(setting: Setting, drawn: Drawn, tally: Tally, parts: Parts) -> int:
@@ -186,9 +186,9 @@ def _told_of(shown: Found) -> Verdict:
 
 def _page(tally: Tally, found: Found | None, seed: int) -> str:
     """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
-    entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
+    entries = [CampaignRow(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
     if found is not None:
-        entries.insert(0, Entry(found.ending, found.ending.verdict, "as small as shrinking made it"))
+        entries.insert(0, CampaignRow(found.ending, found.ending.verdict, "as small as shrinking made it"))
     return campaign(entries, said=f"fuzz, seed {seed}, {tally}", left_out=NOTHING)
 
 

@@ -17,7 +17,7 @@ from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import header
 from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
-from pipeproof.reports.page.page import Entry, campaign
+from pipeproof.reports.page.page import CampaignRow, campaign
 from pipeproof.reports.table import COLUMNS, line
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
@@ -72,7 +72,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         setting.outputs.opened("gate") as files,
         setting.world() as world,
     ):
-        run = _Run(world, device, terminal)
+        run = _GateRun(world, device, terminal)
         with files.asked:
             run.table(plan)
             run.fuzz(plan)
@@ -89,7 +89,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         return _write(files, result)
 
 
-class _Run:
+class _GateRun:
     """The cases of a gate as they are run, and what the ranks gave in those that were no pass."""
 
     def __init__(self, world: World, device: str, terminal: Terminal) -> None:
@@ -190,5 +190,5 @@ def _write(files: Opened, result: GateResult) -> int:
 
 def _page(result: GateResult) -> str:
     notes = [one.headline if one.group == "planted" else one.group for one in result.cases]
-    entries = [Entry(one.verdict, one.outcome, note) for one, note in zip(result.cases, notes, strict=True)]
+    entries = [CampaignRow(one.verdict, one.outcome, note) for one, note in zip(result.cases, notes, strict=True)]
     return campaign(entries, said=str(result), left_out=result.missing)

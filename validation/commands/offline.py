@@ -11,9 +11,7 @@ from pipeproof.core.verdict import JUDGED, Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
-from pipeproof.records.compare_runs import compare_runs
 from pipeproof.records.difference import Difference, difference, other_steps
-from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import OtherSteps, Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
 from pipeproof.reports.columns import Column, table
@@ -51,16 +49,16 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs) -> int:
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 
 
-def compare_folders(good: str, seen: str, *, also: str | None, until: int | None, outputs: Outputs) -> int:
+def compare_folders(good: str, observed: str, *, also: str | None, until: int | None, outputs: Outputs) -> int:
     """Say where the run in one folder parts from that in another, which is right; returns the exit status.
 
     ``also``: the folder of a third one, which measures rounding. ``until``: the last step.
     """
-    first, second = KeptRun(good), KeptRun(seen)
-    third = None if also is None else KeptRun(also)
+    from pipeproof.wings.runs import compare_runs
+
     with outputs.opened("compare") as files:
-        with Terminal().progress("steps") as tell:
-            verdict = compare_runs(first, second, third=third, until=until, tell=tell)
+        with Terminal().progress("steps") as progress:
+            verdict = compare_runs(good, observed, third=also, until=until, progress=progress)
         _tell(verdict)
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 
@@ -68,15 +66,15 @@ def compare_folders(good: str, seen: str, *, also: str | None, until: int | None
 def diff_files(one: str, other: str, *, outputs: Outputs) -> int:
     """Say what is different in two records, the configs first, and why; returns the exit status."""
     first, second = read(one), read(other)
-    differences = list(config_differences(first, second))
+    differences = [*config_differences(first, second)]
     with outputs.opened("diff") as files:
         verdict, why = _explained(first, second, (one, other))
         rows = [tuple(str(part) or "-" for part in row) for row in differences]
         Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
         _tell(verdict)
         status = WRONG if why.reason == "fault" else verdict.exit_status
-        told = Terminal().detail if status == 0 else Terminal().say
-        told("\n".join(f"  {name:<9} {text}" for name, text in why.rows))
+        reasons = "\n".join(f"  {name:<9} {text}" for name, text in why.rows)
+        (Terminal().detail if status == 0 else Terminal().say)(reasons)
         found = {name: values for name, *values in differences}
         shown = partial(page, verdict, configs=differences, why=why.rows)
         return files.finish(status, [verdict], page=shown, config_differences=found, difference=why.as_dict())
@@ -88,17 +86,15 @@ def _explained(first: Record, second: Record, files: tuple[str, str]) -> tuple[V
     Raises ``OtherSteps`` where numbers cannot be compared, and the configs do not explain it.
     """
     rerun = f"pipeproof diff {files[0]} {files[1]}"
-    sides = JUDGED if first.kind == "expected" else RUNS
     with Terminal().progress("what each config asks for, on one device"):
         try:
-            verdict = compare(first, second, rerun=rerun, sides=sides)
+            verdict = compare(first, second, rerun=rerun, sides=JUDGED if first.kind == "expected" else RUNS)
             return verdict, difference(first, second, verdict, files)
         except OtherSteps as error:
             why = difference(first, second, error, files)
             if why.reason not in ("asked", "fault"):
                 raise
-            title = f"{first.name} and {second.name}"
-            return replace(other_steps(error), config=title, rerun=rerun), why
+            return replace(other_steps(error), config=f"{first.name} and {second.name}", rerun=rerun), why
 
 
 def _tell(verdict: Verdict) -> None:

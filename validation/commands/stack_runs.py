@@ -5,7 +5,7 @@ from functools import partial
 
 from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack
-from pipeproof.commands.campaign import Run, Setting, Then, run_all
+from pipeproof.commands.campaign import CaseRun, Setting, Then, run_all
 from pipeproof.commands.outputs import Opened
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
@@ -32,11 +32,11 @@ def run_stacks(stacks: Sequence[Stack], setting: Setting) -> int:
     return run_all([_run_of(stack, columns) for stack in stacks], setting, columns=columns)
 
 
-def _run_of(stack: Stack, columns: Sequence[Column]) -> Run:
+def _run_of(stack: Stack, columns: Sequence[Column]) -> CaseRun:
     def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
         return validated(stack, WhiteBox(world)), lambda: None
 
-    return Run(str(stack), stack.ranks, judge, partial(_row, stack, columns))
+    return CaseRun(str(stack), stack.ranks, judge, partial(_row, stack, columns))
 
 
 def _row(stack: Stack, columns: Sequence[Column], verdict: Verdict, width: int | None) -> str:

@@ -108,7 +108,7 @@ def hold_to_old_weights(verdict: Verdict, look: Callable[[], Step]) -> Verdict:
 
 def find_old_weights(step: Step) -> OldWeights | None:
     """With which old weights the reference gives all that was observed; None: with none that are known."""
-    play, seen = step.with_weights, _Seen.of(step)
+    play, seen = step.with_weights, _ObservedStep.of(step)
     if play is None or step.due is None or not seen.moved:
         return None
     known, number = step.due.weights, step.verdict.mismatches[0].operation
@@ -130,14 +130,14 @@ def _candidates(placement: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ObservedStep:
     """What was observed of a step, beside what is due: losses, None being the whole step's, and gradients."""
 
     losses: Mapping[int | None, tuple[float, float]]
     gradients: Mapping[str, tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, step: Step) -> "_Seen":
+    def of(cls, step: Step) -> "_ObservedStep":
         number = min(one.operation for one in step.verdict.mismatches)
         losses = [one for one in step.verdict.measured.of("loss") if one.operation == number]
         expected = {name: one for (_, name), one in step.expected.gradients.items()}

@@ -44,11 +44,6 @@ class Attribution:
         """Whether the gradients are those of a correct step."""
         return not self.causes and not self.unknown
 
-    def coefficients(self, stage: Stage) -> dict[tuple[int, int], float]:
-        """The coefficient of each (activation, output gradient) in ``stage``'s gradients, of this operation alone."""
-        found = self.stages[stage].coefficients
-        return {(term.activation, term.gradient): c for term, c in found.items() if term.what == "pair"}
-
 
 def attribute(update: Update) -> Attribution:
     """Explain an update's gradients and name the faults."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error
 from pipeproof.explain.limits import ALIKE
-from pipeproof.explain.members import Held, Members
+from pipeproof.explain.members import HeldGradient, Members
 from pipeproof.explain.solver import counts_of, limit_of, residual_of, told_within
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Expected
@@ -124,7 +124,7 @@ def _rows(name: str, stages: Collection[int], due: Tensor, members: Members) -> 
     return whole[None]
 
 
-def _copy(one: Held, rows: Tensor, limit: float, loose: float) -> Copy | None:
+def _copy(one: HeldGradient, rows: Tensor, limit: float, loose: float) -> Copy | None:
     """What ``one`` has; None where that is no such part, one addend of several, or not finite."""
     where = one.where
     if one.gradient is None or (where is not None and where.addend[1] > 1):

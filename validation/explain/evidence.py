@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 _OF_GRADIENTS = ("gradient", "presence", "tied-copies")
 
 
-class Due(Protocol):
+class RightOperation(Protocol):
     """What is known of the right operation, where the run cannot be played again; it begins with ``weights``."""
 
     @property
@@ -84,7 +84,7 @@ class Evidence:
     number: int = 0
     operation: str = "train"
     playable: Setup | None = None
-    due: Due | None = None
+    due: RightOperation | None = None
     beside: ModelBeside | None = None
     seen: Observed | None = None
     passed: Mapping[int, Passed] = field(default_factory=dict)

@@ -27,9 +27,8 @@ from pipeproof.explain.rules.passages import passages, sound
 from pipeproof.explain.rules.places import placed
 from pipeproof.explain.rules.report import outputs, report, unreported, untold
 from pipeproof.explain.rules.shared import apart, shared
-from pipeproof.explain.rules.stale import old_weights, stale
 from pipeproof.explain.rules.update import update
-from pipeproof.explain.rules.weights import other_weights, weights
+from pipeproof.explain.rules.weights import old_weights, other_weights, stale, weights
 from pipeproof.explain.sights import measured
 from pipeproof.explain.uncovered import with_uncovered
 from pipeproof.observers.observed import Observed

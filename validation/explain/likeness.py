@@ -25,7 +25,7 @@ from pipeproof.explain.solver import (
     simple,
     told_within,
 )
-from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part
+from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Elements, Label, Likeness
 from pipeproof.observers.recording import Point
 
 Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
@@ -216,10 +216,10 @@ def _multiple_there(asked: _Asked) -> Likeness | None:
     return _multiple(asked) if enough else None
 
 
-def part_of(wrong: Tensor, right: Tensor) -> Part:
+def part_of(wrong: Tensor, right: Tensor) -> Elements:
     """The ``wrong`` elements: rows or columns, where nothing in these is ``right``."""
     at = wrong.flatten().nonzero().flatten()
-    part = Part(len(at), wrong.numel(), int(at[0]), int(at[-1]))
+    part = Elements(len(at), wrong.numel(), int(at[0]), int(at[-1]))
     if wrong.dim() == 1:
         return replace(part, line="element", numbers=tuple(at.tolist()), lines=len(wrong))
     by_row, by_column = (wrong.flatten(1), right.flatten(1)), (wrong.flatten(0, -2).T, right.flatten(0, -2).T)
@@ -241,7 +241,7 @@ def _lines_moved(asked: _Asked) -> Likeness | None:
     found = [int(one.indices) for one in near if one.values.item() <= allowed and bool(due[one.indices].any())]
     if len(found) < len(at):
         return None
-    source = Part(len(found), len(due), found[0], found[-1], "row", tuple(found), len(due))
+    source = Elements(len(found), len(due), found[0], found[-1], "row", tuple(found), len(due))
     return Likeness("other", asked.at, asked.at, source=source)
 
 

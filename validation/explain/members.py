@@ -18,7 +18,7 @@ from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Contribution, Gradient
 
 
-class Part(Protocol):
+class StagePart(Protocol):
     """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage.
 
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``lacks``: the
@@ -42,7 +42,7 @@ class Part(Protocol):
     def shards(self) -> Mapping[int, Shard]: ...
 
     @property
-    def members(self) -> "Sequence[tuple[int, Part]]": ...
+    def members(self) -> "Sequence[tuple[int, StagePart]]": ...
 
     @property
     def lacks(self) -> Collection[int]: ...
@@ -51,14 +51,14 @@ class Part(Protocol):
     def calls(self) -> Sequence[Call] | None: ...
 
 
-class Stage(Protocol):
+class HeldStage(Protocol):
     """A part at its place in the model, with the names of its parameters by their numbers."""
 
     @property
     def index(self) -> int: ...
 
     @property
-    def part(self) -> Part: ...
+    def part(self) -> StagePart: ...
 
     @property
     def names(self) -> Mapping[int, str]: ...
@@ -67,7 +67,7 @@ class Stage(Protocol):
 Place = tuple[int, int]  # a rank and a stage
 
 
-class Held(NamedTuple):
+class HeldGradient(NamedTuple):
     """The gradient that a rank has of a parameter in a stage. ``where`` it lies in the whole; None: it is the whole."""
 
     rank: int
@@ -83,7 +83,7 @@ class Members:
     ``contribute`` gives what the reference has of each microbatch; nothing where only their sum is known.
     """
 
-    stages: Sequence[Stage]
+    stages: Sequence[HeldStage]
     replicas: Replicas
     contribute: Callable[[], Sequence[Contribution]]
     norms: Sequence[float | None]
@@ -94,15 +94,15 @@ class Members:
         return self.contribute()
 
     @cached_property
-    def held(self) -> Mapping[str, Sequence[Held]]:
+    def held(self) -> Mapping[str, Sequence[HeldGradient]]:
         """By parameter, what ranks have of it: of a flat one some may have nothing."""
-        found: dict[str, list[Held]] = {}
+        found: dict[str, list[HeldGradient]] = {}
         for stage in self.stages:
             for k, name in stage.names.items():
                 for rank, part in stage.part.members:
                     where = part.shards.get(k)
                     if k not in part.lacks and (where is None or where.count):
-                        found.setdefault(name, []).append(Held(rank, stage.index, where, part.gradients[k]))
+                        found.setdefault(name, []).append(HeldGradient(rank, stage.index, where, part.gradients[k]))
         return found
 
     @property
@@ -124,7 +124,7 @@ class Members:
         numbers = [(one, k) for one in self.stages for k, own in one.names.items() if own == name]
         return frozenset((rank, one.index) for one, k in numbers for rank, part in one.part.members if k in part.begun)
 
-    def alike(self, stage: Stage, seen: Callable[[Call], Iterable[Sketch]]) -> bool | None:
+    def alike(self, stage: HeldStage, seen: Callable[[Call], Iterable[Sketch]]) -> bool | None:
         """Whether the ranks of each replica have ``seen`` the same at ``stage``, bit for bit: then these are no parts.
 
         None where nobody has seen any.

@@ -36,6 +36,7 @@ class ModelBeside:
     loss: Loss
     traced: Callable[[], Traced]
     lacks: Callable[[int, Sketch], bool] = field(default=lambda microbatch, seen: False)
+    _ends: dict[int, Sequence[Place]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def played(self, batch: Batch, planted: Planted = nullcontext) -> Contribution | None:
         """What ``batch`` gives, gradients of tied copies summed; None where the model does not run so."""
@@ -63,9 +64,10 @@ class ModelBeside:
 
     def ends(self, stage: int) -> Sequence[Place]:
         """The places where ``stage`` ends, in the order of a module's outputs; none where that is not known."""
-        if stage == self._traced.stages - 1:
-            return self.places[-1:]
-        return sorted(self._traced.end(stage), key=lambda place: (module_of(place), int(place.split()[1])))
+        if stage not in self._ends:
+            inner = stage < self._traced.stages - 1
+            self._ends[stage] = sorted(self._traced.end(stage), key=_in_order) if inner else self.places[-1:]
+        return self._ends[stage]
 
     def later(self, stage: int) -> Collection[str]:
         """The modules that only stages after ``stage`` hold."""
@@ -105,3 +107,8 @@ class ModelBeside:
     @cached_property
     def _again(self) -> Reference:
         return self.reference.of(copied(self.model))
+
+
+def _in_order(place: Place) -> tuple[str, int]:
+    """Outputs of one module in the order of its outputs."""
+    return module_of(place), int(place.split()[1])

@@ -67,11 +67,6 @@ class Played:
     boundaries: tuple[Boundary, ...]
     model: Model
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computed in."""
-        return next(self.model.parameters()).dtype
-
     def tensors(self) -> dict[Point, Tensors]:
         """What a recording must hold at every point."""
         return {

@@ -33,11 +33,6 @@ class Fit:
     residual: float
     uncertain: tuple[float, ...]
 
-    @property
-    def undecided(self) -> tuple[int, ...]:
-        """The atoms whose coefficients rounding does not decide."""
-        return tuple(k for k, bound in enumerate(self.uncertain) if bound > DECIDED)
-
     def hopeless(self, limit: float) -> bool:
         """Whether no coefficients at all leave as little as ``limit``.
 
@@ -272,10 +267,6 @@ class System:
         sizes = [self.layout.sizes[k] for k in kept]
         layout = Layout(tuple(self.names[k] for k in kept), sizes, part(self.layout.scale))
         return type(self)(layout, self.atoms, part(self.target), part(self.rows))
-
-    def of_atoms(self, chosen: Sequence[int]) -> Self:
-        """The same with some of the atoms."""
-        return replace(self, atoms=[self.atoms[k] for k in chosen], rows=self.rows[list(chosen)])
 
     def conclusive(self, used: int, limit: float) -> bool:
         """Whether an explanation by ``used`` of the atoms cannot be chance."""

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeproof.foreign.handed_back import FlatShard as FlatShard
     from pipeproof.foreign.handed_back import HandedBack as HandedBack
-    from pipeproof.foreign.mutation import LetPass as LetPass
-    from pipeproof.foreign.mutation import Mutated as Mutated
-    from pipeproof.foreign.mutation import under_test as under_test
-    from pipeproof.foreign.on_a_world import mutate as mutate
     from pipeproof.foreign.on_a_world import validate as validate
     from pipeproof.foreign.operations import Operation as Operation
     from pipeproof.foreign.validator import WhiteBox as WhiteBox
@@ -21,12 +17,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "FlatShard": "foreign.handed_back",
     "HandedBack": "foreign.handed_back",
-    "LetPass": "foreign.mutation",
-    "Mutated": "foreign.mutation",
     "Operation": "foreign.operations",
     "WhiteBox": "foreign.validator",
-    "mutate": "foreign.on_a_world",
-    "under_test": "foreign.mutation",
     "validate": "foreign.on_a_world",
     "watch": "observers.watching",
 }

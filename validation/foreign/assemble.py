@@ -18,9 +18,9 @@ from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.kept import kept
 from pipeproof.foreign.matching import match, with_copies
-from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.rank import ModulePart, RankMade
 from pipeproof.foreign.shared_stages import claims
-from pipeproof.foreign.stages_in_order import Stage, in_order
+from pipeproof.foreign.stages_in_order import PlacedStage, in_order
 from pipeproof.foreign.survey import Both
 from pipeproof.observers.calls import Call
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
@@ -49,17 +49,17 @@ class Assembled:
     name: str = "train"
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[PlacedStage, ...]:
         """In the order in which the reference has their first parameters."""
         return self._matched if self.first is None else tuple(map(self._like, self.first.stages))
 
-    def _like(self, stage: Stage) -> Stage:
+    def _like(self, stage: PlacedStage) -> PlacedStage:
         """The stage that the first operation has as ``stage``."""
         assert self.first is not None, "asked for of later operations"
         return replace(stage, part=self._whole(self.made[stage.rank].parts[stage.chunk], stage.names))
 
     @property
-    def _matched(self) -> tuple[Stage, ...]:
+    def _matched(self) -> tuple[PlacedStage, ...]:
         parts = [(rank, chunk, part) for rank, made in enumerate(self.made) for chunk, part in enumerate(made.parts)]
         found = match([part.locals for *_, part in parts], self.contents)
         found = with_copies(found, [part.gradients for *_, part in parts], lambda: self._several)
@@ -67,10 +67,10 @@ class Assembled:
         for number, (rank, chunk, part) in enumerate(parts):
             names = {k: name for (at, k), name in found.names.items() if at == number}
             unmatched = {k: why for (at, k), why in found.unmatched.items() if at == number}
-            stages.append(Stage(number, rank, self._whole(part, names), names, unmatched, chunk))
+            stages.append(PlacedStage(number, rank, self._whole(part, names), names, unmatched, chunk))
         return in_order(stages, [*self._parameters], lambda: self._several, _feeds)
 
-    def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
+    def _whole(self, part: ModulePart, names: Mapping[int, str]) -> ModulePart:
         """``part``, with shards put together as the whole parameters that the model has under ``names``."""
         shapes = {k: tuple(self._parameters[name].shape) for k, name in names.items()}
         members = tuple(
@@ -84,7 +84,7 @@ class Assembled:
             gradients[k] = gradients[k] if whole is None else whole.view(self._parameters[names[k]].shape)
         return replace(part, gradients=tuple(gradients), shards=sized(part.shards, shapes), members=members)
 
-    def _values(self, part: Part, names: Mapping[int, str]) -> Mapping[int, Tensor]:
+    def _values(self, part: ModulePart, names: Mapping[int, str]) -> Mapping[int, Tensor]:
         """The weights that a rank began with in place of its own, also where they are others of the reference's."""
         content = {k: part.locals[k].content for k in names}
         others = {k: one for k, one in content.items() if one is not None and one != self.contents.get(names[k])}
@@ -338,7 +338,7 @@ class Assembled:
         """A trace may speak of stages that have no parameters, and so are none here."""
         return (action for action in actions if 0 <= action.stage < len(self.stages))
 
-    def _buffers(self, stages: Sequence[Stage]) -> dict[Site, Tensor]:
+    def _buffers(self, stages: Sequence[PlacedStage]) -> dict[Site, Tensor]:
         return dict(named_buffers(stages, self.model)) if self.alone else {}
 
     @property
@@ -347,7 +347,7 @@ class Assembled:
         one_place = bool(self.replicas.together) or all(len(stage.part.members) < 2 for stage in self.stages)
         return self.replicas.count == 1 and one_place
 
-    def _claims(self, stage: Stage) -> Iterator[Claim]:
+    def _claims(self, stage: PlacedStage) -> Iterator[Claim]:
         if self.name != "train":  # what ranks have in common may be put together in the update alone
             yield from kept(stage, self.name)
             return
@@ -355,12 +355,12 @@ class Assembled:
             every = claims((stage.index, name), k, stage.part.members, self.replicas)
             yield from (one for one in every if not (self.unlike and one.law == "updated-parameters"))
 
-    def _after(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
+    def _after(self, stage: PlacedStage) -> Iterator[tuple[Site, Tensor]]:
         for k, name in stage.names.items():
             if k in stage.part.after and not self.unlike:
                 yield (stage.index, name), stage.part.after[k][1]
 
-    def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
+    def _before(self, stage: PlacedStage) -> Iterator[tuple[Site, Tensor]]:
         for k, name in stage.names.items() if "initial-weights" not in self.made[stage.rank].unseen else ():
             content, value = stage.part.locals[k].content, stage.part.values.get(k)
             if value is not None:
@@ -369,7 +369,7 @@ class Assembled:
                 yield (stage.index, name), self._by_content[content]
 
 
-def _feeds(one: Stage, other: Stage) -> bool:
+def _feeds(one: PlacedStage, other: PlacedStage) -> bool:
     """Whether a stage's calls were given what another's made."""
     return Flow.of(one.part.calls or ()).feeds(Flow.of(other.part.calls or ()))
 
@@ -378,7 +378,7 @@ def _differs(seen: Tensor | None, due: Tensor, at: Shard) -> bool:
     return seen is not None and seen.shape == due.shape and not same_bits(at.of(seen), at.of(due))
 
 
-def _is_wrong(part: Part, k: int, due: Tensor) -> bool:
+def _is_wrong(part: ModulePart, k: int, due: Tensor) -> bool:
     """Whether a rank's shard is plainly another than that of ``due``."""
     seen, shard = part.gradients[k], part.shards.get(k)
     if seen is None or shard is None or not seen.numel():

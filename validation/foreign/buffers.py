@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from pipeproof.foreign.matching import as_mates
-from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.reference.step import Site
 
 
-def named_buffers(stages: Sequence[Stage], model: nn.Module) -> Iterator[tuple[Site, Tensor]]:
+def named_buffers(stages: Sequence[PlacedStage], model: nn.Module) -> Iterator[tuple[Site, Tensor]]:
     """The buffers of ``stages`` that ``model`` has, too. One of another shape is another."""
     known = dict(model.named_buffers(remove_duplicate=False))
     for one in stages:

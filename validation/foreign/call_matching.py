@@ -54,7 +54,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Order:
+class CallOrder:
     """The microbatch of every call of a stage, ``UNKNOWN_MICROBATCH`` where nothing tells it.
 
     ``left`` are those of no call. ``inferred``: of calls whose own tensors do not tell it, what does.
@@ -140,7 +140,7 @@ def without_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Seq
     return [calls[k] for k in own] if len(own) >= microbatches or None not in numbers else calls
 
 
-def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:
+def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, CallOrder]:
     """The order of every stage: by content that is a microbatch's own, by what one stage handed the next, then by what
     only looks like a microbatch's, then by what was handed back, and by what is left."""
     found: dict[int, list[int | None]] = {stage: [None] * len(calls) for stage, (calls, _) in stages.items()}
@@ -156,7 +156,7 @@ def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microb
     while _link(found, passed, inferred) or _eliminate(found, microbatches, inferred):
         pass
     return {
-        stage: Order(
+        stage: CallOrder(
             tuple(UNKNOWN_MICROBATCH if number is None else number for number in numbers),
             tuple(number for number in range(microbatches) if number not in numbers),
             {k: why for k, why in inferred[stage].items() if _candidates(stages[stage][1], k) != {numbers[k]}},

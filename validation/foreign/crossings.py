@@ -11,7 +11,7 @@ from pipeproof.core.limits import precision_of
 from pipeproof.explain.limits import LEFT
 from pipeproof.explain.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
-from pipeproof.foreign.call_matching import Column, Order, at_once, columns, orders, without_extra
+from pipeproof.foreign.call_matching import CallOrder, Column, at_once, columns, orders, without_extra
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.observers.calls import Call
 from pipeproof.observers.likeness import ROUNDED_TO, Label, Likeness
@@ -41,7 +41,7 @@ def passed(
     ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``scaled``: what losses are said to
     be multiplied by.
     """
-    of = partial(_Watched.of, microbatches=microbatches, places=places, scaled=scaled)
+    of = partial(_WatchedLine.of, microbatches=microbatches, places=places, scaled=scaled)
     watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
     late = watched[0].late  # ranks with the same stages divide alike
     return [one.passed(late if near(one.late, late) else None) for one in watched]
@@ -51,11 +51,11 @@ Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _WatchedLine:
     """The calls of one line of ranks, of every stage with their tensors and their order."""
 
     stages: Stages
-    orders: Mapping[int, Order]
+    orders: Mapping[int, CallOrder]
     extra: Mapping[int, tuple[int, int]]
     scaled: float = 1.0
 
@@ -101,7 +101,7 @@ def _extra(calls: Sequence[Call], own: Sequence[Call]) -> tuple[int, int]:
     return len(others), sum(bool(call.ran) and not call.is_idle for call in others)
 
 
-def _late(stages: Stages, orders: Mapping[int, Order], scaled: float) -> float | None:
+def _late(stages: Stages, orders: Mapping[int, CallOrder], scaled: float) -> float | None:
     """How many times the reference's the gradients of all stages are, where a runtime may divide them later: mostly.
 
     None where the content of any tells its place, or where they are no multiples. But where losses are said to be
@@ -125,7 +125,7 @@ def _late(stages: Stages, orders: Mapping[int, Order], scaled: float) -> float |
     return common if sum(near(factor, common) for factor in factors) * 2 > len(factors) else None
 
 
-def detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
+def detached(before: Sequence[Call], calls: Sequence[Call], order: CallOrder) -> Mapping[int, frozenset[int]]:
     """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them.
 
     Not what the stage before put out without one, too: that may be it.
@@ -150,7 +150,7 @@ _FROM = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # what comes in was put o
 Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and in words
 
 
-def sent_by(stages: Stages, orders: Mapping[int, Order]) -> Sent:
+def sent_by(stages: Stages, orders: Mapping[int, CallOrder]) -> Sent:
     """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged.
 
     Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.
@@ -229,7 +229,7 @@ class Context:
     """
 
     stage: int
-    order: Order
+    order: CallOrder
     sent: Sent
     late: float | None
     limits: Mapping[tuple[str, int, int], float] | None = None

@@ -60,7 +60,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
     """All that is known of a step; of the ``lines`` of its ranks, what the first did is looked at first."""
     observed, passed = lines[0].seen, lines[0].passed
     norms = [row[0].norm for row in observed.ranks]
-    due = _Due(observed, found, beside, passed)
+    due = _RightStep(observed, found, beside, passed)
     return Evidence(
         verdict,
         observed.schedule.placement,
@@ -104,7 +104,7 @@ def _places(one: OperationRun | None, seen: Sketch) -> Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class _Due:
+class _RightStep:
     """What the step must give."""
 
     observed: Observed

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.rank import Order
+from pipeproof.foreign.rank import RankOrder
 from pipeproof.foreign.task import Task, WhiteBoxError
 from pipeproof.reference.model import LossFn
 from pipeproof.worlds.worker import RankContext
@@ -22,7 +22,7 @@ class Expectation(ABC):
     contract: Contract
 
     @abstractmethod
-    def checked(self, context: RankContext, order: Order, bound_s: float) -> Verdict:
+    def checked(self, context: RankContext, order: RankOrder, bound_s: float) -> Verdict:
         """One rank's part of a step of ``order``, judged by all ranks; a job for ``World.run``.
 
         All ranks give the same. ``bound_s`` bounds each wait for others, in seconds.

@@ -1,5 +1,6 @@
 """What pytest's fixture ``whitebox`` is: a ``WhiteBox`` that knows which of its verdicts a test has looked at."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -35,8 +36,12 @@ def _plain(verdict: Verdict) -> Verdict:
 
 @dataclass(frozen=True)
 class FixtureBox(WhiteBox):
-    """Validates on the ranks of a test; ``handed_out`` are its verdicts, in order."""
+    """Validates on the ranks of a test; ``handed_out`` are its verdicts, in order.
 
+    ``mutate`` is ``pipeproof.whitebox.mutate`` on these ranks, which the plugin gives: no wing is known here.
+    """
+
+    mutate: Callable[..., Any] = field(kw_only=True, repr=False, compare=False)
     handed_out: list[FixtureVerdict] = field(default_factory=list, repr=False, compare=False)
 
     def hand_out(self, verdict: Verdict) -> Verdict:

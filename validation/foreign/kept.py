@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from pipeproof.core.tolerance import same_bits, stands_for_none
 from pipeproof.foreign.shared_stages import began
-from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
 
 
-def kept(stage: Stage, operation: str) -> Iterator[Claim]:
+def kept(stage: PlacedStage, operation: str) -> Iterator[Claim]:
     """What must hold of ``stage`` after ``operation``, of parameters that it was seen to use and has whole."""
     for rank, part in stage.part.members:
         for k, name in stage.names.items():

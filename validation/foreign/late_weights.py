@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.rank import ModulePart, RankMade
 from pipeproof.foreign.shared_stages import began
 from pipeproof.observers.digest import digest
 
@@ -31,7 +31,7 @@ def with_late_weights(made: Sequence[Sequence[RankMade]]) -> list[list[RankMade]
     return operations
 
 
-def _written_late(part: Part, following: Part) -> Iterator[tuple[int, Tensor]]:
+def _written_late(part: ModulePart, following: ModulePart) -> Iterator[tuple[int, Tensor]]:
     """The late weights of ``part``, by number, as the ``following`` operation began with them."""
     for k in part.after:
         left = {digest(one.after[k][1]) for _, one in part.members if k in one.after and one.after[k][0] is None}
@@ -40,7 +40,7 @@ def _written_late(part: Part, following: Part) -> Iterator[tuple[int, Tensor]]:
             yield k, following.values[k]
 
 
-def _with_weights(part: Part, new: Mapping[int, Tensor | None]) -> Part:
+def _with_weights(part: ModulePart, new: Mapping[int, Tensor | None]) -> ModulePart:
     """``part``, whose weights after the operation are ``new`` (None: not seen), and those of no member of it."""
     known = {k: (None, weight) for k, weight in new.items() if weight is not None}
     members = tuple((rank, _without(one, new)) for rank, one in part.members)
@@ -48,5 +48,5 @@ def _with_weights(part: Part, new: Mapping[int, Tensor | None]) -> Part:
     return replace(kept, members=members, after={**kept.after, **known}, late=frozenset(new))
 
 
-def _without(part: Part, late: Collection[int]) -> Part:
+def _without(part: ModulePart, late: Collection[int]) -> ModulePart:
     return replace(part, after={k: weight for k, weight in part.after.items() if k not in late})

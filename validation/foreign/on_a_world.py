@@ -1,6 +1,6 @@
 """What users call who have no world of their own: each opens one for as long as it lasts."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,12 +8,10 @@ from torch import Tensor, nn
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.expectation import Expectation
-from pipeproof.foreign.mutation import Mutated
 from pipeproof.foreign.optimizing import MakesOptimizer
 from pipeproof.foreign.rank import Step
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.worlds.kinds import REAL
-from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 
@@ -46,11 +44,3 @@ def validate(
             contract=contract.with_words(words),
             timeout_s=timeout_s,
         )
-
-
-def mutate(
-    test: Callable[[RankContext], object], *, ranks: int, only: Collection[str] = (), timeout_s: float | None = None
-) -> Mutated:
-    """As ``WhiteBox.mutate``, on a world that lasts as long as this call."""
-    with World(silent=True) as world:
-        return WhiteBox(world).mutate(test, ranks=ranks, only=only, timeout_s=timeout_s)

@@ -33,7 +33,7 @@ Step = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Order:
+class RankOrder:
     """What every rank is to do: call ``step(build(), microbatches)``.
 
     ``known`` are the contents of the reference's parameters by name. ``replicas``: of the first operation.
@@ -58,7 +58,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModulePart:
     """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
 
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``weights``: of
@@ -78,7 +78,7 @@ class Part:
     values: Mapping[int, Tensor] = field(default_factory=dict)
     calls: tuple[Call, ...] | None = None
     shards: Mapping[int, Shard] = field(default_factory=dict)
-    members: tuple[tuple[int, "Part"], ...] = ()
+    members: tuple[tuple[int, "ModulePart"], ...] = ()
     copies: Mapping[int, tuple[Call, ...]] = field(default_factory=dict)
     missed: str = ""
     lacks: frozenset[int] = frozenset()
@@ -108,7 +108,7 @@ class RankMade:
     those of fp32, as ``products_in`` has it. ``unseen``: by law, why not all was seen here that it needs.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ModulePart, ...]
     losses: tuple[float, ...]
     loss: float | None
     norm: float | None
@@ -127,7 +127,7 @@ class RankMade:
     unseen: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_step(context: RankContext, order: Order) -> tuple[RankMade, ...]:
+def run_step(context: RankContext, order: RankOrder) -> tuple[RankMade, ...]:
     """One rank's part of a validation, by operation; a job for ``World.run``. Raises what the user's step raises."""
     __tracebackhide__ = True  # what is told of a failure begins in the user's own code
     deterministic(context.device)
@@ -174,7 +174,7 @@ class _Collector:
     """Takes what is handed back of one operation after another, before anything can change it."""
 
     def __init__(
-        self, rank: int, order: Order, origin: Origin, first_use: FirstUse, watcher: Watcher, routing: RouteObserver
+        self, rank: int, order: RankOrder, origin: Origin, first_use: FirstUse, watcher: Watcher, routing: RouteObserver
     ) -> None:
         self._rank, self._order, self._origin = rank, order, origin
         self._first_use, self._watcher, self._routing = first_use, watcher, routing
@@ -224,15 +224,15 @@ class _Collector:
         }
         return {law: why for law, why in broken.items() if why}
 
-    def _parts(self, handed: HandedBack) -> tuple[Part, ...]:
+    def _parts(self, handed: HandedBack) -> tuple[ModulePart, ...]:
         if handed.gradients is not None and not handed.modules:
             locals_ = tuple(Local(name, said=renamed(self._names, name, rank=self._rank)) for name in handed.gradients)
             gradients, shards = in_parts(handed.gradients.items())
-            return (Part(locals_, gradients, shards=shards),) if locals_ else ()
+            return (ModulePart(locals_, gradients, shards=shards),) if locals_ else ()
         given = handed.by_parameter
         return tuple(self._part(module, chunk, given) for chunk, module in enumerate(handed.modules))
 
-    def _part(self, module: nn.Module, chunk: int, given: Mapping[int, Any] | None) -> Part:
+    def _part(self, module: nn.Module, chunk: int, given: Mapping[int, Any] | None) -> ModulePart:
         locals_: list[Local] = []
         held: list[tuple[str, Any]] = []
         values: dict[int, Tensor] = {}
@@ -264,7 +264,7 @@ class _Collector:
         begun = {k: one for k, one in there.items() if one is not None}
         # As they are now: what is cleared later was used, and of copies nothing is lost in ``.grad``.
         seen_calls = tuple(replace(one, cleared=one.cleared if given is None else ()) for one in calls or ()) or None
-        made = Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
+        made = ModulePart(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
         made = replace(made, after=after, begun=begun, buffers=tuple(self._buffers(module, chunk)))
         return replace(made, routes=self._routing.of(module))
 
@@ -309,13 +309,13 @@ def _held(module: nn.Module, what: str) -> list[tuple[str, nn.Module, str, Any]]
     ]
 
 
-def _as_first(parts: Sequence[Part], first: Sequence[Part], step: str) -> tuple[Part, ...]:
+def _as_first(parts: Sequence[ModulePart], first: Sequence[ModulePart], step: str) -> tuple[ModulePart, ...]:
     """``parts`` of a later operation, whose parameters go by what they were in the ``first``.
 
     Where gradients are handed back by name, an operation that gives none may hand back none. Raises ``HandBackError``.
     """
     if not parts:
-        return tuple(Part(one.locals, (None,) * len(one.locals), later=True) for one in first)
+        return tuple(ModulePart(one.locals, (None,) * len(one.locals), later=True) for one in first)
     if [[one.name for one in part.locals] for part in parts] != [[one.name for one in part.locals] for part in first]:
         raise HandBackError(
             f"{step} handed back other modules than for its first operation: expected the same, in the same order"

@@ -9,7 +9,7 @@ from math import inf
 from pipeproof.core.routes import explained
 from pipeproof.core.tolerance import Floor
 from pipeproof.foreign.assemble import Assembled
-from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.foreign.token_order import LESS, in_order, joined, short
 from pipeproof.observers.observed import Routed
 from pipeproof.observers.routes import Route, Routes
@@ -112,7 +112,7 @@ def _stage_of(router: str, owner: Mapping[str, int]) -> int | None:
 
 
 def _bundles(
-    stage: Stage, found: Assembled, choices: Choices, routers: Sequence[str]
+    stage: PlacedStage, found: Assembled, choices: Choices, routers: Sequence[str]
 ) -> Iterator[tuple[int, Routes, int]]:
     """What the routers of a stage chose, rank by rank; of ranks that have parts of the same tokens, all on the first.
 

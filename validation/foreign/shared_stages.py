@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error, same_bits, stands_for_none
 from pipeproof.foreign.matching import Local, match
-from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.rank import ModulePart, RankMade
 from pipeproof.observers.calls import Call
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
@@ -25,7 +25,7 @@ from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import added_onto
 
 
-def likeness(part: Part) -> tuple[object, ...]:
+def likeness(part: ModulePart) -> tuple[object, ...]:
     """Equal for parts that are one stage. Shards know their peers; the names of two stages can be the same."""
     peers = next((shard.peers for shard in part.shards.values()), ())
     return (peers, *(one.said or one.identical or one.content or one.name for one in part.locals))
@@ -44,7 +44,7 @@ def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
     return whole and set(stages.values()) == {2} and len(stages) >= len(made)
 
 
-Member = tuple[int, Part]  # a rank, and what it handed back
+Member = tuple[int, ModulePart]  # a rank, and what it handed back
 _APART = 1 << 32  # between the times of two ranks' calls: more than any step takes
 
 
@@ -113,7 +113,7 @@ def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) ->
     yield from _equal_weights(site, k, members)
 
 
-def began(part: Part, k: int) -> bytes | None:
+def began(part: ModulePart, k: int) -> bytes | None:
     """The digest of weights before the operation; None where nobody knows it."""
     if k in part.values:
         return digest(part.values[k])
@@ -197,7 +197,9 @@ def _of_places(made: Sequence[RankMade], places: Sequence[int], known: Mapping[s
     for (place, _), bundle in bundles.items():
         if _lies_flat(bundle) and all(part.nameless for _, part in bundle):
             holders = [rank for rank, _ in bundle]
-            bundle += [(rank, Part((), ())) for rank, at in enumerate(places) if at == place and rank not in holders]
+            bundle += [
+                (rank, ModulePart((), ())) for rank, at in enumerate(places) if at == place and rank not in holders
+            ]
     return [_united(_with_whole_weights(bundle), known) for bundle in bundles.values()]
 
 
@@ -206,7 +208,7 @@ def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
 
     So a rank whose part is wrong has other weights than the first. What is not all there stays unknown.
     """
-    lying: dict[str, list[tuple[Part, tuple[Shard, Tensor]]]] = {}
+    lying: dict[str, list[tuple[ModulePart, tuple[Shard, Tensor]]]] = {}
     for _, part in bundle:
         for k, one in part.weights.items():
             lying.setdefault(part.locals[k].name, []).append((part, one))
@@ -257,7 +259,7 @@ def _sure(one: Local, names: Mapping[bytes, str]) -> str | None:
     return one.said or one.identical or (None if one.content is None else names.get(one.content))
 
 
-def _numbered(part: Part, locals_: Sequence[Local], own: Mapping[int, int]) -> Part:
+def _numbered(part: ModulePart, locals_: Sequence[Local], own: Mapping[int, int]) -> ModulePart:
     """``part`` with the parameters ``locals_``, of which number n is its own number ``own[n]``."""
     return replace(
         part,
@@ -270,14 +272,14 @@ def _numbered(part: Part, locals_: Sequence[Local], own: Mapping[int, int]) -> P
     )
 
 
-def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas, *, apart: bool) -> bool:
+def _belongs(rank: int, part: ModulePart, bundle: Sequence[Member], replicas: Replicas, *, apart: bool) -> bool:
     ranks = [at for at, _ in bundle]
     if rank in ranks or likeness(part) != likeness(bundle[0][1]):
         return False
     return apart or bool(part.shards) or replicas.of[rank] not in [replicas.of[at] for at in ranks]
 
 
-def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> Part:
+def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> ModulePart:
     if _lies_flat(bundle):
         bundle = [(rank, _flattened(part)) for rank, part in bundle]
     _, first = bundle[0]
@@ -302,7 +304,7 @@ def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) 
     )
 
 
-def whole_gradient(k: int, holders: Sequence[Part]) -> Tensor | None:
+def whole_gradient(k: int, holders: Sequence[ModulePart]) -> Tensor | None:
     """A gradient: what the first of its holders has, or what shards make up."""
     if k not in holders[0].shards:
         return holders[0].gradients[k]
@@ -310,7 +312,7 @@ def whole_gradient(k: int, holders: Sequence[Part]) -> Tensor | None:
     return holders[0].gradients[k] if untiled([shard for shard, _ in lying]) else gathered(lying)
 
 
-def _updated(k: int, holders: Sequence[Part]) -> Tensor | None:
+def _updated(k: int, holders: Sequence[ModulePart]) -> Tensor | None:
     """A parameter after the step; None where that is not known, or not all there."""
     lying = [part.after[k] for part in holders if k in part.after]
     parts = [(shard, weight) for shard, weight in lying if shard is not None]
@@ -323,7 +325,7 @@ def _lies_flat(bundle: Sequence[Member]) -> bool:
     return in_flat_parts(shard for _, part in bundle for shard in part.shards.values())
 
 
-def _flattened(part: Part) -> Part:
+def _flattened(part: ModulePart) -> ModulePart:
     """``part`` of a stage in flat parts: what it has whole is all of a flat one, and nothing an empty one."""
     gradients, shards = list(part.gradients), dict(part.shards)
     for k, gradient in enumerate(gradients):

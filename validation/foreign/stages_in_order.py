@@ -3,11 +3,11 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeproof.foreign.rank import Part
+from pipeproof.foreign.rank import ModulePart
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlacedStage:
     """A part that was handed back, at its place in the model; ``names`` and ``unmatched`` by the parameter's number.
 
     ``chunk`` is its number on its rank.
@@ -15,7 +15,7 @@ class Stage:
 
     index: int
     rank: int
-    part: Part
+    part: ModulePart
     names: Mapping[int, str]
     unmatched: Mapping[int, str]
     chunk: int = 0
@@ -30,12 +30,12 @@ class Stage:
         return frozenset(self.names.values())
 
 
-Feeds = Callable[[Stage, Stage], bool]
+Feeds = Callable[[PlacedStage, PlacedStage], bool]
 
 
 def in_order(
-    stages: Sequence[Stage], names: Sequence[str], several: Callable[[], Collection[str]], feeds: Feeds
-) -> tuple[Stage, ...]:
+    stages: Sequence[PlacedStage], names: Sequence[str], several: Callable[[], Collection[str]], feeds: Feeds
+) -> tuple[PlacedStage, ...]:
     """As the model has them, by what only they hold; one all of which others hold too comes by its turn.
 
     A parameter that is used in ``several`` places is one that others hold too, even where they hold the same. One that
@@ -57,7 +57,7 @@ def in_order(
     return tuple(replace(one, index=index) for index, one in enumerate(told))
 
 
-def _by_flow(stage: Stage, told: Sequence[Stage], feeds: Feeds) -> int:
+def _by_flow(stage: PlacedStage, told: Sequence[PlacedStage], feeds: Feeds) -> int:
     """Where a stage comes among those that are ``told``, by what it was given and by what it gave."""
     before = [k for k, other in enumerate(told, start=1) if feeds(other, stage)]
     return max(before) if before else min((k for k, one in enumerate(told) if feeds(stage, one)), default=len(told))

@@ -3,12 +3,12 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ from pipeproof.foreign.late_weights import with_late_weights
 from pipeproof.foreign.matching import NamesError
 from pipeproof.foreign.operation_run import OperationRun
 from pipeproof.foreign.optimizing import MakesOptimizer
-from pipeproof.foreign.rank import Order, RankMade, Step, digests, run_step
+from pipeproof.foreign.rank import RankMade, RankOrder, Step, digests, run_step
 from pipeproof.foreign.reference_run import ReferenceRun, SecondModel
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.foreign.step_oracle import UPDATED
@@ -35,11 +35,7 @@ from pipeproof.observers.digest import contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds
-from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-
-if TYPE_CHECKING:
-    from pipeproof.foreign.mutation import Mutated
 
 _READ = (
     "loss_divisor",
@@ -125,33 +121,10 @@ class WhiteBox:
         """``verdict``, as it is; pytest's fixture remembers whether its reader looks at it."""
         return verdict
 
-    def mutate(
-        self,
-        test: Callable[[RankContext], object],
-        *,
-        ranks: int,
-        only: Collection[str] = (),
-        timeout_s: float | None = None,
-    ) -> "Mutated":
-        """What your own test makes of faults that are planted in the step that it is about: which it lets pass.
-
-        test: called on every rank with its ``RankContext``; raises where it dislikes what it sees. Each fault is
-        planted where torch is called, on the last rank that it changes anything on, or on all where it is about sums
-        over ranks. ranks: how many. only: names of some faults. timeout_s: bounds each run, in seconds; a test that
-        hangs has caught the fault.
-
-        Raises ``WhiteBoxError`` for a test that fails without a fault. Where replicas have the same data, faults in
-        sums over them are not judged, for then a sum that is left out does not show.
-        """
-        from pipeproof.foreign.mutation import mutated
-
-        bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
-        return mutated(test, self.world, ranks=ranks, only=only, timeout_s=bound_s)
-
     def _linked(self, task: LinkedTask, replicas: Replicas) -> Verdict:
         """The verdict on a step that its ranks hold against itself."""
         title, ranks = _title(task, replicas), len(replicas.of)
-        order = Order(task.step, task.reference, task.microbatches, task.contract, name_of(task.step), {}, replicas)
+        order = RankOrder(task.step, task.reference, task.microbatches, task.contract, name_of(task.step), {}, replicas)
         bound_s = self.world.timeout_s if self.timeout_s is None else self.timeout_s
         try:
             rows = self.world.run(task.by.checked, order, bound_s, ranks=ranks, timeout_s=self.timeout_s)
@@ -170,7 +143,7 @@ class WhiteBox:
         second, ahead = SecondModel(first, self.world.device, model), ReferenceRun(first, model, replicas)
         updates = task.optimizer is not None or bool(task.contract.operations)
         name, told = name_of(task.step), replace(task.contract, outputs=None)  # the reference alone gives those
-        order = Order(task.step, task.reference, task.microbatches, told, name, known, replicas, updates)
+        order = RankOrder(task.step, task.reference, task.microbatches, told, name, known, replicas, updates)
         made, failure = self._made(order, chain(second, ahead))
         if second.other_weights:
             return random_reference(title, task, second.other_weights)
@@ -191,7 +164,7 @@ class WhiteBox:
         course.run()
         return course.concluded(judged_runs(title, task, course.runs, second, halted=course.halted))
 
-    def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[list[list[RankMade]], RankFailed | None]:
+    def _made(self, order: RankOrder, meanwhile: Iterable[object]) -> tuple[list[list[RankMade]], RankFailed | None]:
         """What the ranks made of each operation of ``order``, or how they failed."""
         ranks = len(order.replicas.of)
         try:

@@ -108,7 +108,7 @@ Place = tuple[bool, int]  # at a call: whether it is an output, and the number o
 
 
 @dataclass(frozen=True)
-class Part:
+class BackwardPart:
     """What one backward, by its number, brought to a tensor. ``counts``: there backwards of the call are counted."""
 
     seen: Sketch
@@ -156,7 +156,7 @@ class Call:
     unread: bool = False
     began: int | None = None
     flowed: dict[int, int] = field(default_factory=dict)
-    parts: dict["Place", list["Part"]] = field(default_factory=dict)
+    parts: dict["Place", list["BackwardPart"]] = field(default_factory=dict)
     in_parts: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
     again: Called | None = None
     repeated: Mapping[int, int] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Call:
         is_output, number = at
         if is_output and kept is not None and self.again is not None:
             self.again.parts.setdefault(number, {}).setdefault(seen.digest, kept)
-        self.parts.setdefault(at, []).append(Part(seen, torch._C._current_graph_task_id(), counts))
+        self.parts.setdefault(at, []).append(BackwardPart(seen, torch._C._current_graph_task_id(), counts))
 
     def received(self, number: int, sent: Sequence[Sketch]) -> list[Sketch]:
         """What backwards brought to an output: of equal parts as many as were ``sent``, or one."""
@@ -217,12 +217,6 @@ class Call:
         own = [{one.backward for one in those} for (is_output, _), those in self.parts.items() if is_output]
         return any(one != other for one, other in combinations(own, 2))
 
-    @property
-    def varied(self) -> bool:
-        """Whether its backwards brought an output what is not alike."""
-        own = [[one.seen for one in those] for (is_output, _), those in self.parts.items() if is_output]
-        return any(not one.is_like(those[0]) for those in own for one in those[1:])
-
     def together(self, sent: Mapping[int, Sequence[Sketch]]) -> "Call":
         """The same, where several consumers, outputs or terms of a loss had a backward each: as if these were one.
 
@@ -231,7 +225,7 @@ class Call:
         """
         outputs = {n: _of_each(those, sent.get(n, ()))[0] for (is_output, n), those in self.parts.items() if is_output}
         backwards = {one.backward for those in outputs.values() for one in those}
-        inputs = dict[int, list[Part]]()
+        inputs = dict[int, list[BackwardPart]]()
         for (is_output, number), those in self.parts.items():
             if not is_output:
                 once, again = _of_each(those, ())
@@ -266,18 +260,18 @@ class Call:
         return replace(self, backwards=[time + end for end in self.backwards], flowed=flowed, began=began, rank=rank)
 
 
-def _of_each(parts: Sequence[Part], sent: Sequence[Sketch]) -> tuple[list[Part], list[Part]]:
+def _of_each(parts: Sequence[BackwardPart], sent: Sequence[Sketch]) -> tuple[list[BackwardPart], list[BackwardPart]]:
     """Of equal ``parts`` as many as were ``sent``, or one, and the others."""
-    taken, found = Counter[bytes](), (list[Part](), list[Part]())
+    taken, found = Counter[bytes](), (list[BackwardPart](), list[BackwardPart]())
     for part in parts:
         taken[part.seen.digest] += 1
         found[taken[part.seen.digest] > max(1, sum(map(part.seen.says, sent)))].append(part)
     return found
 
 
-def _sums(parts: Mapping[int, Sequence[Part]]) -> dict[int, Sketch]:
+def _sums(parts: Mapping[int, Sequence[BackwardPart]]) -> dict[int, Sketch]:
     return {number: reduce(Sketch.plus, (one.seen for one in those)) for number, those in parts.items()}
 
 
-def _digest(part: Part) -> bytes:
+def _digest(part: BackwardPart) -> bytes:
     return part.seen.digest

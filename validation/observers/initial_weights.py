@@ -23,7 +23,7 @@ def _grad(parameter: nn.Parameter) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WeightContent:
     """A parameter's content: its digest, and its value where that is not the content of any known one."""
 
     digest: bytes
@@ -43,8 +43,8 @@ class FirstUse:
         self._known = frozenset(known)
         self.goes_on = False
         self._stepped: dict[int, Optimizer] = {}
-        self._seen: dict[int, tuple[nn.Parameter, Seen]] = {}  # the parameter too, so that its id is not used again
-        self._at: dict[tuple[int, str], tuple[nn.Module, Seen]] = {}  # by the module that it was seen in, and its name
+        self._seen: dict[int, tuple[nn.Parameter, WeightContent]] = {}  # with the parameter, to keep its id
+        self._at: dict[tuple[int, str], tuple[nn.Module, WeightContent]] = {}  # by module and name
         self._parts: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of DTensors, what this rank had
         self._sum_of: SumOf = _grad
         self._handed: Mapping[int, object] | None = None  # gradients that are not in ``.grad``
@@ -95,7 +95,7 @@ class FirstUse:
         for seen in (self._seen, self._at, self._parts, self._begun):
             seen.clear()
 
-    def of(self, parameter: nn.Parameter, holder: nn.Module, leaf: str) -> Seen | None:
+    def of(self, parameter: nn.Parameter, holder: nn.Module, leaf: str) -> WeightContent | None:
         """What ``parameter`` was when it was first used, or what ``holder`` had in its place when it was called.
 
         One that no module was called with is looked at now, and only taken for unchanged where its content is known. So
@@ -156,9 +156,9 @@ class FirstUse:
     def _step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         self._stepped[id(optimizer)] = optimizer
 
-    def _note(self, parameter: nn.Parameter) -> Seen:
+    def _note(self, parameter: nn.Parameter) -> WeightContent:
         content = digest(parameter)
-        return Seen(content, None if content in self._known else parameter.detach().to("cpu", copy=True))
+        return WeightContent(content, None if content in self._known else parameter.detach().to("cpu", copy=True))
 
 
 def _left(gradient: object) -> Iterator[Tensor]:

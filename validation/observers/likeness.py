@@ -69,7 +69,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Part:
+class Elements:
     """Some elements of a tensor: whole lines of it by their numbers (``line`` is "row", "column" or "element").
 
     Without such lines, ``count`` elements ``of`` all. ``first`` and ``last`` are those of the tensor laid end to end.
@@ -130,8 +130,8 @@ class Likeness:
     label: Label | None = None
     factor: float | None = None
     more: float | None = None
-    part: Part | None = None
-    source: Part | None = None
+    part: Elements | None = None
+    source: Elements | None = None
     line: str = ""
     narrow: str = ""
     counts: tuple[tuple[int, float], ...] = ()

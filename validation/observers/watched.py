@@ -61,7 +61,7 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CallEntry:
     """What a module was called with, as it was then, and from where; ``again`` as a call has it.
 
     ``kept``: what it had besides.
@@ -76,7 +76,7 @@ class Entry:
     kept: list[InAttribute]
 
     @staticmethod
-    def of(inputs: Sequence[Tensor], again: Called | None, kept: list[InAttribute]) -> "Entry":
+    def of(inputs: Sequence[Tensor], again: Called | None, kept: list[InAttribute]) -> "CallEntry":
         came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
         versions = [version(tensor) for tensor in inputs]
-        return Entry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again, kept)
+        return CallEntry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again, kept)

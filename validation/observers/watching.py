@@ -24,7 +24,7 @@ from pipeproof.observers.own_losses import OwnLosses, trains
 from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.observers.tensors_in import leaves_in, tensors_in
-from pipeproof.observers.watched import Entry, Watched
+from pipeproof.observers.watched import CallEntry, Watched
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
@@ -52,7 +52,7 @@ class Watcher:
         self._hooks: list[RemovableHandle] = []
         self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
         self._watched: dict[int, Watched] = {}
-        self._entering: dict[int, list[Entry]] = defaultdict(list)  # by thread
+        self._entering: dict[int, list[CallEntry]] = defaultdict(list)  # by thread
         self._times = count()
         self._clearing = Fence()
 
@@ -166,7 +166,7 @@ class Watcher:
             inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
             keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep)
             again = keep(module, arguments, named, generators=self._generators_of(module)) if keep else None
-            self._entering[get_ident()].append(Entry.of(inputs, again, inputs_kept(module) if keep else []))
+            self._entering[get_ident()].append(CallEntry.of(inputs, again, inputs_kept(module) if keep else []))
 
     def _generators_of(self, module: nn.Module) -> list[Generator]:
         """Those that calls of ``module`` may draw from, each once, as they are in its first call."""

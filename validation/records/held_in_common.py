@@ -18,7 +18,7 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import stands_for_none
 from pipeproof.foreign.handed_back import FlatShard, Gradient, HandBackError
 from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import Part, in_parts
+from pipeproof.foreign.rank import ModulePart, in_parts
 from pipeproof.foreign.shared_stages import claims, whole_gradient
 from pipeproof.observers.digest import digest
 from pipeproof.observers.observed import Claim
@@ -210,10 +210,10 @@ class HeldInCommon:
         whole = None if whole is None else whole.view(self._shapes[name])
         return Joined(name, tuple(claims(site, 0, members, replicas)), tiled, whole)
 
-    def _member(self, site: Site, rank: int, ranks: Sequence[int]) -> Part:
+    def _member(self, site: Site, rank: int, ranks: Sequence[int]) -> ModulePart:
         shard = self._at(site[1], rank).shard
         assert shard is not None, "of parts alone"
-        return Part((Local(site[1]),), (self._taken(site, rank, ranks),), shards={0: shard})
+        return ModulePart((Local(site[1]),), (self._taken(site, rank, ranks),), shards={0: shard})
 
     def _copies(self, site: Site, ranks: Sequence[int]) -> Iterator[Claim]:
         """That ranks with all of a gradient have the same. Their digests tell: no gradient goes anywhere."""

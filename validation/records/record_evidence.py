@@ -17,8 +17,8 @@ from pipeproof.explain.explain import explained as explained_evidence
 from pipeproof.explain.explain import sought
 from pipeproof.explain.members import Members
 from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import Part
-from pipeproof.foreign.stages_in_order import Stage as HeldStage
+from pipeproof.foreign.rank import ModulePart
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
@@ -70,7 +70,7 @@ class Step:
             verdict,
             self.placement,
             microbatches,
-            len(self.norms),
+            self._ranks,
             gradients=self.gradients,
             norms=self.norms,
             number=self.number,
@@ -96,9 +96,14 @@ class Step:
         return tuple(found)
 
     @property
+    def _ranks(self) -> int:
+        """How many there are: of a record there is one norm, however many ranks it is of."""
+        return max(len(self.norms), 1 + max((rank for found in self.places.values() for rank, _ in found), default=0))
+
+    @property
     def _members(self) -> Members:
         """The ranks of every stage with what they had of it."""
-        count, ranks = len(self.due.microbatches), len(self.norms)
+        count, ranks = len(self.due.microbatches), self._ranks
         replicas = self.replicas or Replicas((0,) * ranks, count)
         if replicas.count > 1 and not replicas.shares:
             replicas = replace(replicas, shares=((),) * ranks)  # nobody says whose microbatches are whose
@@ -114,16 +119,16 @@ class Step:
             found.append(Contribution(loss, given))
         return found
 
-    def _stage(self, stage: int) -> HeldStage:
+    def _stage(self, stage: int) -> PlacedStage:
         """A stage with its ranks, whose parts lie in what they gave together."""
         names = [name for name in self.seen if any(at == stage for _, at in self.places.get(name, ()))]
         ranks = sorted({rank for name in names for rank, at in self.places[name] if at == stage})
-        whole = Part(tuple(map(Local, names)), tuple(self.seen[name] for name in names))
+        whole = ModulePart(tuple(map(Local, names)), tuple(self.seen[name] for name in names))
         members = tuple((rank, self._part(whole, rank, stage)) for rank in ranks)
         rank = ranks[0] if ranks else self.placement[stage]
-        return HeldStage(stage, rank, replace(whole, members=members), dict(enumerate(names)), {})
+        return PlacedStage(stage, rank, replace(whole, members=members), dict(enumerate(names)), {})
 
-    def _part(self, whole: Part, rank: int, stage: int) -> Part:
+    def _part(self, whole: ModulePart, rank: int, stage: int) -> ModulePart:
         """What ``rank`` has of the ``whole`` of a stage."""
         names = [one.name for one in whole.locals]
         lying = {k: self.shards.get(name, {}).get(rank) for k, name in enumerate(names)}

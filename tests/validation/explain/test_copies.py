@@ -10,8 +10,8 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.explain.copies import makeups
 from pipeproof.explain.members import Members
 from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import Part
-from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.rank import ModulePart
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution, Expected
 
@@ -26,10 +26,10 @@ LEFT, RIGHT = Shard(((0, 16),)), Shard(((16, 32),))
 def members(*ranks: Tensor | None, shards: Sequence[Shard] = (), known: bool = True) -> Members:
     """What each rank has of one parameter; not ``known``: what microbatches give is known together alone."""
     own: list[Mapping[int, Shard]] = [{0: shard} for shard in shards] or [{} for _ in ranks]
-    parts = [Part((Local("w"),), (one,), shards=lying) for one, lying in zip(ranks, own, strict=True)]
-    merged = Part((Local("w"),), (ranks[0],), members=tuple(enumerate(parts)))
+    parts = [ModulePart((Local("w"),), (one,), shards=lying) for one, lying in zip(ranks, own, strict=True)]
+    merged = ModulePart((Local("w"),), (ranks[0],), members=tuple(enumerate(parts)))
     contributions = [Contribution(0.0, {(0, "w"): one}) for one in EACH] if known else ()
-    return Members([Stage(0, 0, merged, {0: "w"}, {})], TWO, lambda: contributions, [None] * len(ranks))
+    return Members([PlacedStage(0, 0, merged, {0: "w"}, {})], TWO, lambda: contributions, [None] * len(ranks))
 
 
 def of(*counts: float) -> Tensor:

@@ -6,9 +6,9 @@ from torch import Tensor
 from pipeproof.core.replicas import Replicas
 from pipeproof.explain.members import Members
 from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.rank import ModulePart, RankMade
 from pipeproof.foreign.shared_stages import joined_parts
-from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.observers.shards import Shard
 
 REPLICAS = Replicas((0, 1), 4)
@@ -18,13 +18,13 @@ WHOLE = sum(EACH[1:], EACH[0])
 
 
 def part(gradient: Tensor, shard: Shard | None = None) -> RankMade:
-    one = Part((Local("w", "w"),), (gradient,), shards={} if shard is None else {0: shard})
+    one = ModulePart((Local("w", "w"),), (gradient,), shards={} if shard is None else {0: shard})
     return RankMade((one,), (), None, None, None, {})
 
 
 def found(*ranks: RankMade, norms: tuple[float | None, float | None]) -> list[tuple[int | None, str]]:
     (merged,) = joined_parts(ranks, REPLICAS)[0].parts
-    members = Members([Stage(0, 0, merged, {0: "w"}, {})], REPLICAS, tuple, norms)
+    members = Members([PlacedStage(0, 0, merged, {0: "w"}, {})], REPLICAS, tuple, norms)
     return [(cause.rank, cause.detail) for cause in members.norm_causes()]
 
 

@@ -61,21 +61,21 @@ USES: dict[str, tuple[Callable[[Verdict], object], bool]] = {
 
 @pytest.mark.parametrize(("use", "looks"), USES.values(), ids=USES)
 def test_what_counts_as_a_look(use: Callable[[Verdict], object], looks: bool) -> None:
-    box = FixtureBox(cast(World, None))
+    box = FixtureBox(cast(World, None), mutate=str)
     use(box.hand_out(FAIL))
     assert box.unread() == ([] if looks else [FAIL])
     assert box.unread() == [], "it is told once"
 
 
 def test_a_pass_need_not_be_looked_at_and_unknown_has_to() -> None:
-    box = FixtureBox(cast(World, None))
+    box = FixtureBox(cast(World, None), mutate=str)
     for verdict in (PASS, UNKNOWN, PASS):
         box.hand_out(verdict)
     assert box.unread() == [UNKNOWN]
 
 
 def test_a_verdict_stays_the_value_that_it_is() -> None:
-    handed = FixtureBox(cast(World, None)).hand_out(FAIL)
+    handed = FixtureBox(cast(World, None), mutate=str).hand_out(FAIL)
     assert isinstance(handed, FixtureVerdict)
     assert handed == FAIL
     assert FAIL == handed

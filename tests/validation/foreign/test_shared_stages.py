@@ -13,7 +13,7 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.rank import ModulePart, RankMade
 from pipeproof.foreign.shared_stages import claims, joined_parts
 from pipeproof.observers.calls import Call
 from pipeproof.observers.shards import Shard, flat_shard
@@ -26,12 +26,14 @@ ALONE = Replicas((0, 0), 4)
 UPPER, LOWER = Shard(((0, 1),)), Shard(((1, 2),))
 
 
-def part(*gradient: float, content: bytes = b"w", shard: Shard | None = None, calls: tuple[Call, ...] = ()) -> Part:
+def part(
+    *gradient: float, content: bytes = b"w", shard: Shard | None = None, calls: tuple[Call, ...] = ()
+) -> ModulePart:
     made = torch.tensor(gradient, dtype=torch.float32) if gradient else None
-    return Part((Local("w", "w", content=content),), (made,), {}, calls, {} if shard is None else {0: shard})
+    return ModulePart((Local("w", "w", content=content),), (made,), {}, calls, {} if shard is None else {0: shard})
 
 
-def made(*parts: Part, actions: str = "") -> RankMade:
+def made(*parts: ModulePart, actions: str = "") -> RankMade:
     return RankMade(parts, (), None, None, tuple(map(Action.parse, actions.split())), {})
 
 
@@ -63,7 +65,7 @@ def test_two_copies_in_one_replica_stay_two() -> None:
         (part(1, 2, content=b"v"), ("initial-weights", 1, "other weights than rank 0's")),
     ],
 )
-def test_replicas_that_differ(other: Part, complaint: tuple[str, int, str]) -> None:
+def test_replicas_that_differ(other: ModulePart, complaint: tuple[str, int, str]) -> None:
     assert broken([made(part(1, 2)), made(other)], TWICE) == [complaint]
 
 
@@ -99,18 +101,18 @@ def test_shards_are_gathered(replicas: Replicas) -> None:
         ((part(1, shard=UPPER), part(shard=LOWER)), "no gradient on rank 1"),
     ],
 )
-def test_shards_that_are_no_whole(parts: tuple[Part, ...], complaint: str) -> None:
+def test_shards_that_are_no_whole(parts: tuple[ModulePart, ...], complaint: str) -> None:
     assert broken(list(map(made, parts)), ALONE) == [("shards", 0, complaint)]
 
 
-FLAT = Part((Local("w"),), (torch.ones(4),), shards={0: flat_shard(0, torch.ones(4))})
+FLAT = ModulePart((Local("w"),), (torch.ones(4),), shards={0: flat_shard(0, torch.ones(4))})
 FOUR = Replicas((0, 1, 0, 1), 4)
 
 
 def weights(*contents: str, first: int = 0) -> RankMade:
     """A rank with weights of those contents, whose names count from ``first`` on."""
     locals_ = tuple(Local(str(k), content=one.encode()) for k, one in enumerate(contents, start=first))
-    return made(Part(locals_, (None,) * len(contents)))
+    return made(ModulePart(locals_, (None,) * len(contents)))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_a_list_says_who_holds_a_stage_where_weights_do_not(
 
 
 @pytest.mark.parametrize("other", [FLAT, None])
-def test_a_part_that_is_left_out_is_no_parameter_that_a_rank_lacks(other: Part | None) -> None:
+def test_a_part_that_is_left_out_is_no_parameter_that_a_rank_lacks(other: ModulePart | None) -> None:
     ranks = [made(FLAT), made() if other is None else made(replace(other, locals=(Local("v"),)))]
     (merged,) = [part for one in joined_parts(ranks, TWICE) for part in one.parts]
     for k in range(len(merged.locals)):

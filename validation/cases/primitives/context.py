@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeproof.cases.primitives.collectives import gathered
 from pipeproof.cases.primitives.layers import Attention, Embedding, Microbatch, attended
-from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.part import RankPart
 from pipeproof.cases.primitives.reduction import reduced
 from pipeproof.cases.primitives.sizes import SEQUENCE
 
@@ -67,10 +67,10 @@ def summed(stage: nn.Module, mesh: DeviceMesh) -> None:
         reduced(name, parameter, mesh.get_group())
 
 
-def of_sequences(attend: AttendTo | None = None, *, zigzag: bool = False) -> Part:
+def of_sequences(attend: AttendTo | None = None, *, zigzag: bool = False) -> RankPart:
     """Context parallelism whose attention is ``attend``; None: the one that gathers."""
-    share = partial(part_of, zigzag=zigzag)
-    return Part(partial(split, attend=attend, zigzag=zigzag), share=share, finish=summed, summed=True, in_parts=True)
+    cut, share = partial(split, attend=attend, zigzag=zigzag), partial(part_of, zigzag=zigzag)
+    return RankPart(cut, share=share, finish=summed, summed=True, in_parts=True)
 
 
 CONTEXT_PARALLEL = of_sequences()

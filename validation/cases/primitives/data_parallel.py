@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.part import RankPart
 from pipeproof.cases.primitives.reduction import local, reduced
 
 
@@ -55,9 +55,9 @@ def updated_in_shares(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 ADAM: Mapping[str, Any] = MappingProxyType({"lr": 1e-2})
-DDP = Part(replicated, sync=in_last, finish=averaged)
-ZERO_1 = Part(replicated, sync=in_last, finish=averaged, update=updated_in_shares)
-DDP_EVERY = Part(replicated, finish=averaged)
-DDP_UNUSED = Part(partial(replicated, find_unused_parameters=True), sync=in_last, finish=averaged)
+DDP = RankPart(replicated, sync=in_last, finish=averaged)
+ZERO_1 = RankPart(replicated, sync=in_last, finish=averaged, update=updated_in_shares)
+DDP_EVERY = RankPart(replicated, finish=averaged)
+DDP_UNUSED = RankPart(partial(replicated, find_unused_parameters=True), sync=in_last, finish=averaged)
 # In every backward: where the first is in no_sync, static_graph fails an assertion of torch's own (2.13).
-DDP_STATIC = Part(partial(replicated, static_graph=True), finish=averaged)
+DDP_STATIC = RankPart(partial(replicated, static_graph=True), finish=averaged)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeproof.cases.primitives.layers import Mixture
-from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.part import RankPart
 from pipeproof.cases.primitives.reduction import reduced
 from pipeproof.cases.primitives.sizes import EXPERTS
 
@@ -88,4 +88,4 @@ def is_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
-EXPERT_PARALLEL = Part(spread, finish=summed, summed=True)
+EXPERT_PARALLEL = RankPart(spread, finish=summed, summed=True)

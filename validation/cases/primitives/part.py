@@ -29,7 +29,7 @@ def _at_once(module: nn.Module, last: bool) -> AbstractContextManager[object]:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """One primitive on one rank, of ``mesh``, which has its axes alone.
 
     apply: changes a stage in place, and returns what is called in its place, such as a DDP. share: what this rank gets

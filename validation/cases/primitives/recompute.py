@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipeproof.cases.primitives.layers import Attention, Embedding, Head
-from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.part import RankPart
 
 KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
 REENTRANT: dict[str, Any] = {"use_reentrant": True}
@@ -42,8 +42,8 @@ def of_attention(stage: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
     return stage
 
 
-RECOMPUTE = Part(partial(of_blocks, **OTHER))
-RECOMPUTE_REENTRANT = Part(partial(of_blocks, **REENTRANT))
-RECOMPUTE_SELECTIVE = Part(partial(of_blocks, **SELECTIVE))
-RECOMPUTE_ATTENTION = Part(partial(of_attention, **OTHER))
-RECOMPUTE_ATTENTION_REENTRANT = Part(partial(of_attention, **REENTRANT))
+RECOMPUTE = RankPart(partial(of_blocks, **OTHER))
+RECOMPUTE_REENTRANT = RankPart(partial(of_blocks, **REENTRANT))
+RECOMPUTE_SELECTIVE = RankPart(partial(of_blocks, **SELECTIVE))
+RECOMPUTE_ATTENTION = RankPart(partial(of_attention, **OTHER))
+RECOMPUTE_ATTENTION_REENTRANT = RankPart(partial(of_attention, **REENTRANT))

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeproof.cases.primitives.layers import Embedding, Head
-from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.part import RankPart
 from pipeproof.cases.primitives.tensor_parallel import Plan
 
 
@@ -63,4 +63,4 @@ def cut(stage: Any, mesh: DeviceMesh) -> nn.Module:
     return stage  # type: ignore[no-any-return]
 
 
-SEQUENCE_PARALLEL = Part(cut, around=loss_parallel)
+SEQUENCE_PARALLEL = RankPart(cut, around=loss_parallel)

@@ -18,7 +18,7 @@ from pipeproof.cases.primitives.data_parallel import DDP, DDP_EVERY, DDP_STATIC,
 from pipeproof.cases.primitives.experts import EXPERT_PARALLEL
 from pipeproof.cases.primitives.layers import Layers, Microbatch, decoder, loss_fn, microbatches
 from pipeproof.cases.primitives.norm import norm_of
-from pipeproof.cases.primitives.part import Index, Part
+from pipeproof.cases.primitives.part import Index, RankPart
 from pipeproof.cases.primitives.primitive import primitive_of
 from pipeproof.cases.primitives.recompute import (
     RECOMPUTE,
@@ -54,11 +54,11 @@ def in_last(module: nn.Module, last: bool) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-ZERO_3 = Part(sharded, sync=in_last)
-ZERO_3_EVERY = Part(sharded)
-ZERO_2 = Part(partial(sharded, reshard=False), sync=in_last)
+ZERO_3 = RankPart(sharded, sync=in_last)
+ZERO_3_EVERY = RankPart(sharded)
+ZERO_2 = RankPart(partial(sharded, reshard=False), sync=in_last)
 
-PARTS: Mapping[str, Part] = MappingProxyType(
+PARTS: Mapping[str, RankPart] = MappingProxyType(
     {
         "recompute": RECOMPUTE,
         "recompute-reentrant": RECOMPUTE_REENTRANT,
@@ -85,7 +85,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "hsdp": ZERO_3,
     }
 )
-Parts = Sequence[tuple[Part, DeviceMesh]]
+Parts = Sequence[tuple[RankPart, DeviceMesh]]
 Step = Callable[[Any, list[Microbatch]], HandedBack]
 
 
@@ -121,7 +121,7 @@ def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> H
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Of a rank: the mesh of its stack, and each part with the axes that it is on."""
 
     stack: Stack
@@ -152,7 +152,7 @@ class Place:
 class Ready:
     """A rank that has its stages and its share of the microbatches: it steps, and again once gradients are cleared."""
 
-    place: Place
+    place: RankPlace
     stages: Sequence[Layers]
     modules: Sequence[nn.Module]
     microbatches: Sequence[Microbatch]
@@ -187,7 +187,7 @@ class Ready:
 
 def ready(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> Ready:
     """This rank of ``stack``, before its first step."""
-    place = Place.of(stack, model)
+    place = RankPlace.of(stack, model)
     stages = [watch(one) for one in stages_of(model, place.mesh, stack)]
     modules: list[nn.Module] = list(stages)
     for part, own in place.parts:

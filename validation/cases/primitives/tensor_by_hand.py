@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeproof.cases.primitives.collectives import copied, gathered, own_part, scattered, summed, summed_over
 from pipeproof.cases.primitives.context import places
 from pipeproof.cases.primitives.layers import Attention, Embedding, Feedforward, Head
-from pipeproof.cases.primitives.part import Index, Part
+from pipeproof.cases.primitives.part import Index, RankPart
 from pipeproof.cases.primitives.reduction import reduced
 
 Pass = Callable[[Tensor, Any], Tensor]  # into what ranks do with parts of the weights, or out of it
@@ -173,5 +173,5 @@ def of_whole(stage: nn.Module, mesh: DeviceMesh) -> None:
             reduced(name, parameter, mesh.get_group())
 
 
-TENSOR_BY_HAND = Part(cut_whole, loss=loss_of_parts, held=held)
-SEQUENCE_BY_HAND = Part(cut_sequences, loss=loss_of_parts, held=held, finish=of_whole)
+TENSOR_BY_HAND = RankPart(cut_whole, loss=loss_of_parts, held=held)
+SEQUENCE_BY_HAND = RankPart(cut_sequences, loss=loss_of_parts, held=held, finish=of_whole)

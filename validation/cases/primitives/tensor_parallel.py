@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from pipeproof.cases.primitives.layers import Embedding, Head
-from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.part import RankPart
 
 Plan = dict[str, ParallelStyle]
 
@@ -48,4 +48,4 @@ def cut(stage: Any, mesh: DeviceMesh) -> nn.Module:
     return stage  # type: ignore[no-any-return]
 
 
-TENSOR_PARALLEL = Part(cut, around=loss_parallel)
+TENSOR_PARALLEL = RankPart(cut, around=loss_parallel)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipeproof.explain.divergence import first_wrong_points
 from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.members import Stage
+from pipeproof.explain.members import HeldStage
 from pipeproof.explain.model_beside import ModelBeside
 from pipeproof.observers.likeness import Likeness
 from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing
@@ -149,7 +149,7 @@ class Boundaries:
             for one in self._held(stage)
         )
 
-    def _held(self, stage: int) -> Sequence[Stage]:
+    def _held(self, stage: int) -> Sequence[HeldStage]:
         members = self._evidence.members
         return [] if members is None else [one for one in members.stages if one.index == stage]
 

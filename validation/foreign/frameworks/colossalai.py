@@ -22,7 +22,7 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
     ColossalAIError,
     Criterion,
     Packed,
-    Whole,
+    WholeColossalAI,
     check_model,
 )
 from pipeproof.foreign.frameworks.drawn import Drawn
@@ -168,7 +168,7 @@ def observed(
 
 
 def _packed(reference: Any) -> Packed:
-    if not isinstance(reference, Whole):
+    if not isinstance(reference, WholeColossalAI):
         raise ColossalAIError(
             f"the reference is a {type(reference).__name__}: expected the model that validate gave to the step"
         )
@@ -262,14 +262,14 @@ def validate(
     packed = Packed.of(COLOSSALAI.listed(microbatches))
     return COLOSSALAI.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step)),
-        reference=Named(reference, partial(Whole, reference, packed, dtype)),
+        reference=Named(reference, partial(WholeColossalAI, reference, packed, dtype)),
         microbatches=[(packed.pack(one), torch.tensor([number])) for number, one in enumerate(microbatches)],
         ranks=COLOSSALAI.mesh(ranks),
         loss_fn=OfMicrobatch(criterion, {(number,): one for number, one in enumerate(microbatches)}),
     )
 
 
-def _left_as_it_was(step: Callable[[Any, list[Any]], Any], whole: Whole, microbatches: Sequence[Any]) -> Any:
+def _left_as_it_was(step: Callable[[Any, list[Any]], Any], whole: WholeColossalAI, microbatches: Sequence[Any]) -> Any:
     """Run a step, and leave ColossalAI as it was, so that the next layout can be another."""
     with _on(next(whole.parameters()).device.type), _state_kept():
         return step(whole, [whole.packed.unpack(tensors) for tensors, _ in microbatches])

@@ -52,22 +52,22 @@ def stages_of(manager: Any, module: nn.Module) -> dict[int, nn.Module]:
         return {int(manager.stage): module}
     numbers = numbers_of(manager)
     held = _held(module, manager.stage_indices)
-    calls = [partial(_at, _Place(manager, chunk), module.forward) for chunk in range(len(numbers))]
+    calls = [partial(_at, _RankChunk(manager, chunk), module.forward) for chunk in range(len(numbers))]
     return {number: Chunk(module, held[chunk], calls[chunk]) for chunk, number in enumerate(numbers)}
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankChunk:
     """A chunk of the rank's; a copy of a module that is called there asks the very same manager."""
 
     manager: Any
     chunk: int
 
-    def __deepcopy__(self, memo: object) -> "_Place":
+    def __deepcopy__(self, memo: object) -> "_RankChunk":
         return self
 
 
-def _at(place: _Place, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _at(place: _RankChunk, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Call it as the schedule does that is at this chunk: a stage that runs again does so when no schedule runs."""
     with place.manager.switch_model_chunk_id(place.chunk):
         return call(*given, **named)

@@ -121,7 +121,7 @@ def _form(microbatch: Any) -> str:
     return f"a {kind} of {sorted(map(str, microbatch))}" if isinstance(microbatch, Mapping) else f"a {kind}"
 
 
-class Whole(nn.Module):
+class WholeColossalAI(nn.Module):
     """The whole model; called with the tensors of a microbatch."""
 
     def __init__(self, build: Callable[[], nn.Module], packed: Packed, dtype: torch.dtype | None = None) -> None:

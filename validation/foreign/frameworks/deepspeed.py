@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, WholeDeepSpeed, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, around, launched
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing, telling
@@ -200,7 +200,7 @@ def validate(
         data = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
     return DEEPSPEED.judge(whitebox)(
         Named(step, partial(_left_as_it_was, train)),
-        reference=Named(reference, partial(Whole, reference, dtype)),
+        reference=Named(reference, partial(WholeDeepSpeed, reference, dtype)),
         microbatches=data,
         ranks=DEEPSPEED.mesh(ranks),
         loss_fn=loss,

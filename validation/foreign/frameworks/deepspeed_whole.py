@@ -20,7 +20,7 @@ DEEPSPEED = Framework(
 )
 
 
-class Whole(nn.Module):
+class WholeDeepSpeed(nn.Module):
     """All layers, as ``build`` gives them to a PipelineModule, with the names that they have in one."""
 
     def __init__(self, build: Callable[[], Iterable[Any]], dtype: torch.dtype | None = None) -> None:

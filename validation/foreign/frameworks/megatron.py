@@ -27,7 +27,7 @@ from pipeproof.foreign.frameworks.megatron_whole import (
     MEGATRON,
     ForwardStep,
     MegatronError,
-    Whole,
+    WholeMegatron,
     bare,
     check_config,
     core,
@@ -296,7 +296,7 @@ def validate(
     """
     core()
     check_forward_step(forward_step)
-    whole = Named(reference, partial(Whole, reference, forward_step))
+    whole = Named(reference, partial(WholeMegatron, reference, forward_step))
     data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in MEGATRON.listed(microbatches)]
     return MEGATRON.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step)),
@@ -308,7 +308,7 @@ def validate(
     )
 
 
-def _divisor(build: Callable[[], Whole], microbatches: Sequence[Any]) -> float | None:
+def _divisor(build: Callable[[], WholeMegatron], microbatches: Sequence[Any]) -> float | None:
     """What losses are divided by; None where the reference cannot tell, which the verdict will say."""
     try:
         return build().divisor(microbatches) if microbatches else None

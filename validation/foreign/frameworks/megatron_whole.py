@@ -73,7 +73,7 @@ def undivided(results: Sequence[Any], config: Any) -> Tensor:
     return loss
 
 
-class Whole(nn.Module):
+class WholeMegatron(nn.Module):
     """The whole model; called with all of a microbatch, it gives the loss."""
 
     def __init__(self, build: Callable[[], nn.Module], forward_step: ForwardStep) -> None:

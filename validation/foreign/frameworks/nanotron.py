@@ -25,7 +25,7 @@ from pipeproof.foreign.frameworks.nanotron_whole import (
     NANOTRON,
     Microbatch,
     NanotronError,
-    Whole,
+    WholeNanotron,
     check_model,
     core,
     packed_of,
@@ -301,7 +301,7 @@ def validate(
     packed = packed_of(NANOTRON.listed(microbatches))
     return NANOTRON.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step, packed)),
-        reference=Named(reference, partial(Whole, reference, packed.names)),
+        reference=Named(reference, partial(WholeNanotron, reference, packed.names)),
         microbatches=[packed.pack(one) for one in microbatches],
         ranks=NANOTRON.mesh(ranks),
         loss_fn=None,

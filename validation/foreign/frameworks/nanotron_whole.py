@@ -68,7 +68,7 @@ def packed_of(microbatches: Sequence[Microbatch]) -> Packed:
     return Packed.of(microbatches, error=NanotronError)
 
 
-class Whole(nn.Module):
+class WholeNanotron(nn.Module):
     """The whole model; called with all of a packed microbatch, it gives the loss."""
 
     def __init__(self, build: Callable[[Any], nn.Module], names: Sequence[str]) -> None:

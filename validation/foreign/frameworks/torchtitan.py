@@ -29,7 +29,7 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
     TitanBatch,
     TorchtitanError,
     UnitLoss,
-    Whole,
+    WholeTorchTitan,
     check_loss,
     packed,
     tokens_in,
@@ -181,7 +181,7 @@ def validate(
     how, tokens = packed(microbatches), tokens_in(labels for _, labels in microbatches) if microbatches else 0
     return TORCHTITAN.judge(whitebox)(
         Named(step, partial(_unpacked, step, how)),
-        reference=Named(reference, partial(Whole, reference, how.names)),
+        reference=Named(reference, partial(WholeTorchTitan, reference, how.names)),
         microbatches=[(how.pack(given), labels) for given, labels in microbatches],
         ranks=TORCHTITAN.mesh(ranks),
         loss_fn=UnitLoss(loss_fn, tokens),
@@ -190,7 +190,7 @@ def validate(
 
 
 def _unpacked(
-    step: Callable[[Any, list[TitanBatch]], Any], how: Packed, whole: Whole, microbatches: Sequence[Any]
+    step: Callable[[Any, list[TitanBatch]], Any], how: Packed, whole: WholeTorchTitan, microbatches: Sequence[Any]
 ) -> Any:
     """Run a step on the model itself and microbatches as the dataloader gives them."""
     return step(whole.model, [(how.unpack(inputs), labels) for inputs, labels in microbatches])

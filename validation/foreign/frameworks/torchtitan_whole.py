@@ -71,7 +71,7 @@ class UnitLoss:
         return loss
 
 
-class Whole(nn.Module):
+class WholeTorchTitan(nn.Module):
     """The whole model; called with the inputs of a packed microbatch."""
 
     def __init__(self, build: Callable[[], nn.Module], names: Sequence[str]) -> None:

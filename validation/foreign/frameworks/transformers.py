@@ -24,7 +24,7 @@ from pipeproof.foreign.frameworks.transformers_whole import (
     CausalLoss,
     HfBatch,
     TransformersError,
-    Whole,
+    WholeTransformers,
     batch_of,
     divisor,
     packed,
@@ -159,7 +159,7 @@ def validate(
     TRANSFORMERS.module()
     by = divisor(loss)
     judge, how = TRANSFORMERS.judge(whitebox), packed(TRANSFORMERS.listed(microbatches))
-    whole = partial(Whole, reference, how.names)
+    whole = partial(WholeTransformers, reference, how.names)
     return judge(
         Named(step, partial(_unpacked, step, how)),
         reference=Named(reference, whole),
@@ -171,7 +171,7 @@ def validate(
 
 
 def _unpacked(
-    step: Callable[[Any, list[dict[str, Any]]], Any], how: Packed, whole: Whole, microbatches: Sequence[Any]
+    step: Callable[[Any, list[dict[str, Any]]], Any], how: Packed, whole: WholeTransformers, microbatches: Sequence[Any]
 ) -> Any:
     """Run a step on the model itself and microbatches as they were."""
     return step(whole.itself, [batch_of(how, *one) for one in microbatches])

@@ -110,7 +110,7 @@ def divisor(loss: str) -> float | None:
     return 1.0 if loss == "tokens" else None
 
 
-class Whole(nn.Module):
+class WholeTransformers(nn.Module):
     """The whole model, with its own names; called with the inputs of a packed microbatch, it gives logits."""
 
     def __init__(self, build: Callable[[], Any], names: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from pipeproof.worlds.timeout import END_S
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RankStep:
     """What a rank has of a step: who has which tensors is told, the tensors are laid out.
 
     ``digests``: of each kind of tensor by name; None in place of a gradient. ``shards``: by kind and name, where its
@@ -90,7 +90,7 @@ class StepRecording:
     def finish(self, file: OutputFile | None, *, framework: str, ended: bool) -> None:
         """Put together what all ranks saw; rank 0 writes it. Where the step has not ``ended``, nobody waits long."""
         bound_s = self._timeout_s if ended else min(self._timeout_s, END_S)
-        mine, laid_out = _Seen(Arrival({}, None, "")), list[str]()
+        mine, laid_out = _RankStep(Arrival({}, None, "")), list[str]()
         with self.noting():
             if not ended:
                 raise RecordError("the step raised")
@@ -100,12 +100,12 @@ class StepRecording:
             laid_out += self._laid_out()
             mine = self._seen()
         if self.problem:
-            mine = _Seen(Arrival({}, None, self.problem))
+            mine = _RankStep(Arrival({}, None, self.problem))
         try:
             every = self._exchange.gather(mine, what="the end of the recorded step", bound_s=bound_s)
             with self.noting():
                 if self._exchange.rank == 0:
-                    self._write(_Whole(every, self._exchange, self._timeout_s).record(framework), file)
+                    self._write(_AllRanks(every, self._exchange, self._timeout_s).record(framework), file)
         except RanksAbsent as absent:
             self.problem = self.problem or str(absent)
         try:
@@ -154,7 +154,7 @@ class StepRecording:
                     self._exchange.give(address, tensor)
                     yield address
 
-    def _seen(self) -> _Seen:
+    def _seen(self) -> _RankStep:
         held = {name: stage for stage, name in self._names()}
         given = None if self._microbatches is None else content_digests(self._microbatches)
         digests = {
@@ -162,7 +162,7 @@ class StepRecording:
             for kind, named in self._tensors.items()
         }
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters()}
-        return _Seen(Arrival(held, given, self.problem), self._losses, self._norm, digests, self._shards, shapes)
+        return _RankStep(Arrival(held, given, self.problem), self._losses, self._norm, digests, self._shards, shapes)
 
     def _names(self) -> Iterator[tuple[int, str]]:
         for stage, module in self._step.stages.items():
@@ -180,10 +180,10 @@ def address_of(kind: str, name: str, rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _AllRanks:
     """What all ranks saw, on rank 0, which may take the tensors."""
 
-    every: Sequence[_Seen]
+    every: Sequence[_RankStep]
     exchange: Exchange
     timeout_s: float
 

@@ -41,7 +41,7 @@ def _whole(template: str, title: str, verdicts: Mapping[int, Verdict], **more: o
 
 
 @dataclass(frozen=True)
-class Entry:
+class CampaignRow:
     """One case of a campaign; ``outcome`` is what it says of that, and ``note`` which kind of case it is."""
 
     verdict: Verdict
@@ -60,7 +60,7 @@ class Entry:
         return max(found, default=None)
 
 
-def campaign(entries: Sequence[Entry], *, said: str, left_out: Mapping[str, str]) -> str:
+def campaign(entries: Sequence[CampaignRow], *, said: str, left_out: Mapping[str, str]) -> str:
     """The page of ``entries``; of one, its own. ``said`` sums them up, ``left_out`` says what did not run, and why."""
     if len(entries) == 1 and not left_out and entries[0].outcome == entries[0].verdict.verdict:
         return page(entries[0].verdict)
@@ -82,7 +82,7 @@ def campaign(entries: Sequence[Entry], *, said: str, left_out: Mapping[str, str]
     )
 
 
-def _sentence(entries: Sequence[Entry], counts: Counter[str], missing: int) -> str:
+def _sentence(entries: Sequence[CampaignRow], counts: Counter[str], missing: int) -> str:
     total = counts.total()
     if counts["pass"] == total and total and not missing:
         agree = sum(entry.verdict.verdict == "pass" for entry in entries)

@@ -14,7 +14,7 @@ import torch
 
 from pipeproof.core.limits import precision_of
 from pipeproof.core.reason import Reason
-from pipeproof.foreign.call_matching import Column, Order
+from pipeproof.foreign.call_matching import CallOrder, Column
 from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
 from pipeproof.foreign.survey import TOGETHER, Places
 from pipeproof.observers.calls import Call
@@ -47,7 +47,7 @@ class Chain:
         self.stages = as_sent(dict(sorted(stages.items())))
         self.data = data
         self.sources = Sources(self.stages, data)
-        self.orders: dict[int, Order] = {}
+        self.orders: dict[int, CallOrder] = {}
         for stage in self.stages:
             self.orders[stage] = self._order(stage)
 
@@ -117,7 +117,7 @@ class Chain:
                 return Chain({**self.stages, stage: replace(self.stages[stage], meant=pairs)}, self.data)
         return None
 
-    def _order(self, stage: int) -> Order:
+    def _order(self, stage: int) -> CallOrder:
         numbers, meant = list[int](), self.stages[stage].meant
         for call in self.stages[stage].calls:
             those = {meant.get(m, m) for m in self._owners(stage, call)}
@@ -130,7 +130,7 @@ class Chain:
         for k, number in enumerate(numbers):
             if number == UNKNOWN_MICROBATCH and left:
                 numbers[k], inferred[k] = left.pop(0), _AS_SENT
-        return Order(tuple(numbers), tuple(sorted(left)), inferred)
+        return CallOrder(tuple(numbers), tuple(sorted(left)), inferred)
 
     def _owners(self, stage: int, call: Call) -> set[int]:
         """The microbatches of which most that ``call`` was given may be; of one that is nobody's, nothing is told."""

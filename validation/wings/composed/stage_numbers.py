@@ -7,8 +7,8 @@ from pipeproof.core.reason import Reason
 from pipeproof.core.replicas import Replicas
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import HandBackError
-from pipeproof.foreign.rank import Part
-from pipeproof.foreign.stages_in_order import Stage, in_order
+from pipeproof.foreign.rank import ModulePart
+from pipeproof.foreign.stages_in_order import PlacedStage, in_order
 from pipeproof.observers.calls import Call
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.sizes import some
@@ -75,13 +75,13 @@ def _declared(rank: int, one: Modules, said: Sequence[Sequence[int]]) -> Sequenc
 def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> list[list[int]]:
     """By the order in which the model has the names of each; of replicas all have the same."""
     known = frozenset(whole)
-    found = dict[frozenset[str], Stage]()
+    found = dict[frozenset[str], PlacedStage]()
     for rank, one in enumerate(every):
         for chunk, names in enumerate(one.names):
-            own = names & known
-            if not own:
+            if not (own := names & known):
                 raise HandBackError(Reason.STAGES.doubt(_STRANGER.format(step, min(names, default="no weights"))))
-            found.setdefault(own, Stage(len(found), rank, Part((), ()), dict(enumerate(sorted(own))), {}, chunk))
+            named = dict(enumerate(sorted(own)))
+            found.setdefault(own, PlacedStage(len(found), rank, ModulePart((), ()), named, {}, chunk))
     index = {stage.held: stage.index for stage in in_order([*found.values()], [*whole], frozenset, lambda *_: False)}
     return [[index[names & known] for names in one.names] for one in every]
 

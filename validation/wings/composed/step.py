@@ -13,7 +13,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.foreign.flow import Flow
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import renamed
-from pipeproof.foreign.rank import Order, Origin, parameters_of
+from pipeproof.foreign.rank import Origin, RankOrder, parameters_of
 from pipeproof.observers.initial_weights import FirstUse
 from pipeproof.observers.shards import InShards, held_here
 from pipeproof.observers.watching import Watcher, watching
@@ -52,7 +52,7 @@ class Composed(AgainstItself):
     ) -> ComposedCheck:
         return ComposedCheck(modules, microbatches, against=self, rename=rename, timeout_s=timeout_s, turn=turn)
 
-    def checked(self, context: RankContext, order: Order, bound_s: float) -> Verdict:
+    def checked(self, context: RankContext, order: RankOrder, bound_s: float) -> Verdict:
         __tracebackhide__ = True  # what is told of a failure begins in the user's own code
         deterministic(context.device)
         given, own = (order.operations(context.rank, context.device)[0].microbatches for _ in range(2))
@@ -89,7 +89,7 @@ class _Made:
     """What a step handed back on a rank, with what is known of its modules; ``sent``: the messages of this rank."""
 
     rank: int
-    order: Order
+    order: RankOrder
     handed: HandedBack
     origin: Origin
     watcher: Watcher

@@ -19,7 +19,7 @@ BARRIER = "barrier"
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One rank's part of a collective. ``told``: what all ranks must say alike, such as sizes, for people.
 
     ``brought`` it gives, ``due`` it gets.
@@ -44,8 +44,8 @@ class _Meeting:
     Where a device waits for something else, a rank has called and not come.
     """
 
-    first: tuple[Call, SimulatedWork] | None = None
-    calls: dict[int, tuple[Call, SimulatedWork]] = field(default_factory=dict)
+    first: tuple[CollectiveCall, SimulatedWork] | None = None
+    calls: dict[int, tuple[CollectiveCall, SimulatedWork]] = field(default_factory=dict)
 
 
 class Collectives:
@@ -56,7 +56,7 @@ class Collectives:
         self._meetings: dict[tuple[int, int], _Meeting] = {}
 
     @unwatched
-    def call(self, communicator: Communicator, rank: int, call: Call) -> SimulatedWork:
+    def call(self, communicator: Communicator, rank: int, call: CollectiveCall) -> SimulatedWork:
         """The next collective of the rank that has the turn. Raises the race where others call another."""
         scheduler, stack = self._network.scheduler, own_stack()
         on_stream = self._network.on_stream(communicator)
@@ -85,7 +85,7 @@ class Collectives:
         scheduler.pause()
         return work
 
-    def _look(self, communicator: Communicator, call: Call, stack: Stack) -> None:
+    def _look(self, communicator: Communicator, call: CollectiveCall, stack: Stack) -> None:
         """Raises the race where buffers of this call wait for something that is on its way.
 
         Of a communicator's collectives on one stream each follows the one before: what one gives is there for the next.
@@ -98,7 +98,7 @@ class Collectives:
         self._network.works.gives(communicator, call.brought, stack)
         self._network.works.claims(call.due, stack)
 
-    def _compare(self, meeting: _Meeting, call: Call, number: int, stack: Stack) -> None:
+    def _compare(self, meeting: _Meeting, call: CollectiveCall, number: int, stack: Stack) -> None:
         if meeting.first is None:
             return
         other, work = meeting.first

@@ -5,8 +5,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from pipeproof.worlds.simulated.communicator import Communicator
-from pipeproof.worlds.simulated.held import Held
-from pipeproof.worlds.simulated.room import Place
+from pipeproof.worlds.simulated.held import HeldTensors
+from pipeproof.worlds.simulated.room import RoomSlot
 from pipeproof.worlds.simulated.work import SimulatedWork
 
 Way = tuple[Hashable, ...]  # what tells channels apart, or queues
@@ -30,13 +30,13 @@ class End:
     peer: int | None
     tag: int
     sends: bool
-    held: Held
+    held: HeldTensors
     work: SimulatedWork
     batch: Batch
     other: "End | None" = None
     offered: bool = False
     kept: bool = False  # a message whose send has ended, by the network
-    place: Place | None = None  # where it is kept, or might have been
+    place: RoomSlot | None = None  # where it is kept, or might have been
     freed: int = -1  # the event that made it the next of its queue
     freed_s: float = 0.0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from pipeproof.worlds.simulated import meanings
-from pipeproof.worlds.simulated.collectives import BARRIER, Call, Collectives
+from pipeproof.worlds.simulated.collectives import BARRIER, CollectiveCall, Collectives
 from pipeproof.worlds.simulated.communicator import Communicators
 from pipeproof.worlds.simulated.meanings import AnotherRanks, NotSimulated
 from pipeproof.worlds.simulated.network import Network
@@ -97,7 +97,7 @@ class Bare:
         self, name: str, brought: Sequence[Tensor], due: Sequence[Tensor], meaning: meanings.Meaning, told: object = ""
     ) -> SimulatedWork:
         """This rank's part of the collective ``name``."""
-        one = Call(name, str(told), brought, due, meaning)
+        one = CollectiveCall(name, str(told), brought, due, meaning)
         return self._net.collectives.call(self._communicator, self._rank, one)
 
 

@@ -8,7 +8,7 @@ from pipeproof.worlds.simulated.races import copies, fill, unchanged
 from pipeproof.worlds.simulated.torch_inside import Memory, unwatched
 
 
-class Held:
+class HeldTensors:
     """Tensors as they are when this is made. As a transport does, it keeps the objects, and of their memory an address.
 
     Memory can go while its tensor is there: another is put in its place (``tensor.data = other``), or it is resized.
@@ -54,4 +54,4 @@ class Held:
         return there if len(there) == len(self._memory) else None
 
 
-NOTHING_HELD = Held(())
+NOTHING_HELD = HeldTensors(())

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from pipeproof.worlds.simulated.event import Actor, Event, Message, Touch
-from pipeproof.worlds.simulated.held import Held
+from pipeproof.worlds.simulated.held import HeldTensors
 from pipeproof.worlds.simulated.races import unchanged
 
 
@@ -15,7 +15,7 @@ class History:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._joined: set[Actor] = set()
-        self._given: dict[Actor, dict[Message, tuple[Held, Sequence[Tensor]]]] = {}
+        self._given: dict[Actor, dict[Message, tuple[HeldTensors, Sequence[Tensor]]]] = {}
 
     @property
     def now(self) -> int:
@@ -55,7 +55,7 @@ class History:
         """This one could have done what the event in progress does."""
         self.events[-1].rivals.add(actor)
 
-    def gives(self, message: Message, held: Held) -> None:
+    def gives(self, message: Message, held: HeldTensors) -> None:
         """From now on what its rank writes there is noted."""
         self._given.setdefault(message[0], {})[message] = held, held.contents
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeproof.pipeline.transports import Queue, Rules
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.ends import Batch, End, Ends, Way
-from pipeproof.worlds.simulated.held import Held
+from pipeproof.worlds.simulated.held import HeldTensors
 from pipeproof.worlds.simulated.races import copies, described, fit, race
 from pipeproof.worlds.simulated.room import Room
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
@@ -55,7 +55,7 @@ class Network:
         work = self.works.add(
             SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent", on_stream=on_stream)
         )
-        held = Held(copies(tensors)) if self.rules.buffered else work.given
+        held = HeldTensors(copies(tensors)) if self.rules.buffered else work.given
         self._post(End(communicator, rank, peer, tag, True, held, work, self._current()))
         return work
 
@@ -228,7 +228,7 @@ class Network:
         self.scheduler.needed(send.freed)
         contents = copies(send.held.contents)
         self._end_by_room(send)
-        send.held, send.kept, send.offered = Held(contents), True, False
+        send.held, send.kept, send.offered = HeldTensors(contents), True, False
         self._has_left(send)
         self._dequeue(send, send.work.done_s)
         self._offer(send)

@@ -10,7 +10,7 @@ from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.simulated.exploration import Course
 from pipeproof.worlds.simulated.patience import WHOLE
-from pipeproof.worlds.simulated.play import Order, Played, play
+from pipeproof.worlds.simulated.play import Played, RunOrder, play
 from pipeproof.worlds.simulation import Manner
 from pipeproof.worlds.timeout import END_S
 
@@ -37,7 +37,7 @@ class Simulated:
     ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order."""
         self.course, self.in_time, self.may_end = None, False, False
-        what = pack((sys.path, (), pack((play, (Order(order, ranks, timeout_s, self.manner),)))))
+        what = pack((sys.path, (), pack((play, (RunOrder(order, ranks, timeout_s, self.manner),)))))
         most_s = WHOLE * timeout_s + END_S
         (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process that has all ranks: none of them can have done better

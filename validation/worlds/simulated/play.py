@@ -41,7 +41,7 @@ _MOST_AHEAD = 16  # runs in which programs go ahead of devices: what each forese
 
 
 @dataclass(frozen=True)
-class Order:
+class RunOrder:
     """What to run: a packed job, on so many ranks, in some manner.
 
     ``timeout_s`` bounds, in seconds of the clock, what does not move on: a loop, a lock. What does may take ``WHOLE``
@@ -74,7 +74,7 @@ class Played:
         return self.sound and self.in_time and any(report.ending is Ending.STUCK for report in self.reports)
 
 
-def play(context: Any, order: Order) -> Played:
+def play(context: Any, order: RunOrder) -> Played:
     """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
     del context
     until_s = perf_counter() + WHOLE * order.timeout_s
@@ -84,7 +84,7 @@ def play(context: Any, order: Order) -> Played:
     return _played_ahead(order, played, until_s=until_s)
 
 
-def _played_ahead(order: Order, hung: Played, *, until_s: float) -> Played:
+def _played_ahead(order: RunOrder, hung: Played, *, until_s: float) -> Played:
     """What becomes of a run that hangs where programs go on while devices wait; ``hung`` where that is not known."""
     ahead, played = Ahead({}), hung
     for _ in range(_MOST_AHEAD):
@@ -103,7 +103,7 @@ def _played_ahead(order: Order, hung: Played, *, until_s: float) -> Played:
     return replace(hung, may_end=ahead.may_end or not played.hangs)
 
 
-def _played(order: Order, whole_s: float, ahead: Ahead | None = None) -> Played:
+def _played(order: RunOrder, whole_s: float, ahead: Ahead | None = None) -> Played:
     before = attributes() if order.manner.own_modules else {}
     with virtual_time():
         with suppress(Exception):  # each rank meets it again, and says so
@@ -112,7 +112,7 @@ def _played(order: Order, whole_s: float, ahead: Ahead | None = None) -> Played:
         modules.have_replaced(before)
         own = OwnState.now(modules)
         try:
-            return _Run(order, modules, ahead).played(whole_s)
+            return _SimulatedRun(order, modules, ahead).played(whole_s)
         finally:
             own.take()
             Net.current = None
@@ -128,12 +128,12 @@ def _checked(modules: OwnModules, order: bytes, context: RankContext) -> object:
     return result
 
 
-class _Run:
+class _SimulatedRun:
     """A run from its first turn to its last."""
 
-    def __init__(self, order: Order, modules: OwnModules, ahead: Ahead | None) -> None:
+    def __init__(self, order: RunOrder, modules: OwnModules, ahead: Ahead | None) -> None:
         self._order, self._modules = order, modules
-        self._told: dict[int, _Place] = {}
+        self._told: dict[int, _WaitingRank] = {}
         self._seats = [Seat(rank, OwnState.now(modules), Clock(order.manner.timing)) for rank in range(order.ranks)]
         self._history = History() if order.manner.noted or isinstance(order.manner.interleaving, Guide) else None
         adversary = self._adversary = _adversary(order, self._history)
@@ -189,19 +189,19 @@ class _Run:
         for seat in self._seats:
             if not seat.ended:
                 seat.state.take()  # what a rank knows of itself it says as a rank does that has a process
-                self._told[seat.rank] = _Place.of(seat, current(), progress())
+                self._told[seat.rank] = _WaitingRank.of(seat, current(), progress())
         self._seats[self._scheduler.running].state.take()
 
     def _note_late(self) -> None:
         """The same while one rank goes on, whose state nobody may touch."""
         for seat in self._seats:
             if not seat.ended:
-                self._told[seat.rank] = _Place.of(seat, None, "")
+                self._told[seat.rank] = _WaitingRank.of(seat, None, "")
 
     def _report(self, thread: Rank, rank: int) -> RankReport:
         if thread.report is not None:
             return thread.report
-        place = self._told.get(rank, _Place())
+        place = self._told.get(rank, _WaitingRank())
         if any(one.report is not None and one.report.failed for one in self._threads()):
             return place.report(rank, Ending.STOPPED, "")
         return place.report(rank, Ending.STUCK, f"can never go on{place.line}")
@@ -213,7 +213,7 @@ class _Run:
         """The rank that has the turn keeps it; the others are as they are."""
         running, reports = self._scheduler.running, []
         for rank, thread in enumerate(threads):
-            place = self._told.get(rank, _Place())
+            place = self._told.get(rank, _WaitingRank())
             stopped = (Ending.STUCK, held) if rank == running else (Ending.STOPPED, "")
             reports.append(thread.report or place.report(rank, *stopped))
         return _as_refused(reports, threads)
@@ -235,7 +235,7 @@ def _refuse_profiler() -> NoReturn:
     raise NotSimulated("torch.profiler of two ranks at once")
 
 
-def _adversary(order: Order, history: History | None) -> Adversary:
+def _adversary(order: RunOrder, history: History | None) -> Adversary:
     if isinstance(order.manner.interleaving, Guide):
         assert history is not None, "who follows a guide counts events"
         return Guided(order.manner.interleaving, history)
@@ -243,7 +243,7 @@ def _adversary(order: Order, history: History | None) -> Adversary:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WaitingRank:
     """Where a rank is that has not ended: its stack, the user's own line, and what it waits for, from whom."""
 
     waiting: str | None = None
@@ -253,18 +253,18 @@ class _Place:
     progress: str = ""
 
     @staticmethod
-    def of(seat: Seat, note: str | None, done: str) -> "_Place":
+    def of(seat: Seat, note: str | None, done: str) -> "_WaitingRank":
         """``note``: what its runtime says that it waits for; ``done``: how far it has come."""
         frame = seat.frame
         if frame is None:
-            return _Place()
+            return _WaitingRank()
         frames, own = traceback.extract_stack(frame), stack_of(frame)
         stack = stack_text([one for one in frames if not _is_ours(one.filename)])
         line = f" at {Path(own[0].file).name}:{own[0].number}" if own else ""
         wait = None if seat.wait is None else seat.wait()
         if wait is None:
-            return _Place(stack=stack, line=line)
-        return _Place(note or wait.text, wait.peers, stack, line, done)
+            return _WaitingRank(stack=stack, line=line)
+        return _WaitingRank(note or wait.text, wait.peers, stack, line, done)
 
     def report(self, rank: int, ending: Ending, message: str) -> RankReport:
         """How the rank's part ended here."""

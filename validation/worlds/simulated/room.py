@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False)
-class Place:
+class RoomSlot:
     """That of one message: from when on it was free, and until when it was taken, once that is known."""
 
     size_bytes: int
@@ -23,7 +23,7 @@ class Room:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self._places: defaultdict[Hashable, deque[Place]] = defaultdict(deque)
+        self._places: defaultdict[Hashable, deque[RoomSlot]] = defaultdict(deque)
         self._free_s: defaultdict[Hashable, float] = defaultdict(float)
 
     def __bool__(self) -> bool:
@@ -40,9 +40,9 @@ class Room:
             places.pop(0)
         return self.holds(size_bytes) and sum(one.size_bytes for one in places) + size_bytes <= self._size_bytes
 
-    def take(self, channel: Hashable, size_bytes: int) -> Place:
+    def take(self, channel: Hashable, size_bytes: int) -> RoomSlot:
         """The place of the channel's next message; of one that is never kept, what it waits for all the same."""
-        places, place = self._places[channel], Place(size_bytes)
+        places, place = self._places[channel], RoomSlot(size_bytes)
         places.append(place)
         while len(places) > 1 and sum(one.size_bytes for one in places) > self._size_bytes:
             self._free_s[channel] = max(self._free_s[channel], places.popleft().left_s or 0.0)

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import Work
 
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.simulated.communicator import Communicator
-from pipeproof.worlds.simulated.held import NOTHING_HELD, Held
+from pipeproof.worlds.simulated.held import NOTHING_HELD, HeldTensors
 from pipeproof.worlds.simulated.races import clear, fit, overlap, poison, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
 from pipeproof.worlds.simulated.torch_inside import places_of, unwatched
@@ -66,7 +66,7 @@ class SimulatedWork(Work):
         self._waiting = False
         self._on_stream = on_stream
         poison(self._empty(given))
-        self.given, self.awaited = Held(given), Held(due)
+        self.given, self.awaited = HeldTensors(given), HeldTensors(due)
         self.places = frozenset(place for tensor in (*given, *due) for place in places_of(tensor))
         if scheduler.history is not None and given:
             scheduler.history.gives(self.name, self.given)
@@ -202,7 +202,7 @@ class SimulatedWork(Work):
                 self.awaited.fill(contents)
             else:
                 clear(self._empty(self.given.tensors))
-            self.awaited = Held(self.due)
+            self.awaited = HeldTensors(self.due)
             ahead.on_device.add([*self.given.tensors, *self.due])
             if (history := self._scheduler.history) is not None:
                 history.takes_back(self.name)
@@ -216,7 +216,7 @@ class SimulatedWork(Work):
         """Whether what it holds has been written or freed."""
         return self.rewritten or any(held.freed or held.changed for held in (self.given, self.awaited))
 
-    def _look_into(self, held: Held) -> None:
+    def _look_into(self, held: HeldTensors) -> None:
         """Note the race that its rank has made, where there is none yet."""
         changed = held.changed or (self.rewritten and held is self.awaited)
         if self.error is not None or (not (freed := held.freed) and not changed):

@@ -17,8 +17,8 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.members import Members
 from pipeproof.explain.rules.places import placed
 from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import Part
-from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.rank import ModulePart
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
@@ -156,8 +156,8 @@ def test_what_was_there_before_is_told_of_the_ranks_that_had_it(
 def test_in_a_job_the_rank_is_told_that_ran_it(
     shares: tuple[tuple[int, ...], ...], microbatches: tuple[int, ...], rank: int | None
 ) -> None:
-    part = Part((Local("weight"),), (None,))
-    stage = Stage(0, 0, replace(part, members=((0, part), (1, part))), {0: "weight"}, {})
+    part = ModulePart((Local("weight"),), (None,))
+    stage = PlacedStage(0, 0, replace(part, members=((0, part), (1, part))), {0: "weight"}, {})
     members = Members([stage], Replicas((0, 1), 4, shares=shares), tuple, (None, None))
     verdict = Verdict("a step", "fail", "none", ())
     evidence = Evidence(verdict, (0,), 4, 2, gradients={}, norms=(None, None), members=members)

@@ -20,8 +20,8 @@ from pipeproof.explain.members import Members
 from pipeproof.explain.rules.shared import shared
 from pipeproof.foreign import WhiteBox
 from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import Part
-from pipeproof.foreign.stages_in_order import Stage
+from pipeproof.foreign.rank import ModulePart
+from pipeproof.foreign.stages_in_order import PlacedStage
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution, Expected
 from tests.support.golden import golden
@@ -178,13 +178,13 @@ def differing(
     """
     lying = [dict.fromkeys(range(len(NAMES)), shard) for shard in shards] or [{} for _ in ranks]
     parts = [
-        Part(tuple(map(Local, NAMES)), tuple(given.get(name, DUE[name]) for name in NAMES), shards=own)
+        ModulePart(tuple(map(Local, NAMES)), tuple(given.get(name, DUE[name]) for name in NAMES), shards=own)
         for given, own in zip(ranks, lying, strict=True)
     ]
-    merged = Part(parts[0].locals, parts[0].gradients, members=tuple(enumerate(parts)))
+    merged = ModulePart(parts[0].locals, parts[0].gradients, members=tuple(enumerate(parts)))
     contributions = [Contribution(0.0, {(0, name): EACH[name][m] for name in NAMES}) for m in range(4)]
     members = Members(
-        [Stage(0, 0, merged, dict(enumerate(NAMES)), {})], replicas, lambda: contributions, [None] * len(ranks)
+        [PlacedStage(0, 0, merged, dict(enumerate(NAMES)), {})], replicas, lambda: contributions, [None] * len(ranks)
     )
     dues = [{k: DUE[name] if not own else own[k].of(DUE[name]) for k, name in enumerate(NAMES)} for own in lying]
     wrong = [

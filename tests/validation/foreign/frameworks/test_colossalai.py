@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.foreign.frameworks.colossalai_chunks import stages_of, told_apart
-from pipeproof.foreign.frameworks.colossalai_whole import ColossalAIError, Packed, Whole, cut
+from pipeproof.foreign.frameworks.colossalai_whole import ColossalAIError, Packed, WholeColossalAI, cut
 from pipeproof.foreign.frameworks.framework import OfMicrobatch
 
 ROWS = torch.arange(8).view(4, 2)
@@ -63,12 +63,12 @@ def test_the_criterion_is_given_the_microbatch_of_its_number() -> None:
 
 def test_a_reference_that_drops_out_is_refused() -> None:
     with pytest.raises(ColossalAIError, match=r"^1 drops out with p=0\.5: set p to 0 for the check$"):
-        Whole(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout()), Packed())
+        WholeColossalAI(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout()), Packed())
 
 
 def test_a_reference_is_cast_with_its_inputs() -> None:
     packed = Packed.of([(torch.ones(1, 2),)])
-    assert Whole(lambda: nn.Linear(2, 2), packed, torch.bfloat16)(torch.ones(1, 2)).dtype == torch.bfloat16
+    assert WholeColossalAI(lambda: nn.Linear(2, 2), packed, torch.bfloat16)(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
 class Model(nn.Module):

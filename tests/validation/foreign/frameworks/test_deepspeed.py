@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pipeproof
 from pipeproof.foreign import FlatShard
 from pipeproof.foreign.frameworks import deepspeed
-from pipeproof.foreign.frameworks.deepspeed_whole import DeepSpeedError, Whole
+from pipeproof.foreign.frameworks.deepspeed_whole import DeepSpeedError, WholeDeepSpeed
 from tests.support.like_deepspeed import (
     DualPipeVEngine,
     LayerSpec,
@@ -42,24 +42,24 @@ def layers() -> list[Any]:
 
 
 def test_the_reference_has_the_names_of_a_pipeline_module() -> None:
-    names = [name for name, _ in Whole(layers).named_parameters()]
+    names = [name for name, _ in WholeDeepSpeed(layers).named_parameters()]
     assert sorted(names) == ["1.bias", "1.weight", "3.bias", "3.weight", "tied_modules.w.bias", "tied_modules.w.weight"]
 
 
 def test_the_reference_calls_its_layers_one_after_the_other() -> None:
     tied = TiedLayerSpec("w", nn.Linear, 2, 2, forward_fn=twice)
-    whole, x = Whole(lambda: [TiedLayerSpec("w", nn.Linear, 2, 2), torch.tanh, tied]), torch.ones(1, 2)
+    whole, x = WholeDeepSpeed(lambda: [TiedLayerSpec("w", nn.Linear, 2, 2), torch.tanh, tied]), torch.ones(1, 2)
     linear = whole.tied_modules["w"]
     assert whole(x).equal(2 * torch.tanh(linear(x)) @ linear.weight)
 
 
 def test_a_first_layer_is_given_a_tuple_of_several_inputs() -> None:
     one, two = torch.ones(2), torch.zeros(2)
-    assert Whole(lambda: [lambda given: given])(one, two) == (one, two)
+    assert WholeDeepSpeed(lambda: [lambda given: given])(one, two) == (one, two)
 
 
 def test_the_reference_is_cast_where_the_engine_is() -> None:
-    assert {one.dtype for one in Whole(layers, torch.bfloat16).parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in WholeDeepSpeed(layers, torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_the_reference_is_cast_where_the_engine_is() -> None:
 )
 def test_layers_that_cannot_be_are_named(layers: Any, sentence: str) -> None:
     with pytest.raises(DeepSpeedError, match=sentence):
-        Whole(layers)
+        WholeDeepSpeed(layers)
 
 
 def test_a_batch_is_observed_and_the_engine_left_as_it_was() -> None:
-    reference = Whole(lambda: [nn.Linear(2, 2)])
-    engine = PipelineEngine(Whole(lambda: [nn.Linear(2, 2)]))
+    reference = WholeDeepSpeed(lambda: [nn.Linear(2, 2)])
+    engine = PipelineEngine(WholeDeepSpeed(lambda: [nn.Linear(2, 2)]))
     with deepspeed.observed(engine, DATA, reference) as seen:
         engine.train_batch(seen.data_iterator)
     handed = seen.handed_back()
@@ -92,7 +92,7 @@ def test_a_batch_is_observed_and_the_engine_left_as_it_was() -> None:
 
 
 def test_the_norm_that_clips_is_noted_where_the_engine_tells_none() -> None:
-    engine = PipelineEngine(Whole(lambda: [nn.Linear(2, 2)]), norm=None)
+    engine = PipelineEngine(WholeDeepSpeed(lambda: [nn.Linear(2, 2)]), norm=None)
     with deepspeed.observed(engine, DATA, engine.module) as seen:
         engine.train_batch(seen.data_iterator)
     assert seen.handed_back().grad_norm == 2.5
@@ -109,7 +109,7 @@ def test_a_reference_of_another_type_is_said_with_its_cure() -> None:
 
 
 def test_a_step_that_was_not_taken_is_said() -> None:
-    module = Whole(lambda: [nn.Linear(2, 2)])
+    module = WholeDeepSpeed(lambda: [nn.Linear(2, 2)])
     with deepspeed.observed(PipelineEngine(module), DATA, module) as seen:
         pass
     with pytest.raises(DeepSpeedError, match=r"took no step: call engine\.train_batch"):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeproof.foreign.frameworks import nanotron
-from pipeproof.foreign.frameworks.nanotron_whole import NanotronError, Whole, packed_of
+from pipeproof.foreign.frameworks.nanotron_whole import NanotronError, WholeNanotron, packed_of
 from tests.support.like_nanotron import DATA, NanotronModel, Trainer, clip_grad_norm, installed
 
 
@@ -39,11 +39,11 @@ def test_the_reference_is_built_for_one_rank_and_gives_the_loss() -> None:
         contexts.append(context)
         return NanotronModel()
 
-    whole, packed = Whole(build, ("input_ids", "label_ids")), packed_of(DATA)
+    whole, packed = WholeNanotron(build, ("input_ids", "label_ids")), packed_of(DATA)
     assert (contexts[0].pp_pg.size(), contexts[0].pp_pg.rank()) == (1, 0)
     assert whole(*packed.pack(DATA[0])).item() == NanotronModel()(**DATA[0])["loss"].item()
     with pytest.raises(NanotronError, match=r"^the reference is a int: expected a model of nanotron's$"):
-        Whole(lambda _: 3, ())  # type: ignore[arg-type,return-value]  # that is the point
+        WholeNanotron(lambda _: 3, ())  # type: ignore[arg-type,return-value]  # that is the point
 
 
 def test_a_rank_has_a_pointer_to_what_is_elsewhere() -> None:
@@ -58,7 +58,7 @@ def test_copies_in_fp32_are_those_of_the_weights_that_were_given() -> None:
     trainer = Trainer()
     half = trainer.model.first.pp_block.weight  # type: ignore[union-attr]  # a block's
     trainer.grad_accumulator = SimpleNamespace(parameters={"one": {"half": half, "fp32": torch.zeros(2, 2)}})
-    whole = Whole(lambda _: NanotronModel(), ())
+    whole = WholeNanotron(lambda _: NanotronModel(), ())
     nn.init.ones_(whole.model.first.pp_block.weight)  # type: ignore[union-attr,arg-type]  # a block's
     nanotron.load(trainer, nanotron.step_of(trainer), whole)
     assert trainer.grad_accumulator.parameters["one"]["fp32"].equal(torch.ones(2, 2))
@@ -82,4 +82,4 @@ def test_another_wrapper_around_clipping_is_said(monkeypatch: pytest.MonkeyPatch
 def test_a_reference_that_is_no_function_is_said() -> None:
     given: Any = NanotronModel()
     with pytest.raises(NanotronError, match="reference is a NanotronModel: expected a function that builds it"):
-        Whole(given, ("input_ids", "label_ids"))
+        WholeNanotron(given, ("input_ids", "label_ids"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.foreign.frameworks import torchtitan
-from pipeproof.foreign.frameworks.torchtitan_whole import TorchtitanError, UnitLoss, Whole, packed, tokens_in
+from pipeproof.foreign.frameworks.torchtitan_whole import TorchtitanError, UnitLoss, WholeTorchTitan, packed, tokens_in
 
 
 class ChunkedLossWrapper:
@@ -80,7 +80,7 @@ class Added(nn.Module):
 
 
 def test_the_reference_is_given_keyword_arguments_by_their_names() -> None:
-    assert Whole(Added, ("positions",))(torch.ones(2), torch.arange(2)).tolist() == [1, 2]
+    assert WholeTorchTitan(Added, ("positions",))(torch.ones(2), torch.arange(2)).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_reference_is_given_keyword_arguments_by_their_names() -> None:
 )
 def test_models_that_are_not_covered_are_said(build: Any, sentence: str) -> None:
     with pytest.raises(TorchtitanError, match=sentence):
-        Whole(build, ())
+        WholeTorchTitan(build, ())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pipeproof.core.cause import Cause, OwnLine
 from pipeproof.core.measured import Done, Measured, Weights
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.pipeline.action import Kind
-from pipeproof.reports.page.page import Entry, campaign, page
+from pipeproof.reports.page.page import CampaignRow, campaign, page
 from pipeproof.worlds.stack import Line
 from tests.support.golden import golden
 from tests.support.page_text import PageText
@@ -132,12 +132,12 @@ def test_a_hang_and_a_crash_say_so_and_who_waits_for_whom() -> None:
         assert "Unknown" not in said(verdict)
         golden(told(verdict))
         golden(told(replace(verdict, cause=())))
-        rows = PageText(campaign([Entry(verdict, "unknown")] * 2, said="two", left_out={})).text
+        rows = PageText(campaign([CampaignRow(verdict, "unknown")] * 2, said="two", left_out={})).text
         assert rows.count(f"{ended} mine") == 2
 
 
 def test_a_planted_fault_that_is_caught_does_not_agree_with_the_reference() -> None:
-    entries = [Entry(PASSED, "pass"), Entry(FAILED, "pass", "the planted fault is caught")]
+    entries = [CampaignRow(PASSED, "pass"), CampaignRow(FAILED, "pass", "the planted fault is caught")]
     golden(PageText(campaign(entries, said="gate PASS", left_out={})).lines, exact=True)
 
 
@@ -155,5 +155,5 @@ def test_numbers_that_are_none_are_shown_as_they_are(odd: float) -> None:
     verdict = replace(FAILED, measured=replace(FAILED.measured, compared=compared, ran=ran), seconds=odd)
     laws = (replace(LAWS[0], worst=odd, floor=odd), *LAWS[1:])
     assert f"{odd:.9g}" in said(replace(verdict, laws=laws, verdict="unknown", stopped="x (y.py:1)", traceback="t"))
-    made = campaign([Entry(replace(verdict, laws=laws), "fail")] * 2, said="odd", left_out={})
+    made = campaign([CampaignRow(replace(verdict, laws=laws), "fail")] * 2, said="odd", left_out={})
     golden(PageText(made).lines, lines="^Of ")

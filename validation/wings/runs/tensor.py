@@ -29,17 +29,17 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeTensor:
     """``sketch``: that of all of it. parts: those that ranks have, each once, from the first rank that has it.
 
-    apart: a rank that has a part otherwise than another that has it, and that other one; None where there is none.
+    apart: a rank whose part differs from that of another rank which has the same one, and that other rank.
     """
 
     sketch: Sketch | None
     parts: tuple[Part, ...]
     apart: tuple[int, int] | None = None
 
-    def farthest(self, other: "Whole") -> int | None:
+    def farthest(self, other: "WholeTensor") -> int | None:
         """The rank whose part is farthest from that of ``other``; None where parts of the other do not lie so."""
         theirs = {one.place: one.sketch for one in other.parts}
         if theirs.keys() != {one.place for one in self.parts}:
@@ -52,16 +52,25 @@ class Whole:
         return max(gaps, key=gaps.__getitem__, default=None)
 
 
-def put_together(parts: Sequence[Part]) -> Whole:
+def whole_tensors(found: Sequence[Mapping[str, Part]]) -> dict[str, WholeTensor]:
+    """All tensors by name, of what each rank has, in the order of ranks."""
+    parts: dict[str, list[Part]] = {}
+    for own in found:
+        for name, part in own.items():
+            parts.setdefault(name, []).append(part)
+    return {name: whole_tensor(every) for name, every in parts.items()}
+
+
+def whole_tensor(parts: Sequence[Part]) -> WholeTensor:
     """A tensor by what all ranks have of it. Parts of a replica count once."""
-    first: dict[tuple[Bounds, tuple[int, int]], Part] = {}
+    first: dict[object, Part] = {}
     apart = None
     for one in parts:
         other = first.setdefault(one.place, one)
         if apart is None and other.content != one.content:
             apart = one.rank, other.rank
     distinct = tuple(first.values())
-    return Whole(_sum(distinct), distinct, apart)
+    return WholeTensor(_sum(distinct), distinct, apart)
 
 
 def _sum(parts: Sequence[Part]) -> Sketch | None:
@@ -72,16 +81,7 @@ def _sum(parts: Sequence[Part]) -> Sketch | None:
     whole = added(there, shape)
     if all(one.at.addend[1] == 1 for one in parts):
         return whole
-    # What the sum of such is to the last bit nobody knows who does not form it; how long it is, projections tell.
+    # The bits of a sum are known to who forms it alone; its norm is what projections tell.
     content = hashlib.sha256(b"".join(sorted(one.digest for one in there))).digest()[: len(whole.digest)]
     norm = math.sqrt(sum(one**2 for one in whole.projections) / len(whole.projections))
     return replace(whole, digest=content, norm=norm)
-
-
-def wholes(found: Sequence[Mapping[str, Part]]) -> dict[str, Whole]:
-    """All tensors, by what each rank has ``found``, in the order of ranks."""
-    by_name: dict[str, list[Part]] = {}
-    for one in found:
-        for name, part in one.items():
-            by_name.setdefault(name, []).append(part)
-    return {name: put_together(parts) for name, parts in by_name.items()}

@@ -1,6 +1,8 @@
 """Faults that are planted in a step tell whether its test tests anything."""
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign import LetPass, WhiteBox, under_test
-from pipeproof.foreign.mutants import MUTANTS
-from pipeproof.foreign.reductions import is_sum
+from pipeproof.foreign import WhiteBox
 from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.wings.mutate import LetPass, Mutated, mutate, under_test
+from pipeproof.wings.mutate.mutants import MUTANTS
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -23,6 +25,13 @@ from tests.support.sweeps import some
 WIDTH, ROWS = 4, 8
 LOSS = nn.functional.mse_loss
 MESSAGES = [name for name in MUTANTS if name.startswith("message-")]
+Mutate = Callable[..., Mutated]
+
+
+@pytest.fixture
+def mutated(world: World) -> Mutate:
+    """``mutate`` on the ranks of the world, two unless it is said, with a bound."""
+    return partial(mutate, ranks=2, whitebox=WhiteBox(world, timeout_s=20))
 
 
 def model() -> nn.Sequential:
@@ -76,9 +85,8 @@ def replicas(context: RankContext, strict: bool, same: bool = False) -> None:
     assert all(norm > 0 for norm in norms)
 
 
-def outcomes(whitebox: WhiteBox, strict: bool, *only: str) -> dict[str, str]:
-    found = whitebox.mutate(partial(replicas, strict=strict), ranks=2, only=only, timeout_s=20)
-    return {one.name: one.outcome for one in found.tried}
+def outcomes(mutated: Mutate, strict: bool, *only: str) -> dict[str, str]:
+    return {one.name: one.outcome for one in mutated(partial(replicas, strict=strict), only=only).tried}
 
 
 LAX = ("gradient-lost", "reduction-left-out", "update-doubled", "evaluating")
@@ -86,10 +94,9 @@ LAX = ("gradient-lost", "reduction-left-out", "update-doubled", "evaluating")
 
 @pytest.mark.parametrize("names", some([[*MUTANTS][::3], [*MUTANTS]], left=[[*MUTANTS]]), ids=["some", "all"])
 def test_a_test_that_compares_sees_what_is_planted_and_one_that_does_not_lets_it_pass(
-    names: list[str], world: World
+    names: list[str], mutated: Mutate
 ) -> None:
-    whitebox = WhiteBox(world)
-    strict, lax = outcomes(whitebox, True, *names), outcomes(whitebox, False, *LAX)
+    strict, lax = outcomes(mutated, True, *names), outcomes(mutated, False, *LAX)
     assert strict.keys() == {*names}
     planted = {name for name, outcome in strict.items() if outcome != "not planted"}
     assert {*names} - planted == {*MESSAGES} & {*names}, "replicas send no messages"
@@ -125,10 +132,8 @@ def pipeline(context: RankContext, strict: bool) -> None:
         torch.testing.assert_close(one, due.grad)
 
 
-def test_messages_are_changed_on_their_way(world: World) -> None:
-    whitebox = WhiteBox(world)
-    strict = whitebox.mutate(partial(pipeline, strict=True), ranks=2, only=MESSAGES, timeout_s=20)
-    lax = whitebox.mutate(partial(pipeline, strict=False), ranks=2, only=MESSAGES, timeout_s=20)
+def test_messages_are_changed_on_their_way(mutated: Mutate) -> None:
+    strict, lax = (mutated(partial(pipeline, strict=strict), only=MESSAGES) for strict in (True, False))
     assert {one.outcome for one in strict.tried} == {"caught"}, str(strict)
     assert {one.outcome for one in lax.tried} == {"let pass"}, str(lax)
     strict.raise_if_any_passed()
@@ -136,9 +141,9 @@ def test_messages_are_changed_on_their_way(world: World) -> None:
         lax.raise_if_any_passed()
 
 
-def test_with_the_same_data_everywhere_only_faults_in_sums_are_not_judged(world: World) -> None:
-    test, only = partial(replicas, strict=True, same=True), ["gradient-lost", "reduction-left-out", "reduction-lost"]
-    found = WhiteBox(world).mutate(test, ranks=2, only=only, timeout_s=20)
+def test_with_the_same_data_everywhere_only_faults_in_sums_are_not_judged(mutated: Mutate) -> None:
+    only = ["gradient-lost", "reduction-left-out", "reduction-lost"]
+    found = mutated(partial(replicas, strict=True, same=True), only=only)
     assert {one.name: one.outcome for one in found.tried} == {
         "gradient-lost": "caught",
         "reduction-left-out": "not judged",
@@ -154,9 +159,23 @@ def unmarked(context: RankContext) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def test_where_nothing_is_judged_nothing_is_known(world: World) -> None:
-    found = WhiteBox(world).mutate(unmarked, ranks=2, only="reduction-doubled")
-    assert str(found).splitlines()[-1] == "1 not judged"
+def idle(context: RankContext) -> None:
+    """Does nothing that a fault could be in."""
+
+
+@pytest.mark.parametrize(
+    ("test", "only", "last"),
+    [
+        (unmarked, "reduction-doubled", "1 not judged"),
+        (idle, "gradient-lost", "1 not planted"),
+        (idle, ["gradient-lost", "message-zero"], "2 not planted"),
+    ],
+    ids=["not judged", "one name", "not planted"],
+)
+def test_where_nothing_was_caught_nothing_is_known(test: Any, only: Any, last: str, mutated: Mutate) -> None:
+    found = mutated(test, only=only)
+    assert str(found).splitlines()[-1] == last
+    assert [one.name for one in found.tried] == [name for name in MUTANTS if name in only]
     with pytest.raises(LetPass):
         found.raise_if_any_passed()
 
@@ -166,11 +185,6 @@ def summed_before(context: RankContext) -> None:
     dist.all_reduce(torch.ones(3))
     with under_test():
         """Here nothing is summed."""
-
-
-def test_what_is_the_same_before_the_step_is_no_matter(world: World) -> None:
-    found = WhiteBox(world).mutate(summed_before, ranks=2, only=["reduction-left-out"], timeout_s=20)
-    assert [one.outcome for one in found.tried] == ["not planted"], str(found)
 
 
 def averaged_first(context: RankContext) -> None:
@@ -190,9 +204,12 @@ def averaged_first(context: RankContext) -> None:
     assert torch.equal(layer.weight.grad, 3 * layer.bias.grad / 2 * torch.ones(WIDTH, WIDTH))
 
 
-def test_what_is_the_same_elsewhere_or_now_and_then_hides_nothing(world: World) -> None:
-    found = WhiteBox(world).mutate(averaged_first, ranks=2, only=["reduction-left-out"], timeout_s=20)
-    assert [one.outcome for one in found.tried] == ["caught"], str(found)
+@pytest.mark.parametrize(("test", "outcome"), [(summed_before, "not planted"), (averaged_first, "caught")])
+def test_what_is_the_same_elsewhere_or_now_and_then_hides_nothing(
+    test: Callable[[RankContext], None], outcome: str, mutated: Mutate
+) -> None:
+    found = mutated(test, only=["reduction-left-out"])
+    assert [one.outcome for one in found.tried] == [outcome], str(found)
 
 
 CHANGES_NOTHING = "evaluating weight-nudged outputs-rounded norm-doubled update-doubled flow-doubled backward-doubled"
@@ -218,148 +235,72 @@ def still(context: RankContext, alive: tuple[int, ...]) -> None:
     ("alive", "outcome"), [((), ("not planted", None)), ((0,), ("let pass", 0)), ((0, 1), ("let pass", 1))]
 )
 def test_a_fault_counts_where_it_changes_anything(
-    world: World, alive: tuple[int, ...], outcome: tuple[str, int | None]
+    alive: tuple[int, ...], outcome: tuple[str, int | None], mutated: Mutate
 ) -> None:
-    found = WhiteBox(world).mutate(partial(still, alive=alive), ranks=2, only=CHANGES_NOTHING.split(), timeout_s=20)
+    found = mutated(partial(still, alive=alive), only=CHANGES_NOTHING.split())
     assert {one.name: (one.outcome, one.rank) for one in found.tried} == dict.fromkeys(CHANGES_NOTHING.split(), outcome)
-
-
-def begins_with_zeros(context: RankContext) -> None:
-    """A layer of zeros comes first."""
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    for parameter in layers[0].parameters():
-        parameter.data.zero_()
-    before = [one.detach().clone() for one in layers.parameters()]
-    with under_test():
-        layers(torch.ones(ROWS, WIDTH))
-    assert all(map(torch.equal, layers.parameters(), before)), "a weight is another"
-
-
-def test_the_weight_that_is_nudged_is_one_that_can_be(world: World) -> None:
-    found = WhiteBox(world).mutate(begins_with_zeros, ranks=1, only=["weight-nudged"], timeout_s=20)
-    assert [one.outcome for one in found.tried] == ["caught"]
-
-
-def overlapping(context: RankContext, *, future: bool, strict: bool) -> None:
-    """Rank 0 begins a sum, and sends what rank 1 needs to get there before it waits."""
-    given, got = torch.ones(WIDTH) * (1 + context.rank), torch.zeros(2)
-    with under_test():
-        if context.rank == 0:
-            work = dist.all_reduce(given, async_op=True)
-            dist.send(torch.ones(2), 1)
-            work.get_future().wait() if future else work.wait()
-            assert future or work.is_completed()
-        else:
-            dist.recv(got, 0)
-            dist.all_reduce(given)
-    assert not strict or torch.equal(given, torch.full((WIDTH,), 3.0))
-
-
-@pytest.mark.parametrize("future", [False, True])
-@pytest.mark.parametrize(("strict", "outcome"), [(False, "let pass"), (True, "caught")])
-def test_a_sum_is_changed_when_the_step_waits_for_it(world: World, *, future: bool, strict: bool, outcome: str) -> None:
-    test, only = partial(overlapping, future=future, strict=strict), ["reduction-left-out", "reduction-doubled"]
-    found = WhiteBox(world).mutate(test, ranks=2, only=only, timeout_s=10)
-    assert [one.outcome for one in found.tried] == [outcome] * 2, str(found)
-    assert not strict or all("raised AssertionError" in one.how for one in found.tried), str(found)
-
-
-def of_a_leaf(context: RankContext) -> None:
-    """A sum over what wants a gradient."""
-    parameter = nn.Parameter(torch.full((WIDTH,), 1.0 + context.rank))
-    with under_test():
-        dist.all_reduce(parameter)
-
-
-def greatest(context: RankContext) -> None:
-    """No sum, but a reduction."""
-    with under_test():
-        dist.all_reduce(torch.arange(4.0) + context.rank, op=dist.ReduceOp.MAX)
-
-
-@pytest.mark.parametrize(("test", "outcome"), [(of_a_leaf, "let pass"), (greatest, "not planted")])
-def test_a_fault_in_sums_breaks_no_leaf_and_leaves_other_reductions(
-    world: World, test: Callable[[RankContext], None], outcome: str
-) -> None:
-    names = [name for name in MUTANTS if name.startswith("reduction-")]
-    found = WhiteBox(world).mutate(test, ranks=2, only=names, timeout_s=20)
-    assert {one.name: one.outcome for one in found.tried} == dict.fromkeys(names, outcome), str(found)
-
-
-@pytest.mark.parametrize(
-    ("given", "sums"),
-    [
-        ((), True),
-        ((dist.ReduceOp.AVG,), True),
-        ((dist.ReduceOp.MAX,), False),
-        ((dist.ReduceOp(dist.ReduceOp.MIN),), False),
-    ],
-)
-def test_sums_and_averages_are_sums(given: tuple[object, ...], sums: bool) -> None:
-    assert is_sum([torch.ones(2)], *given) == sums
-    assert not is_sum(torch.ones(2, dtype=torch.int64), *given), "not of integers"
-
-
-def test_one_name_may_be_given_bare(world: World) -> None:
-    assert [one.name for one in WhiteBox(world).mutate(idle, ranks=1, only="gradient-lost").tried] == ["gradient-lost"]
-
-
-@pytest.mark.parametrize(
-    ("test", "ranks", "only", "told"),
-    [
-        (5, 2, (), "test is 5: expected what can be called with a RankContext"),
-        (id, "2", (), "ranks is '2': expected a number of ranks, at least 1"),
-        (id, 0, (), "ranks is 0: expected a number of ranks, at least 1"),
-        (id, True, (), "ranks is True: expected"),
-        (id, 2, [3], "unknown fault 3: expected a name such as message-zero"),
-        (id, 2, "xyzzy", "unknown fault 'xyzzy': expected a name such as message-zero"),
-        (id, 2, 3, "only is 3: expected names of faults, such as 'message-zero'"),
-    ],
-)
-def test_what_cannot_be_asked_is_told(world: World, test: Any, ranks: Any, only: Any, told: str) -> None:
-    with pytest.raises(WhiteBoxError, match=told):
-        WhiteBox(world).mutate(test, ranks=ranks, only=only)
 
 
 def fails(context: RankContext) -> None:
     assert context.rank == 0, "as it is"
 
 
-def test_a_test_that_fails_anyway_tells_nothing(world: World) -> None:
-    with pytest.raises(
-        WhiteBoxError, match=r"the test fails as it is, with no fault planted: rank 1 raised .*as it is"
-    ):
-        WhiteBox(world).mutate(fails, ranks=2)
+def fails_from(context: RankContext, run: int, how: Callable[[str], object]) -> None:
+    os.environ["RUNS"] = runs = os.environ.get("RUNS", "") + "x"  # stays on its rank, which ends with a failure
+    if len(runs) >= run:
+        how("once too often")
+    with under_test():
+        nn.Linear(WIDTH, WIDTH)(torch.ones(2, WIDTH)).sum().backward()
 
 
-def test_an_unknown_fault_is_told_with_the_nearest(world: World) -> None:
-    with pytest.raises(WhiteBoxError, match=r"unknown fault 'message-zeros'.*message-zero"):
-        WhiteBox(world).mutate(fails, ranks=2, only=["message-zeros"])
+def asserts(why: str) -> None:
+    raise AssertionError(why)
 
 
-def idle(context: RankContext) -> None:
-    """Does nothing that a fault could be in."""
+@pytest.mark.parametrize(
+    ("test", "asked", "words"),
+    [
+        (5, {}, "test is 5: expected what can be called with a RankContext"),
+        (id, {"ranks": "2"}, "ranks is '2': expected a number of ranks, at least 1"),
+        (id, {"ranks": 0}, "ranks is 0: expected a number of ranks, at least 1"),
+        (id, {"ranks": True}, "ranks is True: expected"),
+        (id, {"only": [3]}, "unknown fault 3: expected a name such as message-zero"),
+        (id, {"only": "xyzzy"}, "unknown fault 'xyzzy': expected a name such as message-zero"),
+        (id, {"only": ["message-zeros"]}, r"unknown fault 'message-zeros'.*message-zero"),
+        (id, {"only": 3}, "only is 3: expected names of faults, such as 'message-zero'"),
+        (fails, {}, r"the test fails as it is, with no fault planted: rank 1 raised .*as it is"),
+        (partial(fails_from, run=2, how=asserts), {"ranks": 1}, r"fails when it runs again.*once too often"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(test: Any, asked: dict[str, Any], words: str, mutated: Mutate) -> None:
+    with pytest.raises(WhiteBoxError, match=words):
+        mutated(test, **asked)
 
 
-def test_where_nothing_could_be_planted_nothing_is_known(world: World) -> None:
-    found = WhiteBox(world).mutate(idle, ranks=2, only=["gradient-lost", "message-zero"])
-    assert str(found).splitlines()[-1] == "2 not planted"
-    with pytest.raises(LetPass):
-        found.raise_if_any_passed()
+@pytest.mark.parametrize(
+    "how", [asserts, pytest.fail, pytest.skip, sys.exit], ids=["raises", "fails", "skips", "exits"]
+)
+def test_a_test_that_ends_before_anything_is_changed_has_caught_nothing(
+    how: Callable[[str], object], mutated: Mutate
+) -> None:
+    (tried,) = mutated(partial(fails_from, run=3, how=how), ranks=1, only=["backward-doubled"]).tried
+    assert tried.outcome == "not judged", tried
+    golden(tried.how)
 
 
 def test_nothing_is_left_behind(world: World) -> None:
     world.run(partial(replicas, strict=True), ranks=2)
 
 
-def skips(context: RankContext, how: Callable[[str], Any]) -> None:
-    """A test that skips where a gradient is odd, on every rank."""
+def skips(context: RankContext, how: Callable[[str], Any], alone: bool = False) -> None:
+    """A test that skips where a gradient is odd, on every rank, or on rank 1 ``alone``."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     layer(torch.ones(1, WIDTH)).sum().backward()
     assert layer.weight.grad is not None
     whole = layer.weight.grad.clone()
     dist.all_reduce(whole)
-    if not torch.equal(whole, torch.full((WIDTH, WIDTH), float(context.ranks))):
+    odd = not torch.equal(whole, torch.full((WIDTH, WIDTH), float(context.ranks)))
+    if odd and (context.rank or not alone):
         how("odd numbers")
 
 
@@ -367,10 +308,16 @@ def raises_skip(why: str) -> None:
     raise SkipTest(why)
 
 
-@pytest.mark.parametrize("how", [pytest.skip, raises_skip])
-def test_a_test_that_skips_on_all_ranks_under_a_fault_has_not_judged_it(
-    whitebox: WhiteBox, how: Callable[[str], Any]
+@pytest.mark.parametrize(
+    ("how", "alone"),
+    [(pytest.skip, False), (raises_skip, False), (pytest.skip, True)],
+    ids=["pytest", "unittest", "one"],
+)
+def test_a_test_that_skips_under_a_fault_has_not_judged_it(
+    how: Callable[[str], Any], alone: bool, whitebox: Any
 ) -> None:
-    (tried,) = whitebox.mutate(partial(skips, how=how), ranks=2, only=["gradient-doubled"]).tried
+    """By the fixture of pytest, whose test would be skipped, too."""
+    test = partial(skips, how=how, alone=alone)
+    (tried,) = whitebox.mutate(test, ranks=2, only=["gradient-doubled"]).tried
     assert tried.outcome == "not judged", tried
     golden(re.sub(r"rank \d", "rank #", tried.how))

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.compare_runs import compare_runs
-from pipeproof.records.kept_run import KeptRun
+from pipeproof.wings.runs import compare_runs
 from tests.support.golden import golden
 from tests.support.long_runs import WIDTH, Fault, Loop
 
@@ -26,13 +25,13 @@ class Cut(nn.Linear):
         return (made + nn.functional.linear(x[:, self.at :], weight[:, self.at :], self.bias.bfloat16())).float()
 
 
-def trained(to: Path, at: int, fault: Fault | None = None, begins: int = 1) -> KeptRun:
+def trained(to: Path, at: int, fault: Fault | None = None, begins: int = 1) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(Cut(WIDTH, WIDTH), nn.Tanh(), Cut(WIDTH, WIDTH), nn.Tanh(), Cut(WIDTH, WIDTH))
     for layer in model[::2]:
         layer.at = at
     Loop(fault=fault, begins=begins, model=model).train(to, range(STEPS))
-    return KeptRun(to)
+    return to
 
 
 def lost(loop: Loop, number: int) -> None:

@@ -6,7 +6,7 @@ none: between the two nothing is decided.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
@@ -16,10 +16,9 @@ from pipeproof.core.limits import BF16, FP32, Precision, coarsest
 from pipeproof.core.mismatch import small
 from pipeproof.core.tolerance import Floor
 from pipeproof.observers.sketch import Sketch
-from pipeproof.records.kept_run import KeptRun, KeptStep
-from pipeproof.records.options import other_options
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch
-from pipeproof.records.run_file import STEPS
+from pipeproof.wings.runs.file import STEPS, other_options
+from pipeproof.wings.runs.run import WholeRun, WholeStep
 
 _MOST = 1 / 64  # of what is compared: no growth, however large, lets more than this pass
 # What jumps where modules compute in a narrow type, or a narrower one than weights have: a last place that is cast
@@ -38,77 +37,70 @@ class Quantity(NamedTuple):
 class Apart(NamedTuple):
     """How far apart two are: relative to the first of them, and as it is."""
 
-    relative: float
-    size: float
+    relative: float = 0.0
+    size: float = 0.0
 
 
-def differences(one: KeptStep, other: KeptStep) -> dict[Quantity, Apart]:
+def differences(one: WholeStep, other: WholeStep) -> dict[Quantity, Apart]:
     """What of two steps is not the same bit for bit, and how far apart it is; ``one`` is what it is relative to."""
-    found = {
-        Quantity(law, name): _apart(mine[name], theirs[name])
-        for law, mine, theirs in (
-            ("initial-weights", one.before, other.before),
-            ("gradient", _tensors(one.gradients), _tensors(other.gradients)),
-        )
-        for name in _unlike(mine, theirs)
-    }
+    found: dict[Quantity, Apart] = {}
+    for law, own, theirs in (
+        ("initial-weights", one.before, other.before),
+        ("gradient", one.gradients, other.gradients),
+    ):
+        found |= {Quantity(law, name): _apart(own[name], theirs[name]) for name in _unlike(own, theirs)}
     for name in _unlike(one.weights, other.weights):
         if any(step.weights[name].digest != step.before[name].digest for step in (one, other)):
             found[Quantity("updated-parameters", name)] = _apart(movement(one, name), movement(other, name))
-    return found | {what: apart for what, apart in _numbers(one, other) if apart.size}
-
-
-def _apart(one: Sketch, other: Sketch) -> Apart:
-    """How far the other is from the one; what is not finite in both tells nothing."""
-    if not (math.isfinite(one.norm) or math.isfinite(other.norm)):
-        return Apart(0.0, 0.0)
-    return Apart(other.distance(one), other.gap(one))
-
-
-def movement(step: KeptStep, name: str) -> Sketch:
-    """How far a weight moved in a step."""
-    return step.weights[name].minus(step.before[name])
-
-
-def matched(one: KeptStep, other: KeptStep) -> Mapping[int, float]:
-    """The losses of ``other`` by the numbers that microbatches have in ``one``: ranks may run them in another order."""
-    numbers = None
-    if one.microbatches is not None and other.microbatches is not None:
-        numbers = numbers_in(one.microbatches, other.microbatches)
-    return other.losses if numbers is None else {numbers[k]: loss for k, loss in other.losses.items()}
-
-
-def _numbers(one: KeptStep, other: KeptStep) -> Iterable[tuple[Quantity, Apart]]:
-    theirs = matched(one, other)
-    pairs: dict[Quantity, tuple[float | None, float | None]] = {
-        Quantity("loss", number): (loss, theirs.get(number)) for number, loss in one.losses.items()
-    }
-    pairs |= {Quantity("loss"): (one.loss, other.loss), Quantity("grad-norm"): (one.norm, other.norm)}
-    for what, (due, seen) in pairs.items():
-        if due is not None and seen is not None:
-            yield what, _numbers_apart(due, seen)
-
-
-def _numbers_apart(due: float, seen: float) -> Apart:
-    if due == seen or not (math.isfinite(due) or math.isfinite(seen)):
-        return Apart(0.0, 0.0)
-    gap = abs(seen - due)
-    return Apart(gap / abs(due) if due else math.inf, gap) if gap < math.inf else Apart(math.inf, math.inf)
-
-
-def _tensors(found: Mapping[str, Sketch | None]) -> dict[str, Sketch]:
-    return {name: one for name, one in found.items() if one is not None}
+    numbers = {what: _number_apart(*pair) for what, *pair in number_pairs(one, other)}
+    return found | {what: apart for what, apart in numbers.items() if apart.size}
 
 
 def _unlike(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> list[str]:
     return [name for name in one if name in other and one[name].digest != other[name].digest]
 
 
+def _apart(one: Sketch, other: Sketch) -> Apart:
+    """How far the other is from the one; what is not finite in both tells nothing."""
+    if not (math.isfinite(one.norm) or math.isfinite(other.norm)):
+        return Apart()
+    return Apart(other.distance(one), other.gap(one))
+
+
+def movement(step: WholeStep, name: str) -> Sketch:
+    """How far a weight moved in a step."""
+    return step.weights[name].minus(step.before[name])
+
+
+def number_pairs(one: WholeStep, other: WholeStep) -> list[tuple[Quantity, float, float]]:
+    """The losses, what they are together, and the norm, as far as both have them: those of ``one``, and of ``other``.
+
+    Losses go by the numbers of microbatches in ``one``: ranks may run them in another order. Of all together stands
+    what ``other``'s losses would give there, so that what is wrong in one of them is no fault of the sum.
+    """
+    losses, total = other.losses, one.loss
+    if one.microbatches is not None and other.microbatches is not None:
+        numbers = numbers_in(one.microbatches, other.microbatches)
+        losses = losses if numbers is None else {numbers[k]: loss for k, loss in losses.items()}
+    pairs = [(Quantity("loss", k), loss, losses[k]) for k, loss in sorted(one.losses.items()) if k in losses]
+    own, theirs = [loss for _, loss, _ in pairs], [loss for *_, loss in pairs]
+    if total is not None and len(own) == len(one.losses) and all(map(math.isfinite, own + theirs)) and math.fsum(own):
+        total *= math.fsum(theirs) / math.fsum(own)
+    more = [(Quantity("loss"), total, other.loss), (Quantity("grad-norm"), one.norm, other.norm)]
+    return pairs + [(what, mine, its) for what, mine, its in more if mine is not None and its is not None]
+
+
+def _number_apart(one: float, other: float) -> Apart:
+    if one == other or not (math.isfinite(one) or math.isfinite(other)):
+        return Apart()
+    gap = abs(other - one)
+    return Apart(gap / abs(one) if one else math.inf, gap) if gap < math.inf else Apart(math.inf, math.inf)
+
+
 def _typical(found: Mapping[Quantity, Apart], law: str) -> float:
     """The median of what differs under ``law``, over parameters."""
-    return median(
-        [apart.relative for what, apart in found.items() if what.law == law and apart.relative < math.inf] or [0.0]
-    )
+    known = [apart.relative for what, apart in found.items() if what.law == law and apart.relative < math.inf]
+    return median(known or [0.0])
 
 
 @dataclass
@@ -125,34 +117,26 @@ class _Largest:
     rounding: set[str] = field(default_factory=set)
     moved: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: KeptStep, found: Mapping[Quantity, Apart]) -> None:
+    def add(self, step: WholeStep, found: Mapping[Quantity, Apart]) -> None:
         """Go on to this step."""
         self.count += 1
         much = max(_NO_ROUNDING, FP32.factor * _typical(found, "gradient"))
-        far = [str(what.name) for what, one in found.items() if what.law == "gradient" and one.relative > much]
-        small_ones = {name for name, one in _tensors(step.gradients).items() if one.norm <= _MOST * step.size}
-        self.rounding |= small_ones.intersection(far)
+        for name, gradient in step.gradients.items():
+            apart = found.get(Quantity("gradient", name), Apart())
+            if gradient.norm <= _MOST * step.size and apart.relative > much:
+                self.rounding.add(name)
         for name in step.weights:
             self.moved[name] = max(self.moved.get(name, 0.0), movement(step, name).norm)
         for what, apart in found.items():
-            if apart.size == math.inf:  # where one of them overflows, nothing is measured
-                continue
-            before = self.each.get(what, Apart(0.0, 0.0))
-            self.each[what] = Apart(*map(max, apart, before))
+            if apart.size < math.inf:  # where one of them overflows, nothing is measured
+                self.each[what] = Apart(*map(max, apart, self.each.get(what, Apart())))
         for law in {what.law for what in found}:
             self.typical[law] = max(self.typical.get(law, 0.0), _typical(found, law))
 
     def of(self, what: Quantity) -> float:
         """How far rounding drove this, or what is like it: single numbers may agree by chance."""
         law = what.law if what.law in self.typical and isinstance(what.name, str) and what.name else "gradient"
-        return max(self.each.get(what, Apart(0.0, 0.0)).relative, self.typical.get(law, 0.0))
-
-
-def _jump(what: Quantity, step: KeptStep) -> float:
-    """How far another rounding in the type that modules compute in may move it, relative to what it is."""
-    one = step.gradients.get(str(what.name)) if what.law == "gradient" else None
-    most = step.computed.most
-    return most if one is None or not one.norm else max(most, step.computed.unit * step.size / one.norm)
+        return max(self.each.get(what, Apart()).relative, self.typical.get(law, 0.0))
 
 
 class Growth:
@@ -161,10 +145,11 @@ class Growth:
     Raises ``RecordError`` where that is of other steps, and so shows more than rounding, or is ``good`` bit for bit.
     """
 
-    def __init__(self, good: KeptRun, third: KeptRun) -> None:
+    def __init__(self, good: WholeRun, third: WholeRun) -> None:
         self._good, self._third = good, third
         there = set(third.numbers)
         self._numbers = [number for number in good.numbers if number in there]
+        self.last = max(self._numbers, default=-1)  # that is measured
         self._differences = lru_cache(STEPS)(self._compared)
         self._aged, self._ever = _Largest(), _Largest()
 
@@ -185,11 +170,6 @@ class Growth:
             )
         return found
 
-    @property
-    def last(self) -> int:
-        """The last step that is measured; -1 where none is."""
-        return self._numbers[-1] if self._numbers else -1
-
     def floor(self, what: Quantity, number: int, precision: Precision, *, parted: int) -> Floor:
         """Of ``what`` in step ``number``, for a run that parted at step ``parted``; ``precision`` as of its type."""
         age = self.parted + number - parted
@@ -204,7 +184,7 @@ class Growth:
             # be unknown, gradients of zeros too.
             own = coarsest([precision, step.computed]).factor
             nudged = max(own * nudged, _jump(what, step)) / precision.factor
-        size = self._size(what, step, precision)
+        size = self._noise(what, step, precision)
         driven = 0.0 if size else self._driven(what, most / precision.factor)
         return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size or driven, driven=driven > 0)
 
@@ -214,31 +194,30 @@ class Growth:
         Optimizers make as much of elements whose gradient is rounding alone as of others, e.g. of the bias of keys, of
         which no attention takes notice, in one parameter with those of queries and values.
         """
-        seen = self._aged.each.get(what)
-        if what.law != "updated-parameters" or seen is None or self._aged.typical.get(what.law, 0.0) > most:
-            return 0.0
-        return seen.size if most < seen.relative and seen.size < math.inf else 0.0
+        apart = self._aged.each.get(what, Apart())
+        rare = what.law == "updated-parameters" and self._aged.typical.get(what.law, 0.0) <= most
+        return apart.size if rare and most < apart.relative and apart.size < math.inf else 0.0
 
-    def _size(self, what: Quantity, step: KeptStep, precision: Precision) -> float:
+    def _noise(self, what: Quantity, step: WholeStep, precision: Precision) -> float:
         """What rounding makes of a parameter whose gradient is nothing else; 0 of any other.
 
-        That is seen by the third run, or as the gradient is a smaller part of all than the last place of it. What
+        The third run shows that, or that the gradient is a smaller part of all than the last place of it. What
         optimizers make of such a gradient may lead anywhere.
         """
-        gradient = step.gradients.get(str(what.name)) if what.law in ("gradient", "updated-parameters") else None
+        name = str(what.name)
+        gradient = step.gradients.get(name) if what.law in ("gradient", "updated-parameters") else None
         if gradient is None:
             return 0.0
         least = FP32.unit * step.size
         by_itself = gradient.norm <= least and (what.law == "gradient" or gradient.norm > 0)
-        if what.name not in self._ever.rounding and not by_itself:
+        if name not in self._ever.rounding and not by_itself:
             return 0.0
-        seen = self._ever.each.get(what, Apart(0.0, 0.0)).size
+        most = self._ever.each.get(what, Apart()).size
         if what.law == "gradient":
-            return max(least, seen)
-        name = str(what.name)
-        return max(self._ever.moved.get(name, 0.0), 2 * precision.unit * step.before[name].norm, seen)
+            return max(least, most)
+        return max(self._ever.moved.get(name, 0.0), 2 * precision.unit * step.before[name].norm, most)
 
-    def told(self, until: int) -> str:
+    def summary(self, until: int) -> str:
         """How far rounding drives gradients apart, from where they part to this step, in words."""
         last = max(number for number in self._numbers if number <= until)
         first, then = (small(_typical(self._differences(number), "gradient")) for number in (self.parted, last))
@@ -252,21 +231,29 @@ class Growth:
     def _compared(self, number: int) -> Mapping[Quantity, Apart]:
         """How far apart the two are in a step."""
         one, other = self._good.step(number), self._third.step(number)
-        self._check_same(one, other)
-        return differences(one, other)
-
-    def _check_same(self, one: KeptStep, other: KeptStep) -> None:
-        why, due, seen = "", one.microbatches, other.microbatches
-        if due is not None and seen is not None and numbers_in(due, seen) is None:
-            why = f"has other microbatches, {other_microbatch(due, seen)}"
-        elif told := other_options(one.options, other.options):
-            why = f"has another optimizer: {told}"
-        elif one.number == self._numbers[0] and _unlike(one.before, other.before):
-            why = f"begins with other weights, {_unlike(one.before, other.before)[0]} first"
-        elif one.clipped != other.clipped:
-            why = "has gradients before clipping where the other has them after it, or the other way round"
-        if why:
+        if why := self._other(one, other):
             raise RecordError(
-                f"{self._third} measures more than rounding: in step {one.number} it {why}; expected the steps of "
+                f"{self._third} measures more than rounding: in step {number} it {why}; expected the steps of "
                 f"{self._good}"
             )
+        return differences(one, other)
+
+    def _other(self, one: WholeStep, other: WholeStep) -> str:
+        """What the third run does otherwise that is no order of sums; empty where that is nothing."""
+        own, theirs = one.microbatches, other.microbatches
+        if own is not None and theirs is not None and numbers_in(own, theirs) is None:
+            return f"has other microbatches, {other_microbatch(own, theirs)}"
+        if options := other_options(one.options, other.options):
+            return f"has another optimizer: {options}"
+        if one.number == self._numbers[0] and (unlike := _unlike(one.before, other.before)):
+            return f"begins with other weights, {unlike[0]} first"
+        if one.clipped != other.clipped:
+            return "has gradients before clipping where the other has them after it, or the other way round"
+        return ""
+
+
+def _jump(what: Quantity, step: WholeStep) -> float:
+    """How far another rounding in the type that modules compute in may move it, relative to what it is."""
+    one = step.gradients.get(str(what.name)) if what.law == "gradient" else None
+    most = step.computed.most
+    return most if one is None or not one.norm else max(most, step.computed.unit * step.size / one.norm)

@@ -10,10 +10,9 @@ from torch import nn
 
 from pipeproof import record_run
 from pipeproof.core.tolerance import same_bits
-from pipeproof.records.kept_run import KeptRun
-from pipeproof.records.options import other_options
 from pipeproof.records.record import RecordError
-from pipeproof.records.run_file import RankFile
+from pipeproof.wings.runs.file import RankFile, other_options
+from pipeproof.wings.runs.run import WholeRun
 from tests.support.long_runs import Loop, microbatches_of
 
 BYTES = 250  # that record_run and the guide state
@@ -57,7 +56,7 @@ def test_without_a_call_gradients_are_those_that_the_optimizer_is_given(tmp_path
         optimizer.step()
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 9.0  # of the next step
-    step = KeptRun(tmp_path / "run").step(0)
+    step = WholeRun(tmp_path / "run").step(0)
     assert step.clipped
     assert sum(one.norm**2 for one in step.gradients.values() if one is not None) == pytest.approx(0.25)
     assert (step.options["bias"]["weight_decay"], step.options["weight"]["lr"]) == (0.5, 1e-3)
@@ -71,7 +70,7 @@ def test_the_type_that_modules_compute_in_is_kept_and_no_hook_stays(tmp_path: Pa
             with run.step(), torch.autocast("cpu", torch.bfloat16):
                 model(torch.ones(2)).sum().backward()
             assert not model[0]._forward_hooks
-    steps = [KeptRun(tmp_path / "run").step(number) for number in range(2)]
+    steps = [WholeRun(tmp_path / "run").step(number) for number in range(2)]
     assert [one.computed.name for one in steps] == ["bf16", "bf16"]
     assert "foreach" not in steps[0].options["0.bias"]
     told = steps[1].options
@@ -85,7 +84,7 @@ def test_a_step_that_is_made_anew_has_all_weights_it_begins_with(tmp_path: Path)
         for number in (0, 1, 1):
             with run.step(number=number):
                 pass
-    kept = KeptRun(tmp_path / "run")
+    kept = WholeRun(tmp_path / "run")
     assert kept.numbers == [0, 1]
     assert kept.step(1).before.keys() == {"weight", "bias"}
 
@@ -119,7 +118,7 @@ def test_what_cannot_be_kept_is_a_warning_and_the_job_goes_on(tmp_path: Path) ->
             step.gradients()
         with pytest.raises(ZeroDivisionError), run.step():
             raise ZeroDivisionError
-    kept = KeptRun(tmp_path / "run")
+    kept = WholeRun(tmp_path / "run")
     assert kept.numbers == [0, 1]
     assert kept.step(1).before.keys() == {"weight", "bias"}
     with pytest.raises(RecordError, match="lacks step 0, which was not recorded: rank 0: losses has 1 numbers"):

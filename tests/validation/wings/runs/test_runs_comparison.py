@@ -1,9 +1,7 @@
 """Two runs of many steps: where they part, by what, and whether that is rounding. Every law is shown failing."""
 
-import json
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +11,10 @@ from torch import nn
 
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.compare_runs import compare_runs
-from pipeproof.records.kept_run import KeptRun
 from pipeproof.records.record import RecordError
-from pipeproof.records.run_growth import Quantity, differences
+from pipeproof.wings.runs import compare_runs
+from pipeproof.wings.runs.growth import Quantity, differences
+from pipeproof.wings.runs.run import WholeRun
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.long_runs import RATE, Fault, Loop, faster, in_replicas, in_stages, model_of
@@ -39,8 +37,8 @@ def judged(folder: Path) -> Callable[..., Verdict]:
     """The verdict on a run in the folder, up to a step, with or without the third one."""
 
     def judge(seen: str, *, good: str = "good", also: bool = False, until: int | None = STEPS - 1) -> Verdict:
-        third = KeptRun(folder / "third") if also else None
-        return compare_runs(KeptRun(folder / good), KeptRun(folder / seen), third=third, until=until)
+        third = folder / "third" if also else None
+        return compare_runs(folder / good, folder / seen, third=third, until=until)
 
     return judge
 
@@ -80,7 +78,7 @@ def test_another_order_of_sums_passes_by_the_measure_of_a_third_run(
     Loop(SHUFFLED).train(folder / "short third", range(2))
     file = folder / "reversed" / "rank-0.jsonl"
     file.write_text(file.read_text().replace('"torch":"', '"torch":"1+', 1))
-    short = compare_runs(KeptRun(folder / "good"), KeptRun(folder / "reversed"), third=KeptRun(folder / "short third"))
+    short = compare_runs(folder / "good", folder / "reversed", third=folder / "short third")
     assert first(short)[:2] == ("unknown", 2)
     golden(short.headline)
     golden(short.law("steps").note)
@@ -137,9 +135,10 @@ def test_a_fault_smaller_than_what_rounding_grows_to_is_found_where_it_begins(
     for name, loop in (("wild", Loop()), ("wild third", Loop(SHUFFLED))):
         loop.train(folder / name, range(23))
     Loop(REVERSED, partial(scaled, by=1 + 2e-4), 1).train(folder / "wild fault", range(3))
-    good, third, seen = (KeptRun(folder / name) for name in ("wild", "wild third", "wild fault"))
+    good, third, seen = (folder / name for name in ("wild", "wild third", "wild fault"))
     assert first(compare_runs(good, seen, third=third)) == ("fail", 1, "gradient", "1.0.weight")
-    assert differences(good.step(22), third.step(22))[Quantity("gradient", "1.0.weight")].relative > 2e-4
+    apart = differences(*(WholeRun(run).step(22) for run in (good, third)))
+    assert apart[Quantity("gradient", "1.0.weight")].relative > 2e-4
 
 
 def overflowing(loop: Loop, number: int) -> None:
@@ -150,14 +149,18 @@ def without_a_gradient(loop: Loop, number: int) -> None:
     loop.model[1][0].weight.grad = None
 
 
+def in_three_orders(folder: Path, loop: Callable[[Sequence[int]], Loop], *, steps: int) -> Verdict:
+    """The verdict on a run in reversed order, by one in order; one that is shuffled measures rounding."""
+    runs = []
+    for order in (range(4), REVERSED, SHUFFLED):
+        loop(order).train(folder / f"{order[0]}", range(steps))
+        runs.append(folder / f"{order[0]}")
+    return compare_runs(*runs[:2], third=runs[2])
+
+
 @pytest.mark.parametrize("what", [overflowing, without_a_gradient])
-def test_steps_that_overflow_and_weights_that_are_frozen_are_no_fault(what: Fault, folder: Path) -> None:
-    name = what.__name__
-    runs = [folder / f"{name} {order[0]}" for order in (range(4), SHUFFLED, REVERSED)]
-    for run, order in zip(runs, (range(4), SHUFFLED, REVERSED), strict=True):
-        Loop(order, what, 2).train(run, range(4))
-    good, third, seen = map(KeptRun, runs)
-    verdict = compare_runs(good, seen, third=third)
+def test_steps_that_overflow_and_weights_that_are_frozen_are_no_fault(what: Fault, tmp_path: Path) -> None:
+    verdict = in_three_orders(tmp_path, lambda order: Loop(order, what, 2), steps=4)
     assert verdict.verdict == "pass", str(verdict)
     assert bool(verdict.law("grad-norm").note) == (what is overflowing)
 
@@ -169,20 +172,30 @@ def test_which_gradients_overflow_is_no_fault_in_a_step_in_which_both_runs_do(fo
 
     Loop(fault=overflowing, begins=2).train(folder / "narrow", range(3))
     Loop(fault=wider, begins=2).train(folder / "wide", range(3))
-    verdict = compare_runs(KeptRun(folder / "narrow"), KeptRun(folder / "wide"))
+    verdict = compare_runs(folder / "narrow", folder / "wide")
     golden(verdict.law("gradient").note, numbers=False)
     assert verdict.law("gradient").outcome == "pass"
-    alone = compare_runs(KeptRun(folder / "good"), KeptRun(folder / "wide"), third=KeptRun(folder / "third"))
+    alone = compare_runs(folder / "good", folder / "wide", third=folder / "third")
     assert first(alone) == ("fail", 2, "gradient", "2.weight")
 
 
-def on_two_ranks(to: Path, *runs: Path) -> KeptRun:
+def test_where_the_good_run_alone_is_not_finite_there_is_nothing_to_compare_with(folder: Path) -> None:
+    (folder / "endless loss").mkdir()
+    text = re.sub(r'"losses":\[[^,]*', '"losses":["inf"', (folder / "good" / "rank-0.jsonl").read_text())
+    (folder / "endless loss" / "rank-0.jsonl").write_text(text)
+    runs = folder / "good", folder / "endless loss"
+    by_it, of_it = (compare_runs(*pair, third=folder / "third") for pair in (runs[::-1], runs))
+    assert (by_it.law("loss").outcome, by_it.law("loss").reasons) == ("unknown", (Reason.NOT_FINITE,))
+    assert first(of_it)[:3] == ("fail", 0, "loss")
+
+
+def on_two_ranks(to: Path, *runs: Path) -> Path:
     """The run of two ranks that have the same, whose files are those of these runs of one."""
     to.mkdir()
     for rank, run in enumerate(runs):
         text = (run / "rank-0.jsonl").read_text()
         (to / f"rank-{rank}.jsonl").write_text(text.replace('"rank":0,"ranks":1', f'"rank":{rank},"ranks":2', 1))
-    return KeptRun(to)
+    return to
 
 
 def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path) -> None:
@@ -192,7 +205,7 @@ def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path) 
     started.train(folder / "started", range(3))
     Loop(fault=faster, begins=1).train(folder / "fast", range(3))
     Loop(fault=overflowing).train(folder / "endless", range(3))
-    good, third = KeptRun(folder / "good"), KeptRun(folder / "third")
+    good, third = folder / "good", folder / "third"
     seen = on_two_ranks(folder / "one started", folder / "good", folder / "started")
     verdict = compare_runs(good, seen, third=third)
     assert first(verdict) == ("fail", 0, "replicas", "0.0.weight"), "not the loss that follows"
@@ -203,7 +216,7 @@ def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path) 
     assert first(verdict)[:3] == ("fail", 1, "replicas")
     golden(verdict.law("updated-parameters").note)
     both = on_two_ranks(folder / "both endless", folder / "endless", folder / "endless")
-    golden(compare_runs(KeptRun(folder / "endless"), both).law("grad-norm").note)
+    golden(compare_runs(folder / "endless", both).law("grad-norm").note)
 
 
 class Keys(nn.Module):
@@ -218,16 +231,15 @@ class Keys(nn.Module):
 
 
 @pytest.mark.parametrize("fault", [None, faster])
-def test_an_update_that_optimizers_make_of_rounding_hides_no_other(fault: Fault | None, folder: Path) -> None:
-    runs = [folder / f"keys {order[0]} {fault}" for order in (range(4), SHUFFLED, REVERSED)]
-    for run, order in zip(runs, (range(4), SHUFFLED, REVERSED), strict=True):
+def test_an_update_that_optimizers_make_of_rounding_hides_no_other(fault: Fault | None, tmp_path: Path) -> None:
+    def with_keys(order: Sequence[int]) -> Loop:
         model = model_of()
         model[1].append(Keys())
         loop = Loop(order, fault if order is REVERSED else None, 5, model=model)
         loop.optimizer = torch.optim.RMSprop(loop.model.parameters(), lr=RATE / 20)
-        loop.train(run, range(8))
-    good, third, seen = map(KeptRun, runs)
-    verdict = compare_runs(good, seen, third=third)
+        return loop
+
+    verdict = in_three_orders(tmp_path, with_keys, steps=8)
     golden(verdict.law("updated-parameters").note, numbers=False)
     if fault is None:
         assert verdict.verdict == "pass", str(verdict)
@@ -237,13 +249,13 @@ def test_an_update_that_optimizers_make_of_rounding_hides_no_other(fault: Fault 
 
 def test_a_jump_of_a_gradient_is_no_fault_where_modules_compute_in_a_narrower_type(folder: Path) -> None:
     Loop(REVERSED, scaled, 1).train(folder / "jump", range(3))
-    third, seen = KeptRun(folder / "third"), KeptRun(folder / "jump")
+    third, seen = folder / "third", folder / "jump"
     for computed, outcome in (("float32", "fail"), ("bfloat16", "unknown")):
         run = folder / f"computed in {computed}"
         run.mkdir()
         text = (folder / "good" / "rank-0.jsonl").read_text()
         (run / "rank-0.jsonl").write_text(text.replace('"computed":"float32"', f'"computed":"{computed}"'))
-        assert first(compare_runs(KeptRun(run), seen, third=third)) == (outcome, 1, "gradient", "1.0.weight")
+        assert first(compare_runs(run, seen, third=third)) == (outcome, 1, "gradient", "1.0.weight")
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
@@ -253,7 +265,7 @@ def test_all_of_a_gradient_that_is_as_small_as_rounding_may_jump(weights: str, f
         for file in (folder / f"{name} {weights}").iterdir():
             text = file.read_text().replace('"computed":"float32"', '"computed":"bfloat16"')
             file.write_text(text.replace('"dtype":"float32"', f'"dtype":"{weights}"'))
-    good, third, seen = (KeptRun(folder / f"{name} {weights}") for name in ("tiny", "tiny third", "tiny other"))
+    good, third, seen = (folder / f"{name} {weights}" for name in ("tiny", "tiny third", "tiny other"))
     assert first(compare_runs(good, seen, third=third)) == ("unknown", 1, "gradient", "1.0.weight")
 
 
@@ -290,7 +302,7 @@ def test_other_layouts_are_matched_by_name_and_by_microbatch(
         assert verdict.law("loss").checked >= 4 * STEPS
         assert verdict.law("gradient").checked == 10 * STEPS
     names = [name for name, _ in model_of().named_parameters()]
-    assert list(KeptRun(folder / "stages").parameters) == list(KeptRun(folder / "good").parameters) == names
+    assert list(WholeRun(folder / "stages").parameters) == list(WholeRun(folder / "good").parameters) == names
     world.run(lambda context: in_replicas(folder / "apart", range(2), apart=True), ranks=2)
     assert first(judged("apart", also=True))[:3] == ("fail", 0, "replicas")
     with pytest.raises(RecordError, match=r"rank 1 of .*apart has another gradient of 2\.bias than rank 0"):
@@ -310,81 +322,20 @@ def test_a_killed_job_is_compared_up_to_its_last_whole_step(folder: Path, judged
     golden(verdict.law("steps").note)
     assert judged("killed", until=STEPS - 2).tier == "bitwise"
     Loop().train(folder / "killed", range(3), resume=True)  # from the beginning: what came later is another run's
-    assert KeptRun(folder / "killed").numbers == [0, 1, 2]
-
-
-def other_header(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
-    def edit(file: Path) -> None:
-        first, *steps = file.read_text().splitlines(keepends=True)
-        header = json.loads(first)
-        change(header)
-        file.write_text("".join([json.dumps(header) + "\n", *steps]))
-
-    return edit
-
-
-UNFIT = {
-    "version": (other_header(lambda header: header.update(version=9)), "is of version 9 of runs"),
-    "shape": (
-        other_header(lambda header: header["parameters"]["2.bias"].update(shape=[3])),  # type: ignore[index]
-        r"2.bias is float32\[8\] in .* and float32\[3\] in",
-    ),
-    "name": (
-        other_header(lambda header: header["parameters"].update(x=header["parameters"].pop("2.bias"))),  # type: ignore[attr-defined]
-        "has no parameter 2.bias, which",
-    ),
-    "part": (
-        other_header(lambda header: header["parameters"]["2.bias"].update(bounds=[[0, 5]])),  # type: ignore[index]
-        r"2.bias is not there once as a whole: parts \[0:5\] of \[8\]: not all",
-    ),
-    "line": (lambda file: file.write_text(file.read_text().replace('{"number":1,', '"1')), "byte .* is no step"),
-    "gone": (
-        lambda file: file.write_text("".join(file.read_text().splitlines(keepends=True)[::2])),
-        "goes on from step 0, and none is",
-    ),
-    "weights": (
-        lambda file: file.write_text(re.sub('"weights":[^]]*]', '"weights":[]', file.read_text())),
-        "step 0 lacks weights",
-    ),
-    "twice": (
-        lambda file: shutil.copy(file, file.with_name("rank-1.jsonl")),
-        "rank-0.jsonl and rank-1.jsonl are both of rank 0",
-    ),
-    "count": (other_header(lambda header: header.update(ranks="1")), "its first line has no such form"),
-    "steps": (lambda file: file.write_text(file.read_text().splitlines()[0] + "\n"), "the runs have no step in common"),
-    "lying": (lambda file: file.write_text(file.read_text().replace('"lying":{}', '"lying":[]')), "has no such form"),
-    "addend": (
-        lambda file: file.write_text(file.read_text().replace('"lying":{}', '"lying":{"2.bias":[[[0,8]],[0,999999]]}')),
-        "step 0 has no such form",
-    ),
-    "deep": (lambda file: file.write_text("[" * 99999 + "\n"), "is no part of a run"),
-    "none": (lambda file: file.unlink(), "has no run in it"),
-    "other": (lambda file: file.write_text("{}\n"), "is no part of a run"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_runs_that_cannot_be_compared_are_refused_in_a_sentence(
-    name: str, folder: Path, judged: Callable[..., Verdict]
-) -> None:
-    edit, words = UNFIT[name]
-    Loop().train(folder / f"unfit {name}", range(2))
-    edit(folder / f"unfit {name}" / "rank-0.jsonl")
-    with pytest.raises(RecordError, match=words):
-        judged(f"unfit {name}")
+    assert WholeRun(folder / "killed").numbers == [0, 1, 2]
 
 
 def test_gradients_that_were_not_kept_alike_are_refused(
     folder: Path, judged: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeproof.records.run_recorder.RunStep.gradients", lambda step: None)
+    monkeypatch.setattr("pipeproof.wings.runs.recorder.RunStep.gradients", lambda step: None)
     Loop().train(folder / "clipped", range(1))
     with pytest.raises(RecordError, match="in step 0 one run kept gradients before clipping and the other after it"):
         judged("clipped")
 
 
 def test_a_third_run_that_does_not_measure_rounding_is_refused(folder: Path) -> None:
-    good, seen = KeptRun(folder / "good"), KeptRun(folder / "third")
+    good, seen = folder / "good", folder / "third"
     Loop().train(folder / "equal", range(2))
     for name, fault, words in (
         ("equal", None, "measures no rounding: it is .* bit for bit"),
@@ -394,4 +345,4 @@ def test_a_third_run_that_does_not_measure_rounding_is_refused(folder: Path) -> 
         if fault is not None:
             Loop(fault=fault).train(folder / name, range(2))
         with pytest.raises(RecordError, match=words):
-            compare_runs(good, seen, third=KeptRun(folder / name))
+            compare_runs(good, seen, third=folder / name)

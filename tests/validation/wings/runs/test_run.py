@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.compare_runs import compare_runs
-from pipeproof.records.kept_run import KeptRun
+from pipeproof.wings.runs import compare_runs
 from pipeproof.worlds.world import World
 from tests.support.long_runs import Loop
 from tests.support.sharded_runs import in_shards
@@ -54,7 +53,7 @@ JOBS = {
 
 
 def judged(folder: Path, seen: str, *, good: str = "whole") -> Verdict:
-    return compare_runs(*(KeptRun(folder / name) for name in (good, seen)), third=KeptRun(folder / "third"))
+    return compare_runs(folder / good, folder / seen, third=folder / "third")
 
 
 @pytest.mark.parametrize("name", ["shards", "cut", "evaluated"])
@@ -74,5 +73,5 @@ def test_a_wrong_part_is_a_fault_of_its_parameter_and_of_its_rank_where_that_can
         verdict = judged(folder, "not reduced", good=good)
         assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "replicas")
         assert [getattr(verdict.mismatches[0], one) for one in ("rank", "parameter")] == [1, "1.1.weight"]
-    alone = compare_runs(KeptRun(folder / "whole"), KeptRun(folder / "rolled"))
+    alone = compare_runs(folder / "whole", folder / "rolled")
     assert (alone.verdict, alone.mismatches[0].law) == ("fail", "initial-weights"), "nothing was computed yet"

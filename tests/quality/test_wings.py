@@ -1,0 +1,110 @@
+"""Wings: each can be taken away, is known by its face alone, and knows no other."""
+
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+
+import pytest
+
+from tests.support.sources import INSTALLED, MODULES, OURS, ROOT, Source, imported
+
+WINGS = sorted(path.name for path in (ROOT / "validation" / "wings").iterdir() if (path / "__init__.py").exists())
+# Its parts are imported one by one: it has no face yet.
+FACELESS = ("composed",)
+STARTERS = "validation.commands.starters."  # files that become a user's own; most want a framework
+
+WITHOUT = """
+import importlib, sys
+
+wing, *modules = sys.argv[1:]
+
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if f"{name}.".startswith(f"{wing}."):
+            raise ModuleNotFoundError(f"{name} was taken away", name=name)
+
+
+sys.meta_path.insert(0, Without())
+for module in modules:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:  # a framework need not be installed
+        if error.name.partition(".")[0] == "pipeproof":
+            print(f"{module}: {error}")
+"""
+
+
+def wing_of(module: str) -> str | None:
+    """The wing that one of our modules belongs to."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["validation", "wings"] and len(parts) > 2 else None
+
+
+def past_the_face(source: Source) -> Iterator[str]:
+    """Imports of what is inside of a wing, from outside, and of a wing by another."""
+    own = wing_of(source.module)
+    for line, name in imported(source, MODULES):
+        wing = wing_of(name)
+        if wing in (None, own):
+            continue
+        if own is not None:
+            yield f"{source.path}, line {line}: the wing {own} imports {name}"
+        elif name != f"validation.wings.{wing}":
+            yield f"{source.path}, line {line}: imports {name}, and not the face of {wing}"
+
+
+def installed(module: str) -> str:
+    """What one of our modules is imported as."""
+    for name, folder in INSTALLED.items():
+        if f"{module}.".startswith(f"{folder}."):
+            return name + module.removeprefix(folder)
+    raise AssertionError(module)
+
+
+def complaints_without(package: str, modules: Collection[str]) -> str:
+    """Which of ``modules`` cannot be imported without ``package``, a line each; in a fresh interpreter."""
+    run = [sys.executable, "-c", WITHOUT, package, *modules]
+    ran = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.long
+@pytest.mark.pipeproof_ranks  # it starts processes
+@pytest.mark.parametrize("wing", WINGS)
+def test_without_a_wing_all_else_is_there(wing: str) -> None:
+    others = sorted(installed(one) for one in MODULES if wing_of(one) != wing and not one.startswith(STARTERS))
+    assert complaints_without(f"pipeproof.wings.{wing}", others) == ""
+
+
+@pytest.mark.pipeproof_ranks  # it starts a process
+def test_what_cannot_be_taken_away_is_seen() -> None:
+    found = complaints_without("pipeproof.pipeline.schedules", ["pipeproof.pipeline.action", "pipeproof.pipeline.plan"])
+    assert [line.partition(":")[0] for line in found.splitlines()] == ["pipeproof.pipeline.plan"]
+
+
+@pytest.mark.long
+def test_a_wing_is_imported_by_its_face_alone_and_by_no_other() -> None:
+    complaints = [complaint for source in OURS for complaint in past_the_face(source)]
+    faceless = [one for one in complaints if any(f"not the face of {wing}" in one for wing in FACELESS)]
+    assert [one for one in complaints if one not in faceless] == []
+    assert faceless, "each wing has a face: take it out of FACELESS"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "complaint"),
+    [
+        (
+            "validation/commands/x.py",
+            "def f():\n  from pipeproof.wings.runs.file import RankFile",
+            "not the face of runs",
+        ),
+        ("validation/wings/mutate/x.py", "from pipeproof.wings.runs import record_run", "the wing mutate imports"),
+        ("validation/wings/runs/x.py", "from pipeproof.wings.runs.file import RankFile", ""),
+        ("validation/whitebox.py", "from pipeproof.wings.mutate import mutate", ""),
+    ],
+)
+def test_a_way_past_the_face_is_seen(path: str, text: str, complaint: str) -> None:
+    assert complaint in " ".join(past_the_face(Source(path, text)))
+    assert bool([*past_the_face(Source(path, text))]) == bool(complaint)

@@ -1,0 +1,239 @@
+"""Whether a test tests anything: faults are planted in the step that it is about, and it should fail each time."""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from unittest import SkipTest
+
+from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.pipeline.schedules import nearest
+from pipeproof.pipeline.sizes import first_few
+from pipeproof.wings.mutate.mutants import MUTANTS
+from pipeproof.wings.mutate.planting import Planting
+from pipeproof.wings.mutate.sums import Group, Parts, parts_of_sums, same_ranks
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.timeout import seconds
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+if TYPE_CHECKING:  # a rank needs no judge
+    from pipeproof.foreign.validator import WhiteBox
+
+Test = Callable[[RankContext], object]
+Outcome = Literal["let pass", "not judged", "caught", "not planted"]
+_SAME = (
+    "ranks {} give the same to a sum over them, so that it would not show if it were left out: give each replica data "
+    "of its own"
+)
+
+
+class LetPass(AssertionError):
+    """A test that lets faults pass."""
+
+
+class UnchangedError(Exception):
+    """A test failed on a rank on which a fault was to be, and had not changed anything yet."""
+
+
+class SkippedError(Exception):
+    """A test skipped under a fault: where all ranks do, whoever asked for this would be skipped, too."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A fault that was planted: on which rank (None: on all), what became of it, and how the test failed."""
+
+    name: str
+    summary: str
+    outcome: Outcome
+    rank: int | None = None
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Mutated:
+    """What became of all faults."""
+
+    tried: tuple[Tried, ...]
+
+    @property
+    def let_pass(self) -> tuple[Tried, ...]:
+        """Those that the test did not see."""
+        return tuple(one for one in self.tried if one.outcome == "let pass")
+
+    def raise_if_any_passed(self) -> None:
+        """Raise ``LetPass`` where the test let any fault pass, gave no data to judge it by, or caught none."""
+        outcomes = {one.outcome for one in self.tried}
+        if outcomes & {"let pass", "not judged"} or "caught" not in outcomes:
+            raise LetPass(str(self))
+
+    def __str__(self) -> str:
+        width, lines, counts = max(len(one.name) for one in self.tried), list[str](), list[str]()
+        for outcome in get_args(Outcome):
+            those = [one for one in self.tried if one.outcome == outcome]
+            for one in those:
+                where = "" if one.rank is None or outcome == "not planted" else f", on rank {one.rank}"
+                lines.append(f"{outcome:11}  {one.name:{width}}  {one.how or one.summary + where}")
+            counts += [f"{len(those)} {outcome}"] if those else []
+        return "\n".join([*lines, ", ".join(counts)])
+
+
+def mutate(
+    test: Callable[[RankContext], object],
+    *,
+    ranks: int,
+    only: Collection[str] = (),
+    timeout_s: float | None = None,
+    whitebox: "WhiteBox | None" = None,
+) -> Mutated:
+    """What your own test makes of faults that are planted in the step that it is about: which it lets pass.
+
+    test: called on every rank with its ``RankContext``; raises where it dislikes what it sees. Each fault is planted
+    where torch is called, on the last rank that it changes anything on, or on all where it is about sums over ranks.
+    ranks: how many. only: names of some faults. timeout_s: bounds each run, in seconds; a test that hangs has caught
+    the fault. whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+
+    Raises ``WhiteBoxError`` for a test that fails without a fault. Where replicas have the same data, faults in sums
+    over them are not judged, for then a sum that is left out does not show.
+    """
+    names = _chosen(only)
+    if not callable(test):
+        raise WhiteBoxError(f"test is {test!r}: expected what can be called with a RankContext")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise WhiteBoxError(f"ranks is {ranks!r}: expected a number of ranks, at least 1")
+    usual_s = None if whitebox is None else whitebox.timeout_s
+    bound_s = usual_s if timeout_s is None else seconds(timeout_s)
+    with World(silent=True) if whitebox is None else nullcontext(whitebox.world) as world:
+        run = partial(world.run, ranks=ranks, timeout_s=bound_s)
+        plain = _run_plain(run, test)
+        marked = any(one.marked for one in plain)
+        same = same_ranks([one.parts for one in plain], marked=marked)
+        faulty = partial(run, partial(_run, marked=marked), test)
+        return Mutated(tuple(_tried(name, faulty, ranks, same=same) for name in names))
+
+
+def _chosen(only: Collection[str]) -> Sequence[str]:
+    if not isinstance(only, Iterable):
+        raise WhiteBoxError(f"only is {only!r}: expected names of faults, such as {next(iter(MUTANTS))!r}")
+    wanted = [only] if isinstance(only, str) else list(only)
+    for name in wanted:
+        if not isinstance(name, str) or name not in MUTANTS:
+            known = nearest(str(name), list(MUTANTS)) or f"expected a name such as {first_few(list(MUTANTS))}"
+            raise WhiteBoxError(f"unknown fault {name!r}: {known}")
+    return [name for name in MUTANTS if not wanted or name in wanted]
+
+
+def _run_plain(run: Callable[..., list["_Passed"]], test: Test) -> list["_Passed"]:
+    """The test twice without a fault, as it may not pass again; what each rank gives the second time."""
+    for again in ("as it is", "when it runs again, so that it begins with what it left behind"):
+        try:
+            passed = run(_run, test, "")
+        except RankFailed as failure:
+            raise WhiteBoxError(f"the test fails {again}, with no fault planted: {_how(failure)}") from failure
+    return passed
+
+
+def _tried(name: str, run: Callable[..., list["_Passed"]], ranks: int, *, same: Group) -> Tried:
+    """What becomes of a fault on the first rank where it changes anything, from the last rank on; or on all.
+
+    ``same``: ranks that give the same to each sum over them.
+    """
+    mutant = MUTANTS[name]
+    one = Tried(name, mutant.summary, "not planted")
+    if same and mutant.of_sums:
+        return replace(one, outcome="not judged", how=_SAME.format(first_few(same)))
+    for rank in [None] if mutant.everywhere else reversed(range(ranks)):
+        try:
+            passed = run(name, rank)
+        except RankFailed as failure:
+            return replace(one, rank=rank, **_ending(failure))
+        if any(each.hit for each in passed):
+            return replace(one, outcome="let pass", rank=rank)
+    return one
+
+
+def _ending(failure: RankFailed) -> dict[str, Any]:
+    """What became of a fault under which the test failed."""
+    errors = [report.message.partition(": ") for report in failure.reports]
+    early = [why for kind, _, why in errors if kind.endswith(UnchangedError.__name__)]
+    kind, _, why = errors[failure.culprit]
+    if early:
+        return {"outcome": "not judged", "how": f"the test ended before this changed anything: {early[0]}"}
+    if kind.endswith(SkippedError.__name__):
+        return {"outcome": "not judged", "how": f"the test skips on rank {failure.culprit}: {why}"}
+    return {"outcome": "caught", "how": _how(failure)}
+
+
+def _how(failure: RankFailed) -> str:
+    return f"rank {failure.culprit} {failure.reports[failure.culprit].sentence().partition(chr(10))[0]}"
+
+
+class _Passed(NamedTuple):
+    """A test that passed on a rank. hit: a fault changed something. marked: the test says where its step runs."""
+
+    hit: bool
+    parts: Parts
+    marked: bool
+
+
+# What plants the fault where the test says that its step runs; and whether it runs still, for each time it said so.
+_current: tuple[Callable[[], AbstractContextManager[object]], list[bool]] = nullcontext, []
+
+
+def _run(context: RankContext, test: Test, name: str, rank: int | None = None, *, marked: bool = False) -> _Passed:
+    """One rank's run of the test, with a fault if it is its turn; a job for ``World.run``.
+
+    The fault is there where the test says that its step runs, or all the time where it does not say so.
+    """
+    __tracebackhide__ = True
+    global _current
+    planted = bool(name) and rank in (None, context.rank)
+    faults, marks = list[Planting](), list[bool]()
+
+    def plant() -> AbstractContextManager[object]:
+        if not planted:
+            return nullcontext()
+        faults.append(Planting())
+        return MUTANTS[name].plant(faults[-1])
+
+    _current = plant if marked else nullcontext, marks
+    noting = nullcontext(Parts()) if name else parts_of_sums(lambda: any(marks))
+    try:
+        with nullcontext() if marked else plant(), noting as parts:
+            test(context)
+    except _kinds((Exception, SystemExit), "fail", "skip") as error:
+        if planted and not any(one.hits for one in faults):
+            raise UnchangedError(f"{type(error).__name__}: {error}") from error
+        if name and isinstance(error, _kinds((SkipTest,), "skip")):
+            raise SkippedError(str(error)) from error
+        raise
+    finally:
+        _current = nullcontext, []
+        for one in reversed(faults):
+            one.left.close()
+    return _Passed(any(one.hits for one in faults), parts, bool(marks))
+
+
+def _kinds(own: tuple[type[BaseException], ...], *names: str) -> tuple[type[BaseException], ...]:
+    """Errors of one's ``own``, and those that these functions of pytest raise, where the test may call them."""
+    pytest: Any = sys.modules.get("pytest")
+    return own if pytest is None else (*own, *(getattr(pytest, name).Exception for name in names))
+
+
+@contextmanager
+def under_test() -> Iterator[None]:
+    """Around what your test is about. Faults are then planted nowhere else, such as in the test's own reference.
+
+    Outside ``mutate`` this does nothing.
+    """
+    plant, marks = _current  # simulated ranks share this module: another's run may have begun when this ends
+    number = len(marks)
+    marks.append(True)
+    try:
+        with plant():
+            yield
+    finally:
+        marks[number] = False

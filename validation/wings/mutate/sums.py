@@ -1,0 +1,93 @@
+"""What a step gives to sums over ranks, and what a fault makes of a sum."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeproof.observers.digest import digest
+from pipeproof.wings.mutate.planting import Planting, differ, replaced, several
+
+Change = Callable[[Tensor, Tensor], Tensor]  # of a rank's part and of the sum, what the rank gets in its place
+Group = tuple[int, ...]  # its ranks
+# By group, of each sum: a digest of what a rank gives, empty of zeros, and whether the test's step ran then.
+Parts = dict[Group, list[tuple[bytes, bool]]]
+
+
+def is_sum(tensors: Any, *more: Any, **named: Any) -> bool:
+    """Whether a group's ``allreduce``, called so, sums or averages several numbers."""
+    given = [getattr(one, "reduceOp", one) for one in (*more, *named.values())]
+    operations = [one for one in given if isinstance(one, dist.ReduceOp | dist.ReduceOp.RedOpType)]
+    numbers = all(one.is_floating_point() and one.numel() > 1 for one in several(tensors))
+    return numbers and all(one == dist.ReduceOp.SUM or one == dist.ReduceOp.AVG for one in operations)
+
+
+class ChangedSum:
+    """A sum under way. It is changed when the step waits for it, not before.
+
+    ``pairs``: what a rank gives, and the tensor that the sum comes into.
+    """
+
+    def __init__(self, work: Any, pairs: list[tuple[Tensor, Tensor]], change: Change, fault: Planting) -> None:
+        self._work, self._pairs, self._change, self._fault = work, pairs, change, fault
+        self._lock = Lock()  # a future ends in a thread of torch
+
+    def wait(self, *arguments: Any, **named: Any) -> Any:
+        """As torch's."""
+        result = self._work.wait(*arguments, **named)
+        self._finish()
+        return result
+
+    def get_future(self) -> Any:
+        """As torch's."""
+
+        def finish(future: Any) -> Any:
+            result = future.value()
+            self._finish()
+            return result
+
+        return self._work.get_future().then(finish)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def _finish(self) -> None:
+        with self._lock, torch.no_grad():
+            for part, tensor in self._pairs:
+                changed = self._change(part, tensor)
+                if differ(changed, tensor):
+                    self._fault.hits += 1
+                    tensor.data.copy_(changed)
+            self._pairs = []
+
+
+@contextmanager
+def parts_of_sums(running: Callable[[], bool]) -> Iterator[Parts]:
+    """What this rank gives to sums while this is open. ``running``: whether the test's step runs now."""
+    parts = Parts()
+
+    def note(allreduce: Any, group: Any, tensors: Any, *more: Any, **named: Any) -> Any:
+        if is_sum(tensors, *more, **named):
+            nothing = not any(bool(one.any()) for one in several(tensors))
+            content = b"" if nothing else b"".join(map(digest, several(tensors)))
+            parts.setdefault(tuple(dist.get_process_group_ranks(group)), []).append((content, running()))
+        return allreduce(group, tensors, *more, **named)
+
+    with replaced("allreduce", note, dist.ProcessGroup):
+        yield parts
+
+
+def same_ranks(parts: Sequence[Parts], *, marked: bool) -> Group:
+    """The ranks of a group that give the same to each sum over them, by the parts of all ranks; empty if there is none.
+
+    ``marked``: the test says where its step runs, and only sums in there count.
+    """
+    for ranks in dict.fromkeys(group for own in parts for group in own if len(group) > 1):
+        given = [[part for part, running in parts[rank].get(ranks, ()) if running or not marked] for rank in ranks]
+        if any(given[0]) and all(one == given[0] for one in given):
+            return ranks
+    return ()

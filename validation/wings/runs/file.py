@@ -1,0 +1,297 @@
+"""What one rank keeps of a run of many steps: a file of lines in JSON, one about the rank, then one for each step.
+
+A tensor is a digest, a norm and eight projections in 120 letters, however large it is. Lines are only ever added, so a
+job that is killed leaves all its steps but the one whose line is torn.
+"""
+
+import base64
+import json
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeproof.core.limits import FP32
+from pipeproof.core.measured import versions
+from pipeproof.observers.shards import Bounds, Shard
+from pipeproof.observers.sketch import Sketch
+from pipeproof.pipeline.files import cannot_read, open_regular
+from pipeproof.records.record import RecordError
+from pipeproof.worlds.output_file import finite
+
+FORMAT, VERSION = "pipeproof/run", 2
+STEPS = 4  # that are kept at hand: the one before is asked for, too
+_FORM = struct.Struct("<16s9d")  # the digest, the norm, the projections
+_CURE = "record it again, or leave the run out"
+Options = Mapping[str, Mapping[str, object]]  # of optimizers, by parameter: learning rate, weight decay and others
+
+
+@dataclass(frozen=True)
+class RankParameter:
+    """A parameter on a rank: its stage, the whole's shape and type, and where the rank's part of it lies.
+
+    ``bounds`` is empty where the rank has all of it. As text it is what must be the same in two runs.
+    """
+
+    stage: int
+    shape: tuple[int, ...]
+    dtype: str
+    bounds: Bounds = ()
+
+    @property
+    def shard(self) -> Shard:
+        """Where it lies."""
+        return Shard(self.bounds or tuple((0, length) for length in self.shape), self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class RankHeader:
+    """Who writes: this rank, of so many. ``parameters`` by their name in the model, in the order that lines have.
+
+    ``every``: one step of so many is kept.
+    """
+
+    rank: int
+    ranks: int
+    parameters: Mapping[str, RankParameter]
+    every: int = 1
+    config: Mapping[str, str] = field(default_factory=versions)
+
+    def line(self) -> str:
+        """The first of its file."""
+        return _line({"format": FORMAT, "version": VERSION, **vars(self)})
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step as one rank saw it.
+
+    before: weights at its start; a file has those that are not what step ``after`` left, and all where that is None.
+    gradients: None in place of one that is none. lying: where gradients are that do not lie as their weights do, or are
+    addends of a sum. options: the optimizer's, by parameter. clipped: gradients are those that the optimizer was given,
+    as the job does not say when they are complete. computed: the narrowest type that modules compute in; empty where
+    none was seen. problem: why the rank could not keep it, in words.
+    """
+
+    number: int
+    microbatches: tuple[str, ...] | None = None
+    losses: tuple[float, ...] | None = None
+    loss: float | None = None
+    norm: float | None = None
+    options: Options = field(default_factory=dict)
+    before: Mapping[str, Sketch] = field(default_factory=dict)
+    gradients: Mapping[str, Sketch | None] = field(default_factory=dict)
+    lying: Mapping[str, Shard] = field(default_factory=dict)
+    weights: Mapping[str, Sketch] = field(default_factory=dict)
+    clipped: bool = False
+    computed: str = ""
+    after: int | None = None
+    problem: str = ""
+
+    def line(self, header: RankHeader) -> str:
+        """Its line in the file that has this ``header``."""
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(header.parameters):
+            places.setdefault(json.dumps(finite(self.options.get(name, {}))), []).append(place)
+        options = [[json.loads(text), group] for text, group in places.items() if text != "{}"]
+        tensors = {
+            what: [_packed(found.get(name)) for name in header.parameters] if found else []
+            for what, found in (("before", self.before), ("gradients", self.gradients), ("weights", self.weights))
+        }
+        lying = {name: [one.bounds, one.addend] for name, one in self.lying.items()}
+        return _line({**vars(self), **tensors, "options": options, "lying": lying})
+
+
+class RankFile:
+    """The file of one rank, to read: its header, and each step when it is asked for.
+
+    Raises ``RecordError`` for what is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._starts: dict[int, int] = {}  # of each step's line
+        self._recent = lru_cache(STEPS)(self._read)
+        with _refusing(path, ""), open_regular(path) as file:
+            self.header = _header(path, file.readline())
+            self.size = file.tell()  # of whole lines, in bytes
+            for line in iter(file.readline, b""):
+                if line.endswith(b"\n"):  # else the job was killed while it wrote this
+                    self._index(line)
+                    self.size += len(line)
+        self.numbers: Sequence[int] = list(self._starts)
+
+    def step(self, number: int) -> RankStep:
+        """The step of this number, with all weights that it began with."""
+        step = self._recent(number)
+        left = {} if step.after is None else self._recent(step.after).weights
+        return replace(step, before={**left, **step.before})
+
+    def _index(self, line: bytes) -> None:
+        """Note where a step's line is. A job that was resumed goes on from an earlier step, which it makes anew."""
+        with _refusing(self.path, f"was altered: what begins at byte {self.size} is no step; {_CURE}"):
+            number = _count(json.loads(line)["number"])
+        for later in [one for one in self._starts if one >= number]:
+            del self._starts[later]
+        self._starts[number] = self.size
+
+    def _read(self, number: int) -> RankStep:
+        changed = f"was changed while it was read: step {number} is not where it was; compare once more"
+        with _refusing(self.path, changed), open_regular(self.path) as file:
+            file.seek(self._starts[number])
+            data = json.loads(file.readline())
+            if data["number"] != number:
+                raise ValueError(f"it is step {data['number']}")
+        with _refusing(self.path, f"was altered: step {number} has no such form; {_CURE}"):
+            step = self._restored(data)
+        if why := self._contradiction(step):
+            raise RecordError(f"{self.path} was altered: step {number} {why}; {_CURE}")
+        return step
+
+    def _restored(self, data: Mapping[str, Any]) -> RankStep:
+        names = list(self.header.parameters)
+        before, gradients, weights = (self._tensors(data[what]) for what in ("before", "gradients", "weights"))
+        if data["computed"]:
+            dtype_of(data["computed"])
+        return RankStep(
+            data["number"],
+            None if data["microbatches"] is None else tuple(map(str, data["microbatches"])),
+            None if data["losses"] is None else tuple(map(float, data["losses"])),
+            loss=None if data["loss"] is None else float(data["loss"]),
+            norm=None if data["norm"] is None else float(data["norm"]),
+            options={names[place]: dict(options) for options, places in data["options"] for place in places},
+            before={name: one for name, one in before.items() if one is not None},
+            gradients=gradients,
+            lying={name: self._placed(name, *one) for name, one in data["lying"].items()},
+            weights={name: one for name, one in weights.items() if one is not None},
+            clipped=bool(data["clipped"]),
+            computed=data["computed"],
+            after=data["after"],
+            problem=str(data["problem"]),
+        )
+
+    def _tensors(self, texts: list[str | None]) -> dict[str, Sketch | None]:
+        parameters = self.header.parameters.items()
+        return {name: _unpacked(one, text) for (name, one), text in zip(parameters, texts, strict=bool(texts))}
+
+    def _placed(self, name: str, bounds: Any, addend: Any) -> Shard:
+        own, count = map(_count, addend)
+        if not own < count <= max(1, self.header.ranks):
+            raise ValueError(f"number {own} of {count} addends is on no rank")
+        return Shard(_bounds(bounds), self.header.parameters[name].shape, addend=(own, count))
+
+    def _contradiction(self, step: RankStep) -> str:
+        """What no recorder writes of a step; empty where that is nothing."""
+        losses, microbatches, names = step.losses, step.microbatches, self.header.parameters.keys()
+        if losses is not None and microbatches is not None and len(losses) != len(microbatches):
+            return f"has {len(losses)} losses of {len(microbatches)} microbatches"
+        place = bisect_left(self.numbers, step.number)
+        earlier = self.numbers[place - 1] if place else None
+        if step.after not in (None, earlier):
+            there = "none is" if earlier is None else f"that is {earlier}"
+            return f"goes on from step {step.after}, and {there} before it"
+        whole = step.weights.keys() == names and (step.after is not None or step.before.keys() == names)
+        return "" if whole or step.problem else "lacks weights"
+
+
+@contextmanager
+def _refusing(path: Path, otherwise: str) -> Iterator[None]:
+    """What cannot be read, or is of another form, is a ``RecordError``; ``otherwise`` says that of the file."""
+    try:
+        yield
+    except RecordError:
+        raise
+    except OSError as error:
+        raise RecordError(cannot_read(path, error)) from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, struct.error) as error:
+        raise RecordError(f"{path} {otherwise}") from error
+
+
+def _header(path: Path, line: bytes) -> RankHeader:
+    with _refusing(path, f"is no part of a run: expected a file that record_run wrote; {_CURE}"):
+        data = json.loads(line)
+        if data.pop("format") != FORMAT or not line.endswith(b"\n"):
+            raise ValueError("it has another format")
+    if (version := data.pop("version", None)) != VERSION:
+        cure = "use the pipeproof that wrote it, or record it again"
+        raise RecordError(f"{path} is of version {version} of runs: this pipeproof reads version {VERSION}; {cure}")
+    with _refusing(path, f"was altered: its first line has no such form; {_CURE}"):
+        parameters = {name: _parameter(**one) for name, one in data["parameters"].items()}
+        ranks, every = _count(data["ranks"]), _count(data["every"])
+        return RankHeader(_count(data["rank"]), ranks, parameters, every, dict(data["config"]))
+
+
+def _parameter(stage: Any, shape: Any, dtype: Any, bounds: Any) -> RankParameter:
+    dtype_of(dtype)
+    one = RankParameter(_count(stage), tuple(map(_count, shape)), dtype, _bounds(bounds))
+    if len(one.shard.bounds) != len(one.shape):
+        raise ValueError(f"{one.bounds} is no part of {one}")
+    return one
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type of this name. Raises ``ValueError`` where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no type of torch")
+    return found
+
+
+def _bounds(pairs: Any) -> Bounds:
+    return tuple((_count(start), _count(stop)) for start, stop in pairs)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value} is no number from 0")
+    return value
+
+
+def _packed(sketch: Sketch | None) -> str | None:
+    if sketch is None:
+        return None
+    return base64.b64encode(_FORM.pack(sketch.digest, sketch.norm, *sketch.projections)).decode()
+
+
+def _unpacked(one: RankParameter, text: str | None) -> Sketch | None:
+    if text is None:
+        return None
+    content, norm, *projections = _FORM.unpack(base64.b64decode(text))
+    return Sketch(one.shape, dtype_of(one.dtype), content, norm, tuple(projections))
+
+
+def _line(data: Mapping[str, object]) -> str:
+    return json.dumps(finite(data), allow_nan=False, separators=(",", ":"), default=vars) + "\n"
+
+
+def other_options(expected: Options, observed: Options) -> str:
+    """What options differ in, of the first parameter of which they do; empty where they are the same."""
+    differences = {
+        name: ", ".join(
+            f"{option} {theirs.get(option)}, not {own.get(option)}"
+            for option in {**own, **theirs}
+            if not _same(own.get(option), theirs.get(option))
+        )
+        for name, own in expected.items()
+        if (theirs := observed.get(name)) is not None
+    }
+    odd = [name for name, what in differences.items() if what]
+    return f"{differences[odd[0]]} for {odd[0]}{f' and {len(odd) - 1} more' * (len(odd) > 1)}" if odd else ""
+
+
+def _same(expected: object, observed: object) -> bool:
+    """Whether two options are equal, up to what a rate loses as a tensor of fp32."""
+    if isinstance(expected, float) and isinstance(observed, float):
+        return expected == observed or abs(expected - observed) <= FP32.least * abs(expected)
+    if isinstance(expected, list) and isinstance(observed, list):
+        return len(expected) == len(observed) and all(map(_same, expected, observed))
+    return expected == observed

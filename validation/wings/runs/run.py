@@ -1,0 +1,208 @@
+"""A run of many steps as all its ranks kept it: their parts put together, one step at a time."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import islice
+from pathlib import Path
+
+from pipeproof.core.limits import Precision, coarsest, precision_of
+from pipeproof.observers.shards import Shard, untiled
+from pipeproof.observers.sketch import Sketch
+from pipeproof.pipeline.files import cannot_read
+from pipeproof.pipeline.sizes import SHOWN
+from pipeproof.records.rank_part import Arrival, run_of, told
+from pipeproof.records.record import RecordError
+from pipeproof.wings.runs.file import STEPS, Options, RankFile, RankParameter, RankStep, dtype_of, other_options
+from pipeproof.wings.runs.tensor import Part, WholeTensor, whole_tensors
+
+_OWN = "give each run a folder of its own"
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """One step, by the model's names of parameters.
+
+    losses: of microbatches of which some rank reports one, by the microbatch's number. loss, norm: None where no rank
+    reports it, or ranks differ. tensors: weights ``before`` the step, ``gradients``, and ``weights`` after it. clipped:
+    as of a rank. computed: how the type rounds that modules compute in, the narrowest of them. conflicts: what ranks
+    contradict each other in, a sentence by law.
+    """
+
+    number: int
+    microbatches: tuple[str, ...] | None
+    losses: Mapping[int, float]
+    loss: float | None
+    norm: float | None
+    options: Options
+    tensors: Mapping[str, Mapping[str, WholeTensor]]
+    clipped: bool
+    computed: Precision
+    conflicts: Mapping[str, str]
+
+    @cached_property
+    def before(self) -> dict[str, Sketch]:
+        """The weights that it began with."""
+        return _there(self.tensors["before"])
+
+    @cached_property
+    def gradients(self) -> dict[str, Sketch]:
+        """Those that there are."""
+        return _there(self.tensors["gradients"])
+
+    @cached_property
+    def weights(self) -> dict[str, Sketch]:
+        """The weights after it."""
+        return _there(self.tensors["weights"])
+
+    @cached_property
+    def size(self) -> float:
+        """The norm of all gradients together that are finite."""
+        return math.hypot(*(one.norm for one in self.gradients.values() if math.isfinite(one.norm)))
+
+    @cached_property
+    def apart(self) -> dict[str, tuple[str, int, int]]:
+        """Of parameters that ranks have otherwise where they have the same part: what, the rank, and the first one."""
+        found: dict[str, tuple[str, int, int]] = {}
+        for what, which in (("updated weight", "weights"), ("gradient", "gradients"), ("weight", "before")):
+            found |= {name: (what, *one.apart) for name, one in self.tensors[which].items() if one.apart is not None}
+        return found
+
+
+def _there(tensors: Mapping[str, WholeTensor]) -> dict[str, Sketch]:
+    return {name: one.sketch for name, one in tensors.items() if one.sketch is not None}
+
+
+class WholeRun:
+    """The run in a folder. Raises ``RecordError`` unless all its ranks' parts are there and are of one run.
+
+    parameters: each with the first rank that has it. numbers: of the steps that all ranks kept, for where a job was
+    killed, the last of one rank may be lost to another.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            found = sorted(self.path.glob("rank-*.jsonl"))
+        except OSError as error:
+            raise RecordError(cannot_read(path, error)) from error
+        if not found:
+            expected = "expected a folder with the rank-N.jsonl that record_run writes"
+            raise RecordError(f"{path} has no run in it: {expected}")
+        self.files = sorted(map(RankFile, found), key=lambda one: one.header.rank)
+        self._check_ranks()
+        self.parameters: dict[str, tuple[int, RankParameter]] = {}
+        self._add_parameters()
+        self.numbers = sorted(set[int].intersection(*(set(one.numbers) for one in self.files)))
+        self.step = lru_cache(STEPS)(self._step)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The coarsest that its numbers may be rounded to."""
+        return coarsest([precision_of(dtype_of(one.dtype)) for _, one in self.parameters.values()])
+
+    def _check_ranks(self) -> None:
+        first, there = self.files[0], [one.header.rank for one in self.files]
+        ranks = first.header.ranks
+        if other := next((one for one in self.files if one.header.ranks != ranks), None):
+            both = f"{other.path.name} is of {other.header.ranks} ranks, and {first.path.name} of {ranks}"
+            raise RecordError(f"{self} has parts of two runs: {both}; {_OWN}")
+        if twice := [rank for rank in set(there) if there.count(rank) > 1]:
+            names = " and ".join(one.path.name for one in self.files if one.header.rank == twice[0])
+            raise RecordError(f"{self}: {names} are both of rank {twice[0]}; {_OWN}")
+        if lost := [*islice((rank for rank in range(ranks) if rank not in there), SHOWN)]:
+            more = ranks - sum(rank < ranks for rank in there) - len(lost)
+            what = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}{f' and {more} more' * (more > 0)}"
+            cure = "bring the files of all of them into one folder"
+            raise RecordError(f"{self} is of {ranks} ranks and lacks {what}: {cure}")
+
+    def _add_parameters(self) -> None:
+        shards: dict[str, list[Shard]] = {}
+        for header in (file.header for file in self.files):
+            for name, one in header.parameters.items():
+                _, first = self.parameters.setdefault(name, (header.rank, one))
+                if str(one) != str(first):
+                    raise RecordError(f"{self}: ranks hold {name} as {first} and as {one}; expected one form")
+                shards.setdefault(name, []).append(one.shard)
+        self._check_parts(shards, "")
+
+    def _check_parts(self, shards: Mapping[str, Sequence[Shard]], what: str) -> None:
+        """Raise ``RecordError`` unless each parameter's ``shards`` are all of it, and nothing of it twice."""
+        for name, parts in shards.items():
+            if (why := untiled(parts)) and any(part.count for part in parts):
+                expected = "expected each element on one rank, or in copies"
+                raise RecordError(f"{self}: {what}{name} is not there once as a whole: {why}; {expected}")
+
+    def _step(self, number: int) -> WholeStep:
+        """The step of this number, of all ranks. Raises ``RecordError`` where one of them could not keep it."""
+        steps = [file.step(number) for file in self.files]
+        if problems := {rank: one.problem for rank, one in enumerate(steps) if one.problem}:
+            raise RecordError(f"{self} lacks step {number}, which was not recorded: {told(problems)}")
+        placed = {
+            what: [self._placed(rank, step, what) for rank, step in enumerate(steps)]
+            for what in ("before", "gradients", "weights")
+        }
+        lying = {
+            name: [own[name].at for own in placed["gradients"] if name in own and own[name].sketch is not None]
+            for name in {name for step in steps for name in step.lying}
+        }
+        self._check_parts(lying, f"in step {number} the gradient of ")
+        conflicts: dict[str, str] = {}
+        return WholeStep(
+            number,
+            *self._data(number, steps),
+            self._number("loss", "loss", steps, conflicts),
+            self._number("grad-norm", "norm", steps, conflicts),
+            self._options(steps, conflicts),
+            {what: whole_tensors(found) for what, found in placed.items()},
+            clipped=any(one.clipped for one in steps),
+            computed=coarsest([precision_of(dtype_of(one.computed)) for one in steps if one.computed]),
+            conflicts=conflicts,
+        )
+
+    def _placed(self, rank: int, step: RankStep, what: str) -> dict[str, Part]:
+        parameters, lying = self.files[rank].header.parameters, step.lying if what == "gradients" else {}
+        found: Mapping[str, Sketch | None] = getattr(step, what)
+        return {name: Part(rank, lying.get(name, parameters[name].shard), one) for name, one in found.items()}
+
+    def _data(self, number: int, steps: Sequence[RankStep]) -> tuple[tuple[str, ...] | None, dict[int, float]]:
+        """The microbatches of all replicas, and the losses of each of which one was reported."""
+        if all(one.microbatches is None for one in steps):
+            longest: tuple[float, ...] = max((one.losses or () for one in steps), key=len)
+            return None, dict(enumerate(longest))
+        # Who passes a single module has it as a stage of the rank's number, also where that is a replica. Ranks that
+        # have the same parameters and the same microbatches share the work on these, as in tensor parallelism.
+        names = [tuple(file.header.parameters) for file in self.files]
+        alike = [(own, step.microbatches or rank) for rank, (own, step) in enumerate(zip(names, steps, strict=True))]
+        ranks = [rank for rank, group in enumerate(alike) if group not in alike[:rank]]
+        run, problems = run_of([Arrival(dict.fromkeys(names[rank], 0), steps[rank].microbatches, "") for rank in ranks])
+        if problems:
+            raise RecordError(f"step {number} of {self}: {told(problems)}")
+        losses: dict[int, float] = {}
+        for group, step in zip(alike, steps, strict=True):
+            own = run.shares[ranks.index(alike.index(group))]
+            share = range(len(run.microbatches)) if own is None else own
+            if step.losses is not None and len(step.losses) == len(share):
+                losses |= zip(share, step.losses, strict=True)
+        return run.microbatches, losses
+
+    def _number(self, law: str, what: str, steps: Sequence[RankStep], conflicts: dict[str, str]) -> float | None:
+        """What all ranks report that report one; None, and a conflict, where these are several."""
+        known = {repr(one): one for one in (getattr(step, what) for step in steps) if one is not None}
+        if len(known) > 1:  # as text: no NaN is equal to another
+            conflicts[law] = f"ranks of {self} report other numbers for the {what}"
+        return next(iter(known.values())) if len(known) == 1 else None
+
+    def _options(self, steps: Sequence[RankStep], conflicts: dict[str, str]) -> Options:
+        """Those of the first rank that has any for a parameter; and a conflict, where a rank has others."""
+        first: Options = {}
+        for rank, step in enumerate(steps):
+            if other := other_options(first, step.options):
+                said = f"the optimizer of rank {rank} had {other}, unlike ranks before it"
+                conflicts.setdefault("updated-parameters", said)
+            first = {**step.options, **first}
+        return first
