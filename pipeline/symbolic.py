@@ -67,7 +67,7 @@ class Terms:
 def terms(program: Program, *, by_name: bool) -> Terms:
     """Run ``program``, whose placement is lawful, in symbols. ``by_name``: a receive gets the message of its name; else
     the next one of its channel."""
-    return _Run(program, by_name=by_name).terms()
+    return _SymbolicRun(program, by_name=by_name).terms()
 
 
 def wrong_terms(program: Program, found: Terms) -> Iterator[Violation]:
@@ -89,7 +89,7 @@ def wrong_terms(program: Program, found: Terms) -> Iterator[Violation]:
         yield Violation("terms", f"and {more} more")
 
 
-class _Run:
+class _SymbolicRun:
     """The values that a program's actions make, each a number: of what kind, of which stage, of whose data.
 
     An output of stage s of microbatch m is ``s * M + m``, the gradient that stage s hands back ``(S + s) * M + m``.

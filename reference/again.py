@@ -17,7 +17,7 @@ from pipeproof.reference.attributes import Attribute, attributes_of, changed, pu
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom
 from pipeproof.reference.first_hook import hook_first
-from pipeproof.reference.generators import Generator, Kept, set_states_on, states_on
+from pipeproof.reference.generators import Generator, GeneratorState, set_states_on, states_on
 
 _run_again = set[int]()  # the ids of modules
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
@@ -39,7 +39,7 @@ class State:
     buffers: Mapping[str, Tensor | None]
     python: Any
     arrays: Any
-    generators: tuple[Kept, ...] = ()
+    generators: tuple[GeneratorState, ...] = ()
     attributes: tuple[Attribute, ...] = ()
     whole: bool = False
 
@@ -57,7 +57,7 @@ class State:
             _copies(_buffers(module)),
             random.getstate(),
             numpy.random.get_state(),
-            tuple(map(Kept.of, generators)),
+            tuple(map(GeneratorState.of, generators)),
             tuple(attributes_of(module)),
         )
 

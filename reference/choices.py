@@ -116,7 +116,7 @@ class Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
         args, kwargs = (*given, {})[:2]  # by name there may be none
         made = func(*args, **(kwargs or {}))
-        call = Call.of(func, made, args, kwargs or {})
+        call = Pick.of(func, made, args, kwargs or {})
         if call is None:
             return made
         chosen_TK = self._look(running(), call.choice)
@@ -124,7 +124,7 @@ class Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
 
 @dataclass(frozen=True)
-class Call:
+class Pick:
     """A call that chooses: among ``scores`` along ``dim``, these ``indices``, which have that dimension.
 
     single: the result has it not. values: it has the chosen scores, too. name: the operation's.
@@ -138,7 +138,7 @@ class Call:
     name: str
 
     @classmethod
-    def of(cls, func: Any, made: Any, given: Sequence[Any], named: Mapping[str, Any]) -> "Call | None":
+    def of(cls, func: Any, made: Any, given: Sequence[Any], named: Mapping[str, Any]) -> "Pick | None":
         """The call of ``func``, which ``made`` that; None where it is no choice, such as that of the largest of all."""
         name = getattr(func, "__name__", "").partition(".")[0]
         if name not in _ARGUMENTS:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pipeproof.reference.generators import (
     OF_ONE_STATE,
     Generator,
-    Kept,
+    GeneratorState,
     content,
     has_generators,
     is_generator,
@@ -59,8 +59,8 @@ class DrawnFrom(TorchFunctionMode):
         self._torch = {id(one) for one in own if isinstance(one, torch.Generator)}
         self._known = {id(one): one for one in (*own, *given)}
         self._keeper = any(not isinstance(one, OF_ONE_STATE) for one in given)
-        self._states = {Kept.of(one).content for one in own if id(one) in self._torch}
-        self._mentioned: dict[int, Kept] = {}
+        self._states = {GeneratorState.of(one).content for one in own if id(one) in self._torch}
+        self._mentioned: dict[int, GeneratorState] = {}
         self._read: set[CodeType] = set()
         self._outer: Any = None
 
@@ -107,7 +107,7 @@ class DrawnFrom(TorchFunctionMode):
         names = frame.f_code.co_names
         for one in _within_reach([*map(frame.f_globals.get, names), *frame.f_locals.values()], names):
             if issubclass(type(one), numpy.random.Generator | numpy.random.RandomState):
-                self._mentioned.setdefault(id(one), Kept.of(one))
+                self._mentioned.setdefault(id(one), GeneratorState.of(one))
 
     def _method(self, one: Generator, name: str, *, begins: bool) -> None:
         """A method of a generator begins, or has returned."""
@@ -115,11 +115,11 @@ class DrawnFrom(TorchFunctionMode):
             if begins:
                 self._used(one, name)
         elif begins and name in _READING:
-            self._states.add(Kept.of(one).content)
-        elif not begins and name in _SETTING and not self._keeper and not self._is_known(Kept.of(one)):
+            self._states.add(GeneratorState.of(one).content)
+        elif not begins and name in _SETTING and not self._keeper and not self._is_known(GeneratorState.of(one)):
             raise KeptElsewhere
 
-    def _is_known(self, kept: Kept) -> bool:
+    def _is_known(self, kept: GeneratorState) -> bool:
         """Whether it is a state that torch's own had, or that of a device which has none and draws by them."""
         return kept.content in self._states or kept.content in map(content, states_on(self._without).values())
 
@@ -128,7 +128,7 @@ class DrawnFrom(TorchFunctionMode):
             return
         self._known[id(one)] = one
         with suppress(AttributeError):  # it is just being made, and has no state yet
-            Kept.of(one)
+            GeneratorState.of(one)
             self.others += [one] if name not in _SEEDING else []
 
 

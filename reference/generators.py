@@ -15,22 +15,22 @@ OF_ONE_STATE = (torch.Generator, random.Random, numpy.random.Generator, numpy.ra
 
 
 @dataclass(frozen=True)
-class Kept:
+class GeneratorState:
     """A generator, and the state that it had."""
 
     generator: Generator
     state: Any
 
     @staticmethod
-    def of(generator: Generator) -> "Kept":
+    def of(generator: Generator) -> "GeneratorState":
         """It as it is now."""
         if isinstance(generator, torch.Generator | numpy.random.RandomState):
-            return Kept(generator, generator.get_state())
+            return GeneratorState(generator, generator.get_state())
         if isinstance(generator, random.Random):
-            return Kept(generator, generator.getstate())
+            return GeneratorState(generator, generator.getstate())
         if isinstance(generator, numpy.random.Generator):
-            return Kept(generator, generator.bit_generator.state)
-        return Kept(generator, {name: _kept(state) for name, state in generator.get_states().items()})
+            return GeneratorState(generator, generator.bit_generator.state)
+        return GeneratorState(generator, {name: _kept(state) for name, state in generator.get_states().items()})
 
     def put_back(self) -> None:
         """The generator has that state again."""
@@ -51,7 +51,7 @@ class Kept:
     @property
     def moved(self) -> bool:
         """Whether the generator has another state now."""
-        return self.content != Kept.of(self.generator).content
+        return self.content != GeneratorState.of(self.generator).content
 
 
 def states_on(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
@@ -110,20 +110,20 @@ def _at(device: torch.device) -> tuple[torch.device, ...]:
 def _kept(state: Any) -> Any:
     """A copy of one of a keeper's states: it may be a generator, which moves on."""
     if isinstance(state, torch.Generator):
-        return Kept.of(state)
+        return GeneratorState.of(state)
     return state.clone() if isinstance(state, Tensor) else state
 
 
 def _as_given(state: Any) -> Any:
     """What a keeper is given back for a copy that was made so."""
-    if isinstance(state, Kept):
+    if isinstance(state, GeneratorState):
         state.put_back()
         return state.generator
     return _kept(state)
 
 
 def _plain(state: Any) -> Any:
-    if isinstance(state, Kept):
+    if isinstance(state, GeneratorState):
         return _plain(state.state)
     if isinstance(state, Mapping):
         return {name: _plain(one) for name, one in state.items()}

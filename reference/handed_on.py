@@ -43,7 +43,7 @@ def flows(
     return [found.get(number) for number in range(len(at))], list(made[len(at) :])
 
 
-class Graph:
+class AutogradGraph:
     """Autograd's graph of one forward, with the places of tensors in it. What flows to a place can be stopped there."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pipeproof.reference.generators import OF_ONE_STATE, Kept
+from pipeproof.reference.generators import OF_ONE_STATE, GeneratorState
 
 _GONE = object()  # in the place of what is not there
 _CLOSED = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pytest", "_pytest", "pipeproof"})
@@ -43,7 +43,7 @@ class NotPutBack(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class Item:
     """Something of an object: what it leads to, whether it is as it was, and what makes it so again."""
 
     leads_to: Iterable[object]
@@ -56,7 +56,7 @@ def is_open(kind: type) -> bool:
     return _root(kind.__module__) not in _CLOSED or issubclass(kind, _OPEN)
 
 
-def keepers_of(kind: type) -> list[Callable[[Any], Iterable[Part]]]:
+def keepers_of(kind: type) -> list[Callable[[Any], Iterable[Item]]]:
     """What finds the parts of objects of this class."""
     if kind in PLAIN or issubclass(kind, numpy.generic | types.ModuleType):
         return []
@@ -73,11 +73,11 @@ def _root(name: object) -> str:
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
-def _dict(one: dict[Any, Any]) -> Iterator[Part]:
+def _dict(one: dict[Any, Any]) -> Iterator[Item]:
     kept = list(_base(one).items(one))
     leads = [each for pair in kept for each in pair]
     leads += [one.default_factory] if isinstance(one, defaultdict) else []
-    yield Part(leads, lambda: _has(one, kept), lambda: _refill(one, kept))
+    yield Item(leads, lambda: _has(one, kept), lambda: _refill(one, kept))
 
 
 def _has(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> bool:
@@ -102,9 +102,9 @@ def _base(one: dict[Any, Any]) -> Any:
     return OrderedDict if issubclass(type(one), OrderedDict) else dict
 
 
-def _list(one: list[Any]) -> Iterator[Part]:
+def _list(one: list[Any]) -> Iterator[Item]:
     kept = list.copy(one)
-    yield Part(kept, lambda: _equal(list.__iter__(one), kept), lambda: list.__setitem__(one, slice(None), kept))
+    yield Item(kept, lambda: _equal(list.__iter__(one), kept), lambda: list.__setitem__(one, slice(None), kept))
 
 
 def _equal(now: Iterable[Any], kept: Iterable[Any]) -> bool:
@@ -112,35 +112,35 @@ def _equal(now: Iterable[Any], kept: Iterable[Any]) -> bool:
     return all(one is other for one, other in itertools.zip_longest(now, kept, fillvalue=_GONE))
 
 
-def _deque(one: deque[Any]) -> Iterator[Part]:
+def _deque(one: deque[Any]) -> Iterator[Item]:
     kept = list(deque.__iter__(one))
-    yield Part(kept, lambda: _equal(deque.__iter__(one), kept), lambda: (deque.clear(one), deque.extend(one, kept)))
+    yield Item(kept, lambda: _equal(deque.__iter__(one), kept), lambda: (deque.clear(one), deque.extend(one, kept)))
 
 
-def _set(one: set[Any]) -> Iterator[Part]:
+def _set(one: set[Any]) -> Iterator[Item]:
     kept = {id(each): each for each in set.__iter__(one)}
     again = kept.values()
-    yield Part(
+    yield Item(
         again, lambda: {*map(id, set.__iter__(one))} == {*kept}, lambda: (set.clear(one), set.update(one, again))
     )
 
 
-def _unchanging(one: Any) -> Iterator[Part]:
+def _unchanging(one: Any) -> Iterator[Item]:
     """A tuple, or whatever else leads to others and does not change itself."""
-    yield Part(get_referents(one))
+    yield Item(get_referents(one))
 
 
-def _partial(one: functools.partial[Any]) -> Iterator[Part]:
+def _partial(one: functools.partial[Any]) -> Iterator[Item]:
     if _root(getattr(one.func, "__module__", "")) != "pipeproof":
-        yield Part(get_referents(one))
+        yield Item(get_referents(one))
 
 
-def _bytes(one: Any) -> Iterator[Part]:
+def _bytes(one: Any) -> Iterator[Item]:
     kept = one[:]
-    yield Part((), lambda: bool(one == kept), lambda: one.__setitem__(slice(None), kept))
+    yield Item((), lambda: bool(one == kept), lambda: one.__setitem__(slice(None), kept))
 
 
-def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Part]:
+def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Item]:
     """Also one that others are views of: each has its own bytes put back."""
     kept, form = numpy.array(one, copy=True, subok=False), (one.shape, one.strides)
 
@@ -153,10 +153,10 @@ def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Part]:
         numpy.copyto(one, kept)
 
     inner = one.ravel().tolist() if one.dtype.hasobject else ()
-    yield Part([one.base, *inner], is_same, put_back) if one.flags.writeable else Part([one.base, *inner])
+    yield Item([one.base, *inner], is_same, put_back) if one.flags.writeable else Item([one.base, *inner])
 
 
-def _members(one: Any) -> Iterator[Part]:
+def _members(one: Any) -> Iterator[Item]:
     """Those of an object, and its class. One that has a thread, or a queue, is changed by others meanwhile."""
     try:
         base = threading.local if issubclass(type(one), threading.local) else object  # it has one for each thread
@@ -165,7 +165,7 @@ def _members(one: Any) -> Iterator[Part]:
         own = {}
     if any(issubclass(type(each), _WORKERS) for each in own.values()):
         return
-    yield Part([type(one)])
+    yield Item([type(one)])
     yield from _dict(own)
     for kind in type(one).__mro__:
         if "__slots__" in vars(kind):
@@ -173,7 +173,7 @@ def _members(one: Any) -> Iterator[Part]:
             yield from (_slot(one, each) for each in slots)
 
 
-def _slot(one: object, slot: types.MemberDescriptorType) -> Part:
+def _slot(one: object, slot: types.MemberDescriptorType) -> Item:
     def now() -> object:
         try:
             return slot.__get__(one, type(one))
@@ -181,14 +181,14 @@ def _slot(one: object, slot: types.MemberDescriptorType) -> Part:
             return _GONE
 
     kept = now()
-    return Part(
+    return Item(
         [kept],
         lambda: now() is kept,
         lambda: slot.__delete__(one) if kept is _GONE else slot.__set__(one, kept),
     )
 
 
-def _class(kind: type) -> Iterator[Part]:
+def _class(kind: type) -> Iterator[Item]:
     """The attributes of a user's class, and what its methods lead to."""
     if _root(kind.__module__) in _CLOSED:
         return
@@ -201,14 +201,14 @@ def _class(kind: type) -> Iterator[Part]:
             if vars(kind).get(name, _GONE) is not value:
                 type.__setattr__(kind, name, value)
 
-    yield Part([*kind.__bases__, *kept.values()], lambda: _has_all(vars(kind), kept), put_back)
+    yield Item([*kind.__bases__, *kept.values()], lambda: _has_all(vars(kind), kept), put_back)
 
 
 def _has_all(now: Any, kept: Any) -> bool:
     return len(now) == len(kept) and all(now.get(name, _GONE) is value for name, value in kept.items())
 
 
-def _cell(one: types.CellType) -> Iterator[Part]:
+def _cell(one: types.CellType) -> Iterator[Item]:
     def now() -> object:
         try:
             return one.cell_contents
@@ -223,10 +223,10 @@ def _cell(one: types.CellType) -> Iterator[Part]:
         else:
             one.cell_contents = kept
 
-    yield Part([kept], lambda: now() is kept, put_back)
+    yield Item([kept], lambda: now() is kept, put_back)
 
 
-def _function(one: types.FunctionType) -> Iterator[Part]:
+def _function(one: types.FunctionType) -> Iterator[Item]:
     """What it closes over, its defaults, and those globals of its module, and of modules in it, that its code names."""
     root = _root(one.__globals__.get("__name__"))
     if root == "pipeproof":  # what we note of the job is not its own
@@ -237,7 +237,7 @@ def _function(one: types.FunctionType) -> Iterator[Part]:
         one.__defaults__, one.__kwdefaults__ = defaults, named
 
     leads = [*(one.__closure__ or ()), defaults, named, one.__dict__]
-    yield Part(leads, lambda: one.__defaults__ is defaults and one.__kwdefaults__ is named, put_back)
+    yield Item(leads, lambda: one.__defaults__ is defaults and one.__kwdefaults__ is named, put_back)
     if root in _CLOSED:
         return
     names = names_in(one.__code__)
@@ -258,43 +258,43 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _global(space: dict[str, Any], name: str) -> Part:
+def _global(space: dict[str, Any], name: str) -> Item:
     kept = space.get(name, _GONE)
-    return Part(
+    return Item(
         [kept],
         lambda: space.get(name, _GONE) is kept,
         lambda: space.pop(name) if kept is _GONE else space.__setitem__(name, kept),
     )
 
 
-def _bound(one: Any) -> Iterator[Part]:
-    yield Part([one.__self__, getattr(one, "__func__", None)])
+def _bound(one: Any) -> Iterator[Item]:
+    yield Item([one.__self__, getattr(one, "__func__", None)])
 
 
-def _variable(one: ContextVar[Any]) -> Iterator[Part]:
+def _variable(one: ContextVar[Any]) -> Iterator[Item]:
     kept = one.get(_GONE)
-    yield Part([kept], lambda: one.get(_GONE) is kept, lambda: one.set(kept) if kept is not _GONE else _refuse(one))
+    yield Item([kept], lambda: one.get(_GONE) is kept, lambda: one.set(kept) if kept is not _GONE else _refuse(one))
 
 
-def _reference(one: weakref.ref[Any]) -> Iterator[Part]:
-    yield Part([one()])
+def _reference(one: weakref.ref[Any]) -> Iterator[Item]:
+    yield Item([one()])
 
 
-def _generator(one: Any) -> Iterator[Part]:
-    kept = Kept.of(one)
-    yield Part((), lambda: not kept.moved, kept.put_back)
+def _generator(one: Any) -> Iterator[Item]:
+    kept = GeneratorState.of(one)
+    yield Item((), lambda: not kept.moved, kept.put_back)
 
 
-def _iterator(one: Any) -> Iterator[Part]:
+def _iterator(one: Any) -> Iterator[Item]:
     kept = one.__reduce__()[2:]
-    yield Part(
+    yield Item(
         get_referents(one),
         lambda: one.__reduce__()[2:] == kept,
         lambda: one.__setstate__(*kept) if one.__reduce__()[2:] else _refuse(one),
     )
 
 
-def _running(one: "types.GeneratorType[Any, Any, Any]") -> Iterator[Part]:
+def _running(one: "types.GeneratorType[Any, Any, Any]") -> Iterator[Item]:
     """A function that yields: where it stands is seen, and cannot be set."""
 
     def now() -> object:
@@ -302,31 +302,31 @@ def _running(one: "types.GeneratorType[Any, Any, Any]") -> Iterator[Part]:
         return None if frame is None else (frame.f_lasti, {name: id(each) for name, each in frame.f_locals.items()})
 
     kept, own = now(), [] if one.gi_frame is None else list(one.gi_frame.f_locals.values())
-    yield Part([*own, one.gi_yieldfrom], lambda: now() == kept, lambda: _refuse(one))
+    yield Item([*own, one.gi_yieldfrom], lambda: now() == kept, lambda: _refuse(one))
 
 
-def _count(one: Any) -> Iterator[Part]:
+def _count(one: Any) -> Iterator[Item]:
     kept = repr(one)
-    yield Part((), lambda: repr(one) == kept, lambda: _refuse(one))
+    yield Item((), lambda: repr(one) == kept, lambda: _refuse(one))
 
 
-def _in_memory(one: Any) -> Iterator[Part]:
+def _in_memory(one: Any) -> Iterator[Item]:
     kept = one.__getstate__()
-    yield Part((), lambda: one.__getstate__() == kept, lambda: one.__setstate__(kept))
+    yield Item((), lambda: one.__getstate__() == kept, lambda: one.__setstate__(kept))
 
 
-def _file(one: io.IOBase) -> Iterator[Part]:
+def _file(one: io.IOBase) -> Iterator[Item]:
     """A file that is read. What was written to one stays there."""
     if not one.closed and one.seekable() and not one.writable():
         kept = one.tell()
-        yield Part((), lambda: one.tell() == kept, lambda: one.seek(kept))
+        yield Item((), lambda: one.tell() == kept, lambda: one.seek(kept))
 
 
 def _refuse(one: object) -> None:
     raise NotPutBack(f"a {type(one).__name__}")
 
 
-_BY_CLASS: list[tuple[Any, Callable[[Any], Iterable[Part]]]] = [
+_BY_CLASS: list[tuple[Any, Callable[[Any], Iterable[Item]]]] = [
     (dict, _dict),
     (list, _list),
     (set, _set),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipeproof.reference.generators import own_generators, set_states_on, states_on
-from pipeproof.reference.reach import PLAIN, NotPutBack, Part, keepers_of
+from pipeproof.reference.reach import PLAIN, Item, NotPutBack, keepers_of
 
 _HOOKS_OF_ALL = ("forward_pre", "forward", "backward_pre", "backward")
 Digest = Callable[[Tensor], bytes]
@@ -36,12 +36,12 @@ class Snapshot:
     ) -> None:
         self.lost: dict[str, None] = {}  # what has changed and cannot be put back, each once
         self._host, self._digest = host, digest
-        self._parts: list[Part] = []
-        self._bytes: dict[int, Part | None] = {}  # by the storage that has them
+        self._parts: list[Item] = []
+        self._bytes: dict[int, Item | None] = {}  # by the storage that has them
         self._written = set[int]()
         self._places = {torch.device("cpu")}
         self._seen: dict[int, object] = {}  # by id, which is no other's meanwhile
-        self._keepers: dict[type, list[Callable[[Any], Iterable[Part]]]] = {}
+        self._keepers: dict[type, list[Callable[[Any], Iterable[Item]]]] = {}
         self._weights: dict[int, dict[str, Any]] = {}  # of modules, by the id of the mapping that has them
         self._kept_digests: list[tuple[Tensor, bytes]] = []
         self._with_bytes = True
@@ -50,7 +50,7 @@ class Snapshot:
             self._walk([*roots, *own_generators(()), *(hook for each in hooks for hook in each)])
             self._walk_lean(lean, begun)
             drawn = states_on(self._places)
-        self._parts.append(Part((), lambda: _is_drawn(drawn), lambda: set_states_on(drawn)))
+        self._parts.append(Item((), lambda: _is_drawn(drawn), lambda: set_states_on(drawn)))
 
     def put_back(self) -> None:
         """All of it is as it was. Nothing is raised: what cannot be put back is ``lost``."""
@@ -74,7 +74,7 @@ class Snapshot:
             inner: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
             return inner.layout is torch.strided and inner.untyped_storage()._cdata in self._written
 
-    def _is_put_back(self, part: Part) -> bool:
+    def _is_put_back(self, part: Item) -> bool:
         try:
             if part.is_same():
                 return False
@@ -111,11 +111,11 @@ class Snapshot:
         self._with_bytes = False
         self._walk([*weights, *others])
 
-    def _parts_of(self, one: Any) -> list[Part]:
+    def _parts_of(self, one: Any) -> list[Item]:
         kind = type(one)
         if kind not in self._keepers:
             self._keepers[kind] = keepers_of(kind)
-        found = list[Part]()
+        found = list[Item]()
         for keep in (*self._keepers[kind], *((self._tensor,) if issubclass(kind, Tensor) else ())):
             try:
                 found += keep(one)
@@ -123,9 +123,9 @@ class Snapshot:
                 continue
         return found
 
-    def _tensor(self, one: Tensor) -> Iterator[Part]:
+    def _tensor(self, one: Tensor) -> Iterator[Item]:
         """What lies beside its bytes, and these once for all tensors that share them."""
-        yield Part([one._backward_hooks, getattr(one, "_post_accumulate_grad_hooks", None)])
+        yield Item([one._backward_hooks, getattr(one, "_post_accumulate_grad_hooks", None)])
         if one.is_leaf:
             yield _gradient(one)
         if _is_made_of_others(one) or one.is_meta:
@@ -148,7 +148,7 @@ class Snapshot:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.current_stream(device).synchronize()
 
-    def _content(self, storage: torch.UntypedStorage) -> Part:
+    def _content(self, storage: torch.UntypedStorage) -> Item:
         size, kept = storage.nbytes(), _view(storage).to("cpu" if self._host else storage.device, copy=True)
 
         def is_same() -> bool:
@@ -159,7 +159,7 @@ class Snapshot:
                 storage.resize_(size)
             _view(storage).copy_(kept)
 
-        return Part((), is_same, put_back)
+        return Item((), is_same, put_back)
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _is_made_of_others(one: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(one))
 
 
-def _gradient(one: Tensor) -> Part:
+def _gradient(one: Tensor) -> Item:
     kept, wanted = one.grad, one.requires_grad
 
     def put_back() -> None:
@@ -207,10 +207,10 @@ def _gradient(one: Tensor) -> Part:
         one.grad = kept
         one.requires_grad_(wanted)
 
-    return Part([kept], lambda: one.is_leaf and one.grad is kept and one.requires_grad == wanted, put_back)
+    return Item([kept], lambda: one.is_leaf and one.grad is kept and one.requires_grad == wanted, put_back)
 
 
-def _sparse(one: Tensor) -> Part:
+def _sparse(one: Tensor) -> Item:
     """The elements of a tensor that lists them."""
 
     def elements(of: Tensor) -> list[Tensor]:
@@ -222,10 +222,10 @@ def _sparse(one: Tensor) -> Part:
         one.copy_(kept)
         torch._C._autograd._unsafe_set_version_counter((one,), (version,))
 
-    return Part((), lambda: all(map(torch.equal, elements(one), elements(kept))), put_back)
+    return Item((), lambda: all(map(torch.equal, elements(one), elements(kept))), put_back)
 
 
-def _form(one: Tensor, storage: torch.UntypedStorage) -> Part:
+def _form(one: Tensor, storage: torch.UntypedStorage) -> Item:
     """Where a tensor lies in its storage, and how often autograd has it that it was written to."""
 
     def now() -> tuple[Any, ...]:
@@ -241,7 +241,7 @@ def _form(one: Tensor, storage: torch.UntypedStorage) -> Part:
         if version is not None:
             torch._C._autograd._unsafe_set_version_counter((one,), (version,))
 
-    return Part((), lambda: now() == kept, put_back)
+    return Item((), lambda: now() == kept, put_back)
 
 
 def _is_drawn(states: dict[torch.device, Tensor]) -> bool:

@@ -35,7 +35,7 @@ _MOST = 1 << 27  # numbers that all pairs of a stage may need
 
 
 @dataclass(frozen=True)
-class Run:
+class TracedRun:
     """One microbatch in the model: its output's leaves, what they were made of, and its divided loss.
 
     ``noted`` are the tensors that modules put out, in order, with their places.
@@ -138,7 +138,7 @@ class Traced:
             return "where the reference passes from stage to stage could not be found, so exchanges were not tried"
         return ""
 
-    def _in_double(self, losses: Sequence[float]) -> "tuple[nn.Module, list[Batch], list[Run]] | None":
+    def _in_double(self, losses: Sequence[float]) -> "tuple[nn.Module, list[Batch], list[TracedRun]] | None":
         try:
             model = copied(self._model).double()
             self._use(model)
@@ -164,7 +164,7 @@ class Traced:
                 by_name[name] = made[owner[id(parameter)], id(parameter)]
         self._uses = by_name
 
-    def _run(self, batch: Batch, *, once: bool = False) -> Run:
+    def _run(self, batch: Batch, *, once: bool = False) -> TracedRun:
         """One microbatch, whose graph may be walked several times unless it is for ``once``."""
         noted: list[tuple[Place, Tensor]] = []
         noting = outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor)))
@@ -174,7 +174,7 @@ class Traced:
                 output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
             loss = self._loss.function(output, batch.target)
         leaves, form = tree_flatten(output)
-        return Run(leaves, form, loss / self._loss.divisor, loss.item(), tuple(noted))
+        return TracedRun(leaves, form, loss / self._loss.divisor, loss.item(), tuple(noted))
 
     @cached_property
     def _direct(self) -> list[list[Mapping[str, Gradient]]]:
@@ -211,7 +211,7 @@ class Traced:
         return {n: stages for n, stages in holders.items() if len(stages) > 1 and names[id(self._uses[n])] == 1}
 
     def _written(
-        self, batch: Batch, run: Run, wanted: Sequence[Tensor], parameters: Sequence[Tensor]
+        self, batch: Batch, run: TracedRun, wanted: Sequence[Tensor], parameters: Sequence[Tensor]
     ) -> list[Gradient] | None:
         """What ``run`` gives, where a backward that writes ``.grad`` itself must find the weight and not a copy of it.
 
@@ -253,7 +253,7 @@ class Traced:
         return frozenset(place for place in places if module_of(place) not in later)
 
     def _last(
-        self, stage: Stage, run: Run, deep: Mapping[Any, int], allowed: Collection[Place] | None
+        self, stage: Stage, run: TracedRun, deep: Mapping[Any, int], allowed: Collection[Place] | None
     ) -> Tensors | None:
         known: dict[Edge, Tensor] = {}
         for place, tensor in run.noted:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeproof.records.step_check import check_step as check_step
     from pipeproof.records.step_record import record_step as record_step
     from pipeproof.records.step_record import write_record as write_record
-    from pipeproof.wings.composed.step import Composed as Composed
+    from pipeproof.wings.composed import Composed as Composed
     from pipeproof.wings.runs import record_run as record_run
     from pipeproof.worlds.rank_report import NeedsMoreRanks as NeedsMoreRanks
     from pipeproof.worlds.rank_report import RankFailed as RankFailed
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Case": "cases.case",
-    "Composed": "wings.composed.step",
+    "Composed": "wings.composed",
     "CaseError": "cases.case",
     "Contract": "core.contract",
     "ContractError": "core.contract",

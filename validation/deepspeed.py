@@ -22,7 +22,7 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_expectation import StepExpectation
 
 if TYPE_CHECKING:
-    from pipeproof.wings.composed.step import Composed
+    from pipeproof.wings.composed import Composed
 
 __all__ = ["DeepSpeedError", "check_step", "imports", "observed", "record_step", "validate"]
 

@@ -33,7 +33,7 @@ from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
 
 if TYPE_CHECKING:
-    from pipeproof.wings.composed.step import Composed
+    from pipeproof.wings.composed import Composed
 
 __all__ = ["TorchtitanError", "check_step", "imports", "observed", "record_step", "validate"]
 

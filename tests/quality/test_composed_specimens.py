@@ -7,7 +7,7 @@ from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.cases.trial import smallest_of
 from pipeproof.core.cause import Cause
-from pipeproof.wings.composed.case import validate_composed
+from pipeproof.wings.composed import validate_composed
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 from tests.support.sweeps import sampled

@@ -16,7 +16,7 @@ from pipeproof.cases.validator import validate
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain import explain as diagnose
 from pipeproof.foreign import WhiteBox
-from pipeproof.wings.composed.case import validate_composed
+from pipeproof.wings.composed import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.sweeps import sampled
 from tests.validation.core.test_nudged import loss_fn, mixed_step, narrow, pairs, step_in_halves

@@ -14,8 +14,8 @@ from pipeproof.cases.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS
 from pipeproof.cases.specimens.specimen import CLASSES
 from pipeproof.core.judge import LAWS
 from pipeproof.foreign import WhiteBox
+from pipeproof.wings.composed import try_mixed, validate_mixed
 from pipeproof.wings.composed.check import LAWS as OF_A_CHAIN
-from pipeproof.wings.composed.mixed import try_mixed, validate_mixed
 from pipeproof.worlds.world import World
 from tests.support.mixed_by_hand import seen_from_outside
 from tests.support.sweeps import each_once

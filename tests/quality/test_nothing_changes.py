@@ -15,7 +15,7 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.snapshot import Snapshot
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from tests.support import kinds_of_state
 from tests.support.golden import golden
 from tests.support.kinds_of_state import CONTENTS, HOLDERS, Kinds, Slots, naturals

@@ -53,7 +53,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.foreign import WhiteBox
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, virtuals
 from pipeproof.reports.terminal import Terminal
-from pipeproof.wings.composed.case import validate_composed
+from pipeproof.wings.composed import validate_composed
 from pipeproof.worlds.world import World
 
 PARTS = (

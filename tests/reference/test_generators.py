@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.reference.generators import Kept, generators_in, is_generator
+from pipeproof.reference.generators import GeneratorState, generators_in, is_generator
 
 
 class Keeper:
@@ -70,7 +70,7 @@ def test_what_was_kept_is_drawn_again(make: Callable[[], tuple[Any, Callable[[],
     one, draw = make()
     assert is_generator(one)
     draw()
-    kept = Kept.of(one)
+    kept = GeneratorState.of(one)
     assert not kept.moved
     drawn = [draw(), draw()]
     assert drawn[0] != drawn[1]

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from pipeproof.reference.handed_on import Cut, Graph
+from pipeproof.reference.handed_on import AutogradGraph, Cut
 
 
-def graph_of(**tensors: Tensor) -> Graph:
-    graph = Graph()
+def graph_of(**tensors: Tensor) -> AutogradGraph:
+    graph = AutogradGraph()
     for place, tensor in tensors.items():
         graph.note(place, tensor)
     return graph

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 
 MSE = nn.functional.mse_loss
 DATA = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(m)), torch.full((4, 8), m / 4)) for m in range(3)]

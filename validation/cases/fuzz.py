@@ -114,11 +114,11 @@ class Tally:
     dtypes: Counter[str] = field(default_factory=Counter)
     transports: Counter[str] = field(default_factory=Counter)  # of simulated ranks
     deciders: Counter[str] = field(default_factory=Counter)  # who decides what happens next among these
-    failures: list["Found"] = field(default_factory=list)
-    undecided: list["Found"] = field(default_factory=list)  # rounding is too coarse in them
+    failures: list["SmallestFailure"] = field(default_factory=list)
+    undecided: list["SmallestFailure"] = field(default_factory=list)  # rounding is too coarse in them
 
     @property
-    def smallest(self) -> "Found | None":
+    def smallest(self) -> "SmallestFailure | None":
         """Of failures so far: the smallest that did repeat, or else the smallest; None where nothing failed."""
         if not self.failures:
             return None
@@ -180,7 +180,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Found:
+class SmallestFailure:
     """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure.
 
     ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
@@ -233,7 +233,7 @@ def fuzz(
     progress: Callable[[], None] = lambda: None,
     run: Callable[[Case, World], Verdict] = judged,
     deciding: Deciding | None = None,
-) -> Found | None:
+) -> SmallestFailure | None:
     """Run as many cases as ``tally`` has a budget for, drawn from ``seed_``, and count them there.
 
     The same seed and budget give the same cases. Stops at the first that is not a pass and shrinks it; not at one that
@@ -271,12 +271,12 @@ def fuzz(
         if world.simulation is not None:
             tally.transports[world.transport.value] += 1
             tally.deciders[world.simulation.decider] += 1
-        tally.each.append(replace(Found(case, verdict, failure).ending, measured=Measured()))
+        tally.each.append(replace(SmallestFailure(case, verdict, failure).ending, measured=Measured()))
         progress()
         if verdict is not None and _is_undecided(verdict):
-            tally.undecided.append(Found(case, verdict, None, simulation=world.simulation))
+            tally.undecided.append(SmallestFailure(case, verdict, None, simulation=world.simulation))
         elif outcome != "pass":
-            tally.failures.append(Found(case, verdict, failure, simulation=world.simulation))
+            tally.failures.append(SmallestFailure(case, verdict, failure, simulation=world.simulation))
             raise _NotAPass
 
     try:

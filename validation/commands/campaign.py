@@ -124,7 +124,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
 
 def _run_of(case: Case, setting: Setting) -> CaseRun:
     if setting.composed:
-        from pipeproof.wings.composed.case import check_composed
+        from pipeproof.wings.composed import check_composed
 
         check_composed(case)
     here = replace(case, device=setting.chosen_device)
@@ -251,7 +251,7 @@ def _validated(case: Case, world: World, *, measure: bool, composed: bool) -> tu
 
 def composed_verdict(case: Case, world: World) -> Verdict:
     """The verdict on ``case``, held against itself, link by link. Raises ``Impossible`` for too small a world."""
-    from pipeproof.wings.composed.case import validate_composed
+    from pipeproof.wings.composed import validate_composed
 
     try:
         with enough_ranks():

@@ -138,7 +138,7 @@ def try_all(
     left_out |= {(name, schedule): "a step by hand" for name, schedule in product(by_hand, schedules)}
     runs = [*((str(case), partial(_tried, case, over, record=not final_only)) for case, over in tries)]
     if by_hand and not schedules:
-        from pipeproof.wings.composed.mixed import try_mixed
+        from pipeproof.wings.composed import try_mixed
 
         runs += [(MIXED[name].smallest, partial(try_mixed, MIXED[name])) for name in by_hand]
     trials = list[Trial]()
@@ -210,7 +210,7 @@ def _controls(world: World, setting: Setting) -> str:
 
 
 def _passes_by_hand(case: MixedCase, world: World) -> bool:
-    from pipeproof.wings.composed.mixed import validate_mixed
+    from pipeproof.wings.composed import validate_mixed
 
     return validate_mixed(case, world).verdict == "pass"
 

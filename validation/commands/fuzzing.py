@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeproof.cases.case import Case
 from pipeproof.cases.decisions import Decisions
 from pipeproof.cases.findings import FINDINGS, Finding, known
-from pipeproof.cases.fuzz import Deciding, Found, Tally, cases, fuzz, judged
+from pipeproof.cases.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judged
 from pipeproof.cases.interleavings import narrow
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.validator import validate
@@ -114,7 +114,7 @@ def _campaign(setting: Setting, drawn: Drawn, tally: Tally, parts: Parts) -> int
     terminal, file = Terminal(), parts.file
     with setting.outputs.opened("fuzz") as files, setting.world() as world:
         there: list[Finding] = []
-        found: Found | None = None
+        found: SmallestFailure | None = None
         if file is not None:
             file.resumed(tally)
         with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
@@ -151,7 +151,7 @@ def _run(
     tally: Tally,
     parts: Parts,
     show: Callable[[str], None],
-) -> Found | None:
+) -> SmallestFailure | None:
     """Run all parts, up to the first with a case that is no pass: that part is not kept, so that it runs again."""
     for part in parts.left(tally.budget):
         own = Tally(part.cases)
@@ -179,12 +179,12 @@ def _show(show: Callable[[str], None], own: Tally, tally: Tally) -> None:
     show(f"{tally.cases + own.cases} of {tally.budget}: {own}")
 
 
-def _told_of(shown: Found) -> Verdict:
+def _told_of(shown: SmallestFailure) -> Verdict:
     """The verdict on what is shown, with the line that replays it."""
     return replacing(shown.ending, shown.simulation, seconds=shown.ending.seconds)
 
 
-def _page(tally: Tally, found: Found | None, seed: int) -> str:
+def _page(tally: Tally, found: SmallestFailure | None, seed: int) -> str:
     """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
     entries = [CampaignRow(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
     if found is not None:
@@ -192,7 +192,7 @@ def _page(tally: Tally, found: Found | None, seed: int) -> str:
     return campaign(entries, said=f"fuzz, seed {seed}, {tally}", left_out=NOTHING)
 
 
-def _explained(found: Found | None, world: World) -> Found | None:
+def _explained(found: SmallestFailure | None, world: World) -> SmallestFailure | None:
     """What was found, with its cause: only the smallest case is worth the second run that this takes."""
     if found is None or found.verdict is None or not found.repeated:
         return found

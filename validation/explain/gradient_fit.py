@@ -15,7 +15,7 @@ from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import in_place_of, plainly
 from pipeproof.explain.limits import ALIKE, CLOSE, DECIDED, FEW, HALF, LITTLE
 from pipeproof.explain.solver import (
-    Layout,
+    ParameterLayout,
     System,
     alike,
     counts_of,
@@ -62,7 +62,7 @@ class GradientFit:
         self._limits = {
             name: limit_of(self._due[name], self._nominal_sum(name), coarse=update.coarse) for name in self._names
         }
-        self._layout = Layout.of({name: self._due[name] for name in self._names})
+        self._layout = ParameterLayout.of({name: self._due[name] for name in self._names})
 
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""

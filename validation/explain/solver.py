@@ -205,7 +205,7 @@ def _sketch(observed: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """Parameters laid end to end, each divided by the size of its expected gradient, so that all count alike."""
 
     names: tuple[str, ...]
@@ -237,13 +237,13 @@ class Layout:
 class System:
     """The gradients of some of a stage's parameters, and atoms beside them as rows."""
 
-    layout: Layout
+    layout: ParameterLayout
     atoms: Sequence[Atom]
     target: Tensor
     rows: Tensor
 
     @classmethod
-    def of(cls, atoms: Sequence[Atom], layout: Layout, seen: Mapping[str, Gradient]) -> Self:
+    def of(cls, atoms: Sequence[Atom], layout: ParameterLayout, seen: Mapping[str, Gradient]) -> Self:
         """The system of the parameters of ``layout``, all of which have gradients."""
         return cls(layout, atoms, layout.rows([seen])[0], layout.rows([atom.gradients for atom in atoms]))
 
@@ -265,7 +265,7 @@ class System:
             return torch.cat([rows[..., :0], *(pieces[k] for k in kept)], dim=-1)
 
         sizes = [self.layout.sizes[k] for k in kept]
-        layout = Layout(tuple(self.names[k] for k in kept), sizes, part(self.layout.scale))
+        layout = ParameterLayout(tuple(self.names[k] for k in kept), sizes, part(self.layout.scale))
         return type(self)(layout, self.atoms, part(self.target), part(self.rows))
 
     def conclusive(self, used: int, limit: float) -> bool:

@@ -26,7 +26,7 @@ def structured(stages: Stages, places: Both, note: Callable[[Cuts], None]) -> di
     tensors = {stage: [_settled(one, stage, stages) for one in columns] for stage, columns in stages.items()}
     cuts, divided = _cuts(tensors, places)
     note(cuts)
-    flows = {stage: _Flow(stage, columns, places, divided[stage]) for stage, columns in tensors.items()}
+    flows = {stage: _GradientFlow(stage, columns, places, divided[stage]) for stage, columns in tensors.items()}
     scale = _scale({stage: [flow.settled(one) for one in tensors[stage]] for stage, flow in flows.items()})
     for stage, flow in flows.items():
         settled = [replace(flow, scale=scale).settled(one) for one in tensors[stage]]
@@ -123,7 +123,7 @@ def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[st
 
 
 @dataclass(frozen=True)
-class _Flow:
+class _GradientFlow:
     """The gradients of a stage, whose tensors are settled; of ``divided`` places it may have a part alone.
 
     ``scale``: that of all gradients of the step; None: either.

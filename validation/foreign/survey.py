@@ -18,7 +18,7 @@ from pipeproof.observers.elements import in_fp64, is_rounded
 from pipeproof.observers.observed import INPUT
 from pipeproof.observers.sketch import FEW, Sketch, digest_of_values, sketch
 from pipeproof.reference.data import Batch
-from pipeproof.reference.handed_on import Cut, Graph
+from pipeproof.reference.handed_on import AutogradGraph, Cut
 from pipeproof.reference.outputs import outputs_noted
 
 REPLICA = " of a replica"
@@ -226,7 +226,7 @@ class Survey:
     ) -> None:
         """Note what each of these stages hands on; ``losses``, which ``model`` makes, must be the ``known`` ones."""
         for microbatch, expected in enumerate(known):
-            graph = Graph()
+            graph = AutogradGraph()
             with outputs_noted(model, graph.note):
                 loss, divisor = next(losses)
             for stage, cut in cuts.items() if loss.item() == expected else ():

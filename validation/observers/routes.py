@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeproof.reference.choices import Call, Routers, in_backward, running
+from pipeproof.reference.choices import Pick, Routers, in_backward, running
 from pipeproof.worlds.fence import Fence
 
 
@@ -69,7 +69,7 @@ class RouteObserver(TorchFunctionMode):
         return made
 
     def _note(self, func: Any, made: Any, args: Any, kwargs: Any) -> None:
-        call = Call.of(func, made, args, kwargs)
+        call = Pick.of(func, made, args, kwargs)
         if call is not None and not in_backward():
             seen = call.choice
             self._seen.append((tuple(running()), Route(seen.own_TK.to("cpu", copy=True), seen.scores_TE.dtype)))

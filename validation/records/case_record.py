@@ -29,7 +29,7 @@ from pipeproof.records.record import (
     RecordError,
     microbatch_digests,
 )
-from pipeproof.records.record_evidence import Step
+from pipeproof.records.record_evidence import RecordedStep
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Expected, Recipe, Reference, Site
 from pipeproof.worlds.accelerator import deterministic, first_of
@@ -152,7 +152,7 @@ def own_case(record: Record) -> Case:
     return case
 
 
-def remade(case: Case, step: Step) -> Update:
+def remade(case: Case, step: RecordedStep) -> Update:
     """``step``, made once more on one device."""
     setup = setup_of(case)
     return replace(update_of(setup, step.gradients, play(setup, None, step.number)), expected=step.expected.gradients)

@@ -31,7 +31,7 @@ from pipeproof.records.record import (
     other_weights,
     upstream,
 )
-from pipeproof.records.record_evidence import Step
+from pipeproof.records.record_evidence import RecordedStep
 from pipeproof.records.renamed import as_named_in, as_numbered_in, contents_of
 
 RUNS = ("other", "one")  # two, neither of which is known to be right
@@ -127,7 +127,7 @@ def evidence_of(verdict: Verdict, expected: Record, seen: Record) -> Evidence:
     number = failing(verdict)
     due, one, case = expected.operations[number], seen.operations[number], case_of(seen)
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
-    step = Step(
+    step = RecordedStep(
         due,
         gradients,
         expected.before(number),

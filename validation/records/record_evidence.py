@@ -33,7 +33,7 @@ _UNPAIRED = "a record has only sums over all microbatches: SingleDevice, beside 
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """A step that was held against ``due``, the operation ``number`` of a record, with the places of its parameters.
 
     ``seen`` are its gradients, as far as they were compared; ``begun`` what these were before it, or those of the step
@@ -55,7 +55,7 @@ class Step:
     left_out: int = 0
     copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
     max_norm: float | None = None
-    model: "Callable[[Step], Update] | None" = None
+    model: "Callable[[RecordedStep], Update] | None" = None
     shards: Mapping[str, Mapping[int, Shard]] = field(default_factory=dict)
     replicas: Replicas | None = None
     had: Mapping[str, Collection[RankStage]] | None = None
@@ -186,8 +186,8 @@ def checked(
     notes: Sequence[Notes],
     norms: Sequence[float | None],
     fetch: Callable[[str], Tensor],
-    model: Callable[[Step], Update] | None,
-) -> Step:
+    model: Callable[[RecordedStep], Update] | None,
+) -> RecordedStep:
     """A step that was checked by operation ``number`` of ``record``, of what each rank has in its ``notes``.
 
     ``fetch`` gets what a rank laid out; ``places``, ``norms`` and ``model`` are as the step has them.
@@ -212,7 +212,7 @@ def checked(
         if len(found) > 1
     }
     blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
-    return Step(
+    return RecordedStep(
         due,
         right | first,
         begun,

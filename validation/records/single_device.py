@@ -27,7 +27,7 @@ from pipeproof.foreign.task import (
 from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
-from pipeproof.records.record_evidence import Step
+from pipeproof.records.record_evidence import RecordedStep
 from pipeproof.records.record_file import described, restored
 from pipeproof.records.step_record import LossFn, Pairs, check_repeated, loss_of, moved, recipe_of, recorded
 from pipeproof.reference.accumulation import Accumulation
@@ -186,7 +186,7 @@ class ReferenceBeside:
         self._exchange.clear(self._laid_out)
         self._start = None
 
-    def update(self, step: Step) -> Update:
+    def update(self, step: RecordedStep) -> Update:
         """The step as attribution sees it, on rank 0. The model is made to run each microbatch once more.
 
         Raises ``RecordError`` for microbatches that only their loop can tell how to use.

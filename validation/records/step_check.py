@@ -51,7 +51,7 @@ from pipeproof.records.rank_part import (
     told,
 )
 from pipeproof.records.record import Record, Recorded, RecordedOperation, RecordError, against, upstream
-from pipeproof.records.record_evidence import Step, checked, explained
+from pipeproof.records.record_evidence import RecordedStep, checked, explained
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_expectation import StepExpectation
@@ -346,7 +346,7 @@ class StepCheck(CheckedStep):
                 bound_s=self._bound_s,
             )
 
-    def _checked(self, parts: Sequence[StepPart]) -> Step:
+    def _checked(self, parts: Sequence[StepPart]) -> RecordedStep:
         assert self._record is not None, "there was something to compare with"
         found = checked(
             self._record,

@@ -239,6 +239,6 @@ def test_an_interruption_says_how_many_were_not_tried(
 def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Verdict("", "fail", "none", ())
     monkeypatch.setattr(catalogue, "validated", lambda case, world, measure: (failed, None))
-    monkeypatch.setattr("pipeproof.wings.composed.mixed.validate_mixed", lambda case, world: failed)
+    monkeypatch.setattr("pipeproof.wings.composed.validate_mixed", lambda case, world: failed)
     said, _count = catalogue._controls(World(), Setting("cpu")), len(CONTROLS) + len(mixed.RIGHT)
     golden(said)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.cases.fuzz import Found, Tally
+from pipeproof.cases.fuzz import SmallestFailure, Tally
 from pipeproof.commands import campaign_file, fuzzing
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.cli import main
@@ -30,7 +30,7 @@ def test_cases_that_rounding_leaves_undecided_are_told_and_there_is_no_verdict(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
-        tally.undecided += [Found(SOUND, replace(PASSED, verdict="unknown"), None)] * 2
+        tally.undecided += [SmallestFailure(SOUND, replace(PASSED, verdict="unknown"), None)] * 2
 
     monkeypatch.setattr(fuzzing, "fuzz", fuzz)
     status = fuzz_all(Setting("cpu"), Wish(9, 0, ("1f1b",), ("fp32",), 4))
@@ -42,7 +42,9 @@ def test_a_failure_that_was_still_being_shrunk_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
-        tally.failures += [Found(replace(SOUND, microbatches=m), replace(PASSED, verdict="fail"), None) for m in (9, 3)]
+        tally.failures += [
+            SmallestFailure(replace(SOUND, microbatches=m), replace(PASSED, verdict="fail"), None) for m in (9, 3)
+        ]
         raise AskedToEnd(signal.SIGINT)
 
     path = tmp_path / "x.json"

@@ -11,7 +11,7 @@ from torch import nn
 from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.watching import Watcher
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 
 

@@ -13,8 +13,8 @@ from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.observers.own_losses import OwnLoss
 from pipeproof.records.step_check import check_step
+from pipeproof.wings.composed import Composed
 from pipeproof.wings.composed.chain import place_of
-from pipeproof.wings.composed.step import Composed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden

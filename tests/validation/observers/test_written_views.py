@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from tests.support.pipeline_here import MSE, Layer
 
 DATA = [

@@ -19,8 +19,8 @@ from pipeproof.observers.computed_in import ComputedIn
 from pipeproof.observers.digest import digest
 from pipeproof.observers.routes import RouteObserver
 from pipeproof.records.record import RecordError
+from pipeproof.wings.composed import Composed
 from pipeproof.wings.composed.collect import EarlyStep
-from pipeproof.wings.composed.step import Composed
 from pipeproof.worlds.fence import Fence
 from tests.support.golden import golden
 
@@ -185,7 +185,7 @@ def test_a_stage_that_was_not_seen_is_not_run_again(whitebox: WhiteBox, place: s
 
 def test_routes_that_were_not_all_seen_are_none() -> None:
     router = nn.Linear(2, 4)
-    with RouteObserver(("",), router) as observer, planted("observers.routes.Call.of"):
+    with RouteObserver(("",), router) as observer, planted("observers.routes.Pick.of"):
         assert torch.ones(3).topk(1).indices.numel() == 1
     assert (observer.of(router), observer.fence.broken) == ({}, PLANTED)
 

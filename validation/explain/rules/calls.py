@@ -16,7 +16,7 @@ from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 
 
-class Ran(NamedTuple):
+class CallCount(NamedTuple):
     """How often a stage ran forward, or backward, for a microbatch."""
 
     stage: int
@@ -81,7 +81,7 @@ def _again(evidence: Evidence, kind: Kind) -> Action | None:
     return None
 
 
-def _not_once(evidence: Evidence) -> Iterator[Ran]:
+def _not_once(evidence: Evidence) -> Iterator[CallCount]:
     """What did not run once at the stages that the law has mismatches of."""
     ran: Counter[tuple[int, str, int]] = Counter()
     for stage, kind, microbatch in evidence.observed.executed(evidence.number):
@@ -90,19 +90,19 @@ def _not_once(evidence: Evidence) -> Iterator[Ran]:
     stages = {one.stage for one in found_of("microbatches", evidence) if one.stage is not None} - {*evidence.unseen}
     for way in ("forward",) if evidence.operation == "eval" else ("forward", "backward"):
         for stage in sorted(stages):
-            every = (Ran(stage, way, m, ran[stage, way, m]) for m in range(evidence.microbatches))
+            every = (CallCount(stage, way, m, ran[stage, way, m]) for m in range(evidence.microbatches))
             yield from (one for one in every if one.times != 1)
 
 
-def _behind(ran: Ran, cut_off: Cause) -> bool:
+def _behind(ran: CallCount, cut_off: Cause) -> bool:
     """Whether a backward did not run to which ``cut_off`` left nothing."""
     before = cut_off.stage is not None and ran.stage < cut_off.stage
     return (ran.way, ran.times) == ("backward", 0) and before and ran.microbatch in cut_off.microbatches
 
 
-def _first(evidence: Evidence, kind: str, wrong: Sequence[Ran]) -> Cause:
+def _first(evidence: Evidence, kind: str, wrong: Sequence[CallCount]) -> Cause:
     """Where it happened first along the flow: forwards go up the stages, backwards down."""
-    way, at = wrong[0].way, dict[int, list[Ran]]()
+    way, at = wrong[0].way, dict[int, list[CallCount]]()
     for one in wrong:
         if one.way == way:
             at.setdefault(one.stage, []).append(one)

@@ -40,7 +40,7 @@ _COVERED = {"tensor_parallel_size": 1, "context_parallel_size": 1, "expert_paral
 _NO_STEP = "optimizer.step was not called in the block: call trainer.training_step in it"
 
 
-class Stage(nn.Module):
+class NanotronStage(nn.Module):
     """What this rank has of a model, whose blocks receive and send inside its forward.
 
     So that an observer sees a stage that is given tensors and makes some, this is called when a forward is over: with
@@ -124,7 +124,7 @@ def step_of(trainer: Any) -> FrameworkStep:
     """The step of this trainer on this rank; raises ``NanotronError`` for what is not covered."""
     check_covered(trainer)
     model, losses, drawn, bounds = bare(trainer.model), list[Tensor](), Drawn(), list[float]()
-    stage = Stage(model)
+    stage = NanotronStage(model)
     number: int = trainer.parallel_context.pp_pg.rank()
     return FrameworkStep(
         {number: stage} if any(True for _ in model.parameters()) else {},
@@ -142,7 +142,7 @@ def step_of(trainer: Any) -> FrameworkStep:
 
 @contextmanager
 def _watching(
-    trainer: Any, stage: Stage, notes: tuple[list[Tensor], Drawn, list[float]], sight: Sight
+    trainer: Any, stage: NanotronStage, notes: tuple[list[Tensor], Drawn, list[float]], sight: Sight
 ) -> Iterator[None]:
     """While this is open, note losses, data and bounds of clipping, and tell ``sight`` of gradients before it, and the
     norm."""

@@ -14,4 +14,12 @@ By induction over stages every input is then what one device would have had: sta
 had what stage ``s`` gave, which is ``f_s`` of what it had. By induction back from the loss the same holds of every
 output gradient, and so of every gradient. What stands outside of the induction is a stage's own code: it is both sides
 of its links.
+
+It stands on ``Expectation``. Begin with ``link``, a stage when it is rerun, and ``chain``, all links together.
 """
+
+from pipeproof.wings.composed.case import check_composed as check_composed
+from pipeproof.wings.composed.case import validate_composed as validate_composed
+from pipeproof.wings.composed.mixed import try_mixed as try_mixed
+from pipeproof.wings.composed.mixed import validate_mixed as validate_mixed
+from pipeproof.wings.composed.step import Composed as Composed

@@ -18,7 +18,6 @@ from pipeproof.pipeline.step import PipelineSchedule
 from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.records.checked_step import looked_at
 from pipeproof.reference.data import Batch
-from pipeproof.reference.model import LossFn
 from pipeproof.reference.step import Recipe, objective
 from pipeproof.wings.composed.check import ComposedCheck
 from pipeproof.wings.composed.step import Composed
@@ -63,7 +62,12 @@ def checked_rank(context: RankContext, case: Case, plugins: Sequence[str]) -> li
         check = ComposedCheck(
             {stage.index: stage.module for stage in schedule.parts.stages},
             [(batch.inputs, batch.target) for batch in every],
-            against=_against(case, schedule, update, loss_fn, divisor),
+            against=Composed(
+                loss_fn,
+                build=partial(model_for, case),
+                optimizer=schedule.optimizer,
+                contract=Contract(loss_divisor=divisor, max_norm=max_norm_of(case, update)),
+            ),
             timeout_s=DEFAULT_TIMEOUT_S,
         )
         checks.append(check)
@@ -72,16 +76,6 @@ def checked_rank(context: RankContext, case: Case, plugins: Sequence[str]) -> li
                 _perform(check, steps, schedule, case, k, batches=batches[k], divisor=divisor)
         verdicts.append(check.verdict)
     return verdicts
-
-
-def _against(case: Case, schedule: PipelineSchedule, update: int, loss_fn: LossFn, divisor: float) -> Composed:
-    """What an update of ``case`` is held against."""
-    return Composed(
-        loss_fn,
-        build=partial(model_for, case),
-        optimizer=schedule.optimizer,
-        contract=Contract(loss_divisor=divisor, max_norm=max_norm_of(case, update)),
-    )
 
 
 def _perform(

@@ -62,8 +62,7 @@ def explain(
     flows = {one.law for one in verdict.mismatches} - {"gradient", "presence"}
     found = sought(verdict, lambda: explained(evidence)) if flows else verdict
     parted = len({*replicas}) < len(wholes)
-    named = [(cause, one.scale) for one in own.values() for cause in one.causes]
-    told = [by_loss_scale(cause, replace(evidence, scale=scale)) for cause, scale in named]
+    told = [by_loss_scale(one, replace(evidence, scale=rank.scale)) for rank in own.values() for one in rank.causes]
     copies = [*copies_of(whole.held, whole.first).values()]
     told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
     known = () if whole.chain.sources.unsure else found.cause  # a flow may be due to any of equal outputs

@@ -33,8 +33,7 @@ def try_mixed(fault: MixedFault, world: World) -> Trial:
     right = found is not None and found.kind == fault.fault.kind
     place = found is not None and right and located(fault.cause, found) and _everywhere(fault, verdict)
     named = Named(None if found is None else found.kind, right, place, verdict.seconds)
-    law, kind = fault.fault.law, fault.fault.kind
-    return Trial(fault.name, fault.smallest, law, kind, laws, named, None, verdict.seconds)
+    return Trial(fault.name, fault.smallest, fault.fault.law, fault.fault.kind, laws, named, None, verdict.seconds)
 
 
 def _everywhere(fault: MixedFault, verdict: Verdict) -> bool:

@@ -67,7 +67,7 @@ class Composed(AgainstItself):
                 raise
             finally:
                 watcher.close()
-            made = _Made(context.rank, order, handed, origin, watcher, sent_messages())
+            made = _StepOnRank(context.rank, order, handed, origin, watcher, sent_messages())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
         stages = made.stages(whole, bound_s)
         said = replace(self.contract, accumulation=handed.accumulation, loss_scale=handed.loss_scale)
@@ -85,7 +85,7 @@ class Composed(AgainstItself):
 
 
 @dataclass(frozen=True)
-class _Made:
+class _StepOnRank:
     """What a step handed back on a rank, with what is known of its modules; ``sent``: the messages of this rank."""
 
     rank: int

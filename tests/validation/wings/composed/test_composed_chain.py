@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.golden import golden

@@ -6,7 +6,7 @@ from torch import nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, layers
 
 

@@ -18,7 +18,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipeproof import Composed, check_step
 from pipeproof.cases.case import Case
 from pipeproof.core.verdict import Verdict
-from pipeproof.wings.composed.case import validate_composed
+from pipeproof.wings.composed import validate_composed
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, layers

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeproof.cases.mixed.specimens import LAST, MIXED, RIGHT, MixedCase
 from pipeproof.cases.mixed.step import MixedPrecision, MixedStep
 from pipeproof.core.verdict import Verdict
-from pipeproof.wings.composed.mixed import try_mixed, validate_mixed
+from pipeproof.wings.composed import try_mixed, validate_mixed
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 

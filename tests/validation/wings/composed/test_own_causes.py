@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from tests.support.pipeline_here import MSE, Job, layers
 
 DATA = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeproof import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed.step import Composed
+from pipeproof.wings.composed import Composed
 from tests.support.pipeline_here import MSE, Job, checked, layers
 
 EQUAL = "stages 0 and 2 begin with equal weights: pass build=, or say ties, which tell whether they are one"
