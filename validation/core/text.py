@@ -107,8 +107,8 @@ def _first(verdict: Findings, first: Mismatch) -> str:
     values = f"{seen}, {due} {expected}" if verdict.judged else f"{due} {expected}, {found} {seen}"
     apart = "" if first.error is None else f"; relative error {small(first.error)}"
     rank = "" if first.rank is None else f", rank {first.rank}"
-    # An action has the stage in its name.
-    where = first.where if first.action is None else f"microbatch {first.microbatch} ({first.action}{rank})"
+    known = first.action is not None and first.microbatch is not None  # an action has the stage in its name
+    where = f"microbatch {first.microbatch} ({first.action}{rank})" if known else first.where
     return f"{where}{first.later}: {values}{apart}"
 
 

@@ -177,7 +177,7 @@ def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
 
 def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, room: float) -> Cause:
     first = min((one for one, _ in group), key=lambda one: one.turn)
-    microbatches = tuple(sorted({one.point.microbatch for one, _ in group}))
+    microbatches = tuple(sorted({one.point.microbatch for one, _ in group} - {UNKNOWN_MICROBATCH}))
     every = len(microbatches) == count
     factors = [one.what.factor or 0.0 for one, _ in group]
     detail = _told(group, every=every)

@@ -49,7 +49,7 @@ def norm(evidence: Evidence) -> list[Cause]:
 
 
 def _of_ranks(known: Sequence[Cause], evidence: Evidence) -> list[Cause]:
-    """The first of what is ``known`` of all ranks; or what each reports, where one cause for all has no other words."""
+    """One cause: the first that is ``known`` of all ranks, or else what each rank reports."""
     own = {one.rank: one.detail for one in reversed(known)}
     if len(own) < 2 or None in own:
         return [*known[:1]]

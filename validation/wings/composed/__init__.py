@@ -15,7 +15,7 @@ had what stage ``s`` gave, which is ``f_s`` of what it had. By induction back fr
 output gradient, and so of every gradient. What stands outside of the induction is a stage's own code: it is both sides
 of its links.
 
-It stands on ``Expectation``. Begin with ``link``, a stage when it is rerun, and ``chain``, all links together.
+It stands on ``Expectation``. Begin with ``link``, what a rerun of a stage gives, and ``chain``, which has all links.
 """
 
 from pipeproof.wings.composed.case import check_composed as check_composed

@@ -8,7 +8,12 @@ import pytest
 import torch.nn as nn
 
 from pipeproof.core.cause import Cause
+from pipeproof.explain.divergence import Divergence
+from pipeproof.explain.rules.boundaries import causes_of
 from pipeproof.foreign import WhiteBox, watch
+from pipeproof.observers.likeness import Likeness
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH
+from pipeproof.observers.recording import MADE, Point
 from tests.support.steps import blocks, loss_fn, pairs
 
 
@@ -48,3 +53,10 @@ def test_a_graph_that_was_cut_gives_zeros_that_nobody_wrote(whitebox: WhiteBox) 
 
 def built() -> nn.Module:
     return blocks(seed=3)
+
+
+def test_a_call_whose_microbatch_is_not_known_is_no_microbatch() -> None:
+    likeness = Likeness("zero", words="zero")
+    found = [Divergence(0, Point(0, m, MADE), f"0F{m}", None, likeness) for m in (UNKNOWN_MICROBATCH, 2)]
+    (cause,) = causes_of(found, 4, refine=lambda one: None)
+    assert cause.microbatches == (2,)
