@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeproof.cases.primitives.figures import Figures
-from pipeproof.cases.primitives.primitive import PRIMITIVES
-from pipeproof.cases.primitives.stacked import validated
-from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.core.measured import versions
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.primitives.primitive import PRIMITIVES, Figures
+from pipeproof.wings.primitives.stacked import validated
+from pipeproof.wings.primitives.stacks import Stack, alone
 from pipeproof.worlds.world import World
 
-FILE = Path(__file__).parent.parent / "validation/cases/primitives/figures.json"
+FILE = Path(__file__).parent.parent / "validation/wings/primitives/figures.json"
 
 
 def main() -> int:

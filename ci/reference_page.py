@@ -40,11 +40,14 @@ SCHEDULE = (
     "executed",
     "undeferred",
 )
+ADAPTERS = "validation/wings/adapters"
+FRAMEWORKS = ("megatron", "colossalai", "deepspeed", "torchtitan", "nanotron", "transformers")
+JOBS = {"transformers": "transformers_trainer"}  # where steps of running jobs are, if that is another file
 PARTS: Mapping[str, Sequence[Name]] = {
     "Your own step": (
-        Name("pipeproof.foreign", "validate", "validation/foreign/on_a_world.py"),
+        Name("pipeproof.whitebox", "validate", "validation/whitebox/validator.py"),
         Name("pipeproof", "Contract", "validation/core/contract.py"),
-        Name("pipeproof.foreign", "WhiteBox", "validation/foreign/validator.py", methods=("validate",)),
+        Name("pipeproof.whitebox", "WhiteBox", "validation/whitebox/validator.py", methods=("validate",)),
         Name("pipeproof.whitebox", "mutate", "validation/wings/mutate/mutation.py"),
         Name("pipeproof.whitebox", "under_test", "validation/wings/mutate/mutation.py"),
         Name("pipeproof.whitebox", "LetPass", "validation/wings/mutate/mutation.py"),
@@ -54,25 +57,18 @@ PARTS: Mapping[str, Sequence[Name]] = {
             "validation/wings/mutate/mutation.py",
             methods=("let_pass", "raise_if_any_passed"),
         ),
-        Name("pipeproof.foreign", "watch", "validation/observers/watching.py"),
-        Name("pipeproof.foreign", "Operation", "validation/foreign/operations.py"),
-        Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),
-        Name("pipeproof.foreign", "FlatShard", "validation/foreign/handed_back.py"),
-        Name("pipeproof.foreign.torch_pipelining", "step", "validation/foreign/torch_pipelining.py"),
-        Name("pipeproof", "megatron.imports", "validation/foreign/frameworks/framework.py", own="imports"),
-        Name("pipeproof", "megatron.validate", "validation/foreign/frameworks/megatron.py", own="validate"),
-        Name("pipeproof", "megatron.observed", "validation/foreign/frameworks/megatron.py", own="observed"),
-        Name("pipeproof", "colossalai.validate", "validation/foreign/frameworks/colossalai.py", own="validate"),
-        Name("pipeproof", "colossalai.observed", "validation/foreign/frameworks/colossalai.py", own="observed"),
-        Name("pipeproof", "deepspeed.validate", "validation/foreign/frameworks/deepspeed.py", own="validate"),
-        Name("pipeproof", "deepspeed.observed", "validation/foreign/frameworks/deepspeed.py", own="observed"),
-        Name("pipeproof", "torchtitan.validate", "validation/foreign/frameworks/torchtitan.py", own="validate"),
-        Name("pipeproof", "torchtitan.observed", "validation/foreign/frameworks/torchtitan.py", own="observed"),
-        Name("pipeproof", "nanotron.validate", "validation/foreign/frameworks/nanotron.py", own="validate"),
-        Name("pipeproof", "nanotron.observed", "validation/foreign/frameworks/nanotron.py", own="observed"),
-        Name("pipeproof", "transformers.validate", "validation/foreign/frameworks/transformers.py", own="validate"),
-        Name("pipeproof", "transformers.observed", "validation/foreign/frameworks/transformers.py", own="observed"),
-        Name("pipeproof", "transformers.Stage", "validation/foreign/frameworks/transformers_stage.py", own="Stage"),
+        Name("pipeproof.whitebox", "watch", "validation/core/observe/watching.py"),
+        Name("pipeproof.whitebox", "Operation", "validation/whitebox/handed_back.py"),
+        Name("pipeproof.whitebox", "HandedBack", "validation/whitebox/handed_back.py"),
+        Name("pipeproof.whitebox", "FlatShard", "validation/whitebox/handed_back.py"),
+        Name("pipeproof.whitebox.torch_pipelining", "step", "validation/whitebox/torch_pipelining.py"),
+        Name("pipeproof", "megatron.imports", f"{ADAPTERS}/framework.py", own="imports"),
+        *(
+            Name("pipeproof", f"{one}.{name}", f"{ADAPTERS}/{one}.py", own=name)
+            for one in FRAMEWORKS
+            for name in ("validate", "observed")
+        ),
+        Name("pipeproof", "transformers.Stage", f"{ADAPTERS}/transformers_stage.py", own="Stage"),
     ),
     "A running job": (
         Name("pipeproof", "check_step", "validation/records/step_check.py"),
@@ -84,23 +80,11 @@ PARTS: Mapping[str, Sequence[Name]] = {
         ),
         Name("pipeproof", "SingleDevice", "validation/records/single_device.py"),
         Name("pipeproof", "Composed", "validation/wings/composed/composed.py", own="AgainstItself"),
-        Name("pipeproof", "colossalai.check_step", "validation/colossalai.py", own="check_step"),
-        Name("pipeproof", "colossalai.record_step", "validation/colossalai.py", own="record_step"),
-        Name("pipeproof", "deepspeed.check_step", "validation/deepspeed.py", own="check_step"),
-        Name("pipeproof", "deepspeed.record_step", "validation/deepspeed.py", own="record_step"),
-        Name("pipeproof", "megatron.check_step", "validation/megatron.py", own="check_step"),
-        Name("pipeproof", "megatron.record_step", "validation/megatron.py", own="record_step"),
-        Name("pipeproof", "torchtitan.check_step", "validation/torchtitan.py", own="check_step"),
-        Name("pipeproof", "transformers.check_step", "validation/transformers.py", own="check_step"),
-        Name(
-            "pipeproof",
-            "transformers.record_step",
-            "validation/transformers.py",
-            own="record_step",
+        *(
+            Name("pipeproof", f"{one}.{name}", f"{ADAPTERS}/{JOBS.get(one, one)}.py", own=name)
+            for one in FRAMEWORKS
+            for name in ("check_step", "record_step")
         ),
-        Name("pipeproof", "torchtitan.record_step", "validation/torchtitan.py", own="record_step"),
-        Name("pipeproof", "nanotron.check_step", "validation/nanotron.py", own="check_step"),
-        Name("pipeproof", "nanotron.record_step", "validation/nanotron.py", own="record_step"),
         Name("pipeproof", "record_step", "validation/records/step_record.py"),
         Name("pipeproof", "write_record", "validation/records/step_record.py"),
         Name("pipeproof", "record_run", "validation/wings/runs/recorder.py"),
@@ -120,24 +104,25 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof.core.cause", "Cause", "validation/core/cause.py"),
     ),
     "Built-in schedules": (
-        Name("pipeproof", "Case", "validation/cases/case.py", methods=("parse",)),
-        Name("pipeproof", "validate", "validation/cases/validator.py"),
+        Name("pipeproof", "Case", "validation/own/case.py", methods=("parse",)),
+        Name("pipeproof", "validate", "validation/own/validator.py"),
         Name("pipeproof", "PipelineSchedule", "pipeline/step.py", methods=SCHEDULE),
         Name("pipeproof.pipeline", "StepResult", "pipeline/step.py"),
         Name("pipeproof.pipeline", "build", "pipeline/schedules/__init__.py"),
         Name("pipeproof.pipeline", "check", "pipeline/laws.py"),
-        Name("pipeproof.pipeline", "lower", "pipeline/lower.py"),
-        Name("pipeproof.pipeline", "simulate", "pipeline/simulate.py"),
-        Name("pipeproof.pipeline", "grid", "pipeline/grid.py"),
+        Name("pipeproof.pipeline", "lower", "pipeline/program.py"),
+        Name("pipeproof.pipeline", "simulate", "pipeline/timeline.py"),
+        Name("pipeproof.pipeline", "grid", "pipeline/text_grid.py"),
         Name("pipeproof.pipeline", "read_file", "pipeline/files.py"),
         Name("pipeproof.pipeline", "schedule_from_csv", "pipeline/schedule.py"),
-        Name("pipeproof.pipeline", "program_from_csv", "pipeline/lower.py"),
+        Name("pipeproof.pipeline", "program_from_csv", "pipeline/program.py"),
         Name("pipeproof.pipeline", "Schedule", "pipeline/schedule.py"),
-        Name("pipeproof.pipeline", "Program", "pipeline/lower.py"),
+        Name("pipeproof.pipeline", "Program", "pipeline/program.py"),
         Name("pipeproof.pipeline", "Action", "pipeline/action.py"),
     ),
     "Ranks": (
         Name("pipeproof", "World", "validation/worlds/world.py", methods=("run", "close")),
+        Name("pipeproof", "SimulatedWorld", "validation/wings/simulated/world.py"),
         Name("pipeproof.worlds.world", "RankContext", "validation/worlds/worker.py"),
     ),
 }

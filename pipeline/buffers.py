@@ -6,9 +6,9 @@ import numpy as np
 
 from pipeproof.pipeline.action import WAITS, Kind
 from pipeproof.pipeline.columns import Columns, Ints
-from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.memory import Peak
 from pipeproof.pipeline.messages import Messages, consumers
+from pipeproof.pipeline.program import Program
 
 RECEIVED, SENT, WEIGHTS = "receive buffers", "send buffers", "weight-gradient inputs"
 

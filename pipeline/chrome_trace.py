@@ -10,7 +10,7 @@ from itertools import chain, count
 
 from pipeproof.pipeline.action import COMPUTE
 from pipeproof.pipeline.dataflow import need_of
-from pipeproof.pipeline.deliveries import deliveries
+from pipeproof.pipeline.program import deliveries
 from pipeproof.pipeline.trace import Span, Trace
 
 Event = dict[str, object]

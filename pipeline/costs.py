@@ -8,9 +8,9 @@ from statistics import median
 from typing import TypeVar
 
 from pipeproof.pipeline.action import Action, Kind
-from pipeproof.pipeline.deliveries import deliveries
+from pipeproof.pipeline.program import deliveries
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.simulate import Timeline, simulate
+from pipeproof.pipeline.timeline import Timeline, simulate
 from pipeproof.pipeline.trace import Span, Trace
 
 Key = TypeVar("Key")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeproof.pipeline.lower import Program, read_csv
+from pipeproof.pipeline.program import Program, read_csv
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 
 _MOST_BYTES = 1 << 29  # some forty million actions

@@ -13,9 +13,9 @@ import numpy as np
 from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Action, Kind, ShardAction, ShardKind
 from pipeproof.pipeline.columns import CODE, Columns, Ints, Mask
 from pipeproof.pipeline.dataflow import NEVER, flow, stuck, suppliers
-from pipeproof.pipeline.grid import marked
 from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.text_grid import marked
 
 
 @dataclass(frozen=True)

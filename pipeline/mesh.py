@@ -22,6 +22,7 @@ PARTS, PIECES = "tp", "cp"  # parts of parameters; pieces of sequences
 SUMMED = (*(axis for axis in DATA if axis != "ep"), PIECES)  # along them all gradients are summed
 PROVEN = (PIPELINE, *SUMMED, PARTS)  # for ep and sp it depends on the parameter what is summed
 MOST_MESH = 1 << 20  # ranks
+AXES: Mapping[str, str] = {"ranks": PIPELINE, "replicas": DATA[0]}  # the field's names of what a case says
 
 Groups = tuple[tuple[int, ...], ...]
 Rows = tuple[int, int]  # of a parameter, from the first to before the last

@@ -7,7 +7,7 @@ import numpy as np
 from pipeproof.pipeline.action import COMPUTE, RECEIVES, SENDS, WAITS, Kind
 from pipeproof.pipeline.columns import Columns, Ints, Mask
 from pipeproof.pipeline.dataflow import NEVER, NONE
-from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.program import Program
 
 
 @dataclass(frozen=True, eq=False)

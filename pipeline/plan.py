@@ -13,8 +13,8 @@ from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.partition import balanced, balanced_within, costs_of
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
-from pipeproof.pipeline.simulate import Times, simulate
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_RANKS, counted, measured
+from pipeproof.pipeline.timeline import Times, simulate
 
 _SLACK = 1e-9  # what rounding may add to a sum
 

@@ -9,11 +9,12 @@ from pipeproof.pipeline.action import COMPUTE, WAITS, Kind
 from pipeproof.pipeline.buffers import buffer_peaks
 from pipeproof.pipeline.columns import Columns, Ints
 from pipeproof.pipeline.dataflow import NONE
+from pipeproof.pipeline.deadlock import deadlocks
 from pipeproof.pipeline.laws import LawBroken, Violation, at, misplaced, report
 from pipeproof.pipeline.laws import violations as of_schedule
-from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.messages import Messages, consumers, producers
-from pipeproof.pipeline.transports import Transport, deadlocks
+from pipeproof.pipeline.program import Program
+from pipeproof.pipeline.transports import Transport
 
 ProgramLaw = Callable[[Program], Iterator[Violation]]
 

@@ -15,8 +15,8 @@ from typing import Any
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.cells import Cells, cells_of
 from pipeproof.pipeline.files import read_json
-from pipeproof.pipeline.lower import Program, planned
 from pipeproof.pipeline.mesh import Groups
+from pipeproof.pipeline.program import Program, planned
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.sizes import shortened
 

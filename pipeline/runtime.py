@@ -9,7 +9,7 @@ from pipeproof.pipeline.action import COMPUTE, Action, Kind
 from pipeproof.pipeline.boundary import Gradients, Tensors, signature
 from pipeproof.pipeline.clocks import now
 from pipeproof.pipeline.links import Links
-from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.stage import Goal, LossFn, Stage
 from pipeproof.pipeline.transport import Transport
 

@@ -15,7 +15,7 @@ from pipeproof.pipeline.sizes import some
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order; sends and receives are added by ``pipeproof.pipeline.lower``.
+    """What each rank computes, in order; sends and receives are added by ``pipeproof.pipeline.program``.
 
     ``ranks[r]`` is rank r's list; an action's position in it is its slot. ``placement[s]`` is the rank of stage s.
     ``overlaps`` are the (rank, slot) of forwards that run together with the backward after them, as one action: both

@@ -17,8 +17,7 @@ from pipeproof.pipeline.boundary import as_tensors
 from pipeproof.pipeline.gather import gather
 from pipeproof.pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
 from pipeproof.pipeline.laws import check
-from pipeproof.pipeline.lower import Program, lower
-from pipeproof.pipeline.profile import Profile
+from pipeproof.pipeline.program import Program, lower
 from pipeproof.pipeline.program_laws import check as check_program
 from pipeproof.pipeline.program_laws import runnable
 from pipeproof.pipeline.replicas import stage_of, with_replicas
@@ -26,7 +25,7 @@ from pipeproof.pipeline.runtime import Microbatch, Objective, OwnSpan, Run, Runt
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.stage import LossFn, Stage
-from pipeproof.pipeline.trace import Trace, decode, encode
+from pipeproof.pipeline.trace import Profile, Trace, decode, encode
 from pipeproof.pipeline.transport import Alone, DistributedTransport, Transport
 
 # How many compute actions ahead of its consumer a receive may be posted, where the transport matches messages by tag:

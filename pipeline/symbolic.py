@@ -17,8 +17,8 @@ from pipeproof.pipeline.action import GIVES_INPUT_GRADIENT, GIVES_WEIGHT_GRADIEN
 from pipeproof.pipeline.columns import Ints, Mask
 from pipeproof.pipeline.dataflow import NEVER
 from pipeproof.pipeline.laws import Violation
-from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.messages import Messages
+from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.sizes import LONGEST, SHOWN
 
 _ITSELF = -3  # an action that needs nothing of another stage: data, or its own loss

@@ -1,4 +1,4 @@
-"""When every action of a step ran: one value for what was measured and for what was simulated."""
+"""When every action of a step ran, as it was measured or simulated, and where the step's time went."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from pipeproof.pipeline.action import COMPUTE, Action
 from pipeproof.pipeline.columns import CODE, KINDS
-from pipeproof.pipeline.profile import Profile
 from pipeproof.pipeline.schedule import Schedule
 
 
@@ -30,6 +29,26 @@ class Span(NamedTuple):
     def worked(self) -> float:
         """How long the action took without waiting."""
         return self.ended - self.worked_from
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds of one step on one rank.
+
+    compute: inside the stages' forward and backward. idle: waiting for a message that had not come. communication:
+    issuing sends and receives, packing, and waiting at the end for sends to be taken. What is left of ``step_s`` is
+    the runtime's own time and, after the last backward, the reductions and the optimizer.
+    """
+
+    rank: int
+    step_s: float
+    compute_s: float
+    communication_s: float
+    idle_s: float
+
+    @property
+    def other_s(self) -> float:
+        return self.step_s - self.compute_s - self.communication_s - self.idle_s
 
 
 @dataclass(frozen=True)

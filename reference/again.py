@@ -16,8 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from pipeproof.reference.attributes import Attribute, attributes_of, changed, put_back
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom
-from pipeproof.reference.first_hook import hook_first
 from pipeproof.reference.generators import Generator, GeneratorState, set_states_on, states_on
+from pipeproof.reference.graph import hook_first
 
 _run_again = set[int]()  # the ids of modules
 Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order

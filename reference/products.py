@@ -83,3 +83,17 @@ def _factors() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, _SIZE, _SIZE, generator=draw, device="cpu", dtype=torch.float32)
     return one, other
+
+
+def settings_off(optimizer: torch.optim.Optimizer, by: float) -> torch.optim.Optimizer:
+    """``optimizer``, with every setting that is no whole number smaller by this part of it: rates, betas and others."""
+    for group in optimizer.param_groups if by else ():
+        group.update({name: _off(value, 1 - by) for name, value in group.items() if name != "params"})
+    return optimizer
+
+
+def _off(value: Any, times: float) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_off(one, times) for one in value)
+    numbers = isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
+    return value * times if numbers else value

@@ -18,7 +18,6 @@ from torch.func import functional_call
 
 from pipeproof.reference.accumulation import PLAIN, Accumulation, added, length_of
 from pipeproof.reference.accumulation import Gradient as Gradient
-from pipeproof.reference.by_use import ByUse
 from pipeproof.reference.choices import choosing
 from pipeproof.reference.contribution import Contribution as Contribution
 from pipeproof.reference.contribution import Site as Site
@@ -26,7 +25,7 @@ from pipeproof.reference.contribution import Stage as Stage
 from pipeproof.reference.contribution import by_stage, parts_of, with_copies_joined
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.graded import graded
+from pipeproof.reference.graded import ByUse, graded
 from pipeproof.reference.model import LossFn, Model
 
 _Leaves = dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]]  # by the stage and the parameter's identity

@@ -18,11 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from pipeproof.reference.by_use import ByUse
 from pipeproof.reference.choices import choosing
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.graded import graded
+from pipeproof.reference.graded import ByUse, graded
 from pipeproof.reference.graph import Edge, depths, ends_of, frontier
 from pipeproof.reference.handed_on import flows
 from pipeproof.reference.outputs import Place, module_of, outputs_noted

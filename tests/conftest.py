@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,9 +14,11 @@ from hypothesis import settings
 
 from pipeproof.worlds.launcher import launch_environment
 from tests.support.golden import COLLECTED, texts_of
+from tests.support.typed import Typed
 from tests.support.warm_start import Ended, WarmStart, run_new
 
 if TYPE_CHECKING:
+    from pipeproof.wings.simulated import SimulatedWorld
     from pipeproof.worlds.world import World
 
 Launch = Callable[..., Ended]
@@ -44,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What does not share the ranks of a world has nothing to gain from running once on every rank of torchrun.
     """
     config.stash[COLLECTED] = list(items)
+    variants = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if variants[test] % mark.args[0]:
+                item.add_marker("sweep")
+            variants[test] += 1
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if _STARTS_PROCESSES & fixtures:
@@ -66,27 +76,27 @@ def world(pipeproof_world: "World") -> "World":
 
 
 @pytest.fixture(scope="session")
-def kept_simulated() -> Iterator["World"]:
+def kept_simulated() -> Iterator["SimulatedWorld"]:
     """One process for all tests of simulated ranks."""
     from pipeproof.worlds.accelerator import too_old
-    from pipeproof.worlds.world import World
 
     if why := too_old():
         pytest.skip(why)
+    from pipeproof.wings.simulated import SimulatedWorld
 
-    with World(kind="simulated", timeout_s=30.0, silent=True) as world:
+    with SimulatedWorld(timeout_s=30.0, silent=True) as world:
         yield world
 
 
 @pytest.fixture
-def simulated(kept_simulated: "World") -> "World":
+def simulated(kept_simulated: "SimulatedWorld") -> "SimulatedWorld":
     """A simulated world with seed 0 and gloo's rules, until a test sets others."""
     from pipeproof.pipeline.transports import Transport
-    from pipeproof.worlds.simulation import SLEEP_ALONE
+    from pipeproof.wings.simulated import Timing
 
     kept_simulated.seed, kept_simulated.transport = 0, Transport.UNLIMITED
-    kept_simulated.fine, kept_simulated.room = False, 0
-    kept_simulated.most, kept_simulated.explorations, kept_simulated.timing = None, [], SLEEP_ALONE
+    kept_simulated.room = 0
+    kept_simulated.most, kept_simulated.explorations, kept_simulated.timing = None, [], Timing()
     kept_simulated.seeds = ()
     return kept_simulated
 
@@ -123,6 +133,12 @@ def no_rank_of_torchrun(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if request.node.get_closest_marker("pipeproof_one_rank"):
         for name in os.environ.keys() - launch_environment().keys():
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Types command lines."""
+    return Typed(capsys)
 
 
 @pytest.fixture

@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeproof.worlds.accelerator import CPU, refusal
-from pipeproof.worlds.kinds import KINDS, REAL
+from pipeproof.worlds.kinds import KINDS, MOST_RUNS, REAL, parsed_interleaving
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
-from pipeproof.worlds.simulated.guide import MOST, parsed_interleaving
 from pipeproof.worlds.timeout import parsed_seconds
 
 if TYPE_CHECKING:
     from pipeproof.core.verdict import Verdict
-    from pipeproof.foreign import WhiteBox
-    from pipeproof.foreign.fixture import FixtureBox
-    from pipeproof.whitebox import Mutated
+    from pipeproof.whitebox import Mutated, WhiteBox
+    from pipeproof.whitebox.fixture import FixtureBox
     from pipeproof.worlds.worker import RankContext
     from pipeproof.worlds.world import World
 
@@ -60,10 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pipeproof-room", type=int, default=0, metavar="BYTES", help=kept)
     order = "the seed of simulated ranks: who is next, and what moves; or as a replay line has it (default: 0)"
     group.addoption("--pipeproof-interleaving", type=parsed_interleaving, default=0, metavar="N", help=order)
-    every = f"run every interleaving of simulated ranks that differs, at most N of each step (default: {MOST})"
-    group.addoption("--pipeproof-exhaust", type=int, nargs="?", const=MOST, metavar="N", help=every)
-    often = "another simulated rank may also be next wherever one calls a function of torch"
-    group.addoption("--pipeproof-fine", action="store_true", help=often)
+    every = f"run every interleaving of simulated ranks that differs, at most N of each step (default: {MOST_RUNS})"
+    group.addoption("--pipeproof-exhaust", type=int, nargs="?", const=MOST_RUNS, metavar="N", help=every)
 
     most = "processes in which tests have left more process groups than this are replaced (default: never)"
     parser.addini("pipeproof_most_groups", most, default="")
@@ -90,7 +86,7 @@ def _exhausted(config: pytest.Config) -> None:
     room = config.getoption("--pipeproof-room")
     if room < 0:
         raise pytest.UsageError(f"--pipeproof-room is {room}: expected a number of bytes, as 4096")
-    given = {"exhaust": most is not None, "fine": config.getoption("--pipeproof-fine"), "room": room > 0}
+    given = {"exhaust": most is not None, "room": room > 0}
     for name in (one for one in given if given[one] and config.getoption("--pipeproof-world") == REAL):
         raise pytest.UsageError(f"--pipeproof-{name} has no effect without --pipeproof-world=simulated: leave it out")
 
@@ -149,7 +145,7 @@ def _drawing(item: pytest.Item, name: str) -> AbstractContextManager[None]:
     seed = item.config.getoption(_SEED)
     if seed is None or not _uses_ranks(item):
         return nullcontext()
-    from pipeproof.worlds.drawing import drawing_apart  # torch comes with it
+    from pipeproof.worlds.settings import drawing_apart  # torch comes with it
 
     return drawing_apart(int(hashlib.sha256(f"{seed} {name}".encode()).hexdigest()[:8], 16))
 
@@ -175,27 +171,32 @@ def pytest_fixture_setup(
 @pytest.fixture(scope="session")
 def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     """Ranks to run jobs on, kept for the whole session: ``pipeproof_world.run(job, ranks=4)``."""
-    from pipeproof.worlds.world import World  # torch comes with it, so only where a test wants ranks
-
-    bound_s = min(120.0, request.config.getoption("--pipeproof-rank-timeout"))
-    device, most = request.config.getoption("--pipeproof-device"), _most_groups(request.config)
-    kind, seed = (request.config.getoption(f"--pipeproof-{name}") for name in ("world", "interleaving"))
-    simulated = {"kind": kind, "seed": seed, "transport": _transport(request.config)}
-    with World(device=device, timeout_s=bound_s, most_groups=most, **simulated) as world:
-        names = ("exhaust", "fine", "room")
-        world.most, world.fine, world.room = (request.config.getoption(f"--pipeproof-{name}") for name in names)
-        if (drawn := request.config.getoption(_SEED)) != 0:
+    config = request.config
+    bound_s = min(120.0, config.getoption("--pipeproof-rank-timeout"))
+    with _world(config, device=config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
+        if (drawn := config.getoption(_SEED)) != 0:
             world.seed_option = f"{_SEED}={_OFF if drawn is None else drawn}"
-        request.config.stash[_WORLD] = world
+        config.stash[_WORLD] = world
         yield world
+
+
+def _world(config: pytest.Config, **given: Any) -> "World":
+    if config.getoption("--pipeproof-world") == REAL:
+        from pipeproof.worlds.world import World  # torch comes with it, so only where a test wants ranks
+
+        return World(most_groups=_most_groups(config), **given)
+    from pipeproof.wings.simulated import SimulatedWorld
+
+    names = ("exhaust", "room")
+    world = SimulatedWorld(seed=config.getoption("--pipeproof-interleaving"), transport=_transport(config), **given)
+    world.most, world.room = (config.getoption(f"--pipeproof-{name}") for name in names)
+    return world
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
     """Say how many interleavings of simulated ranks there were."""
-    if (world := config.stash.get(_WORLD, None)) is not None and world.explorations:
-        from pipeproof.worlds.simulated.exploration import told
-
-        terminalreporter.write_line(f"pipeproof: {told(world.explorations)}")
+    if (world := config.stash.get(_WORLD, None)) is not None and world.searched:
+        terminalreporter.write_line(f"pipeproof: {world.searched}")
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +218,7 @@ def whitebox(request: pytest.FixtureRequest, pipeproof_world: "World") -> Iterat
     A test fails in which it gives a verdict that is no pass and that nobody looks at. Its ``mutate`` is
     ``pipeproof.whitebox.mutate`` on these ranks.
     """
-    from pipeproof.foreign.fixture import FixtureBox
+    from pipeproof.whitebox.fixture import FixtureBox
 
     def mutate(test: Callable[["RankContext"], object], **asked: Any) -> "Mutated":
         from pipeproof.whitebox import mutate

@@ -18,10 +18,10 @@ from accelerator_main import carried_out, raised, rows_in
 from accelerator_parts import PARTS, NotRun, Wanted, row_of
 from accelerator_result import PartResult, Result, Row, failing, merged, section
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.validator import crashed
 from pipeproof.core.verdict import Verdict
+from pipeproof.own.case import Case
+from pipeproof.own.validator import crashed
+from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.accelerator import Arithmetic
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -135,6 +135,7 @@ print('{"what": "a", "outcome": "pass", "cells": {}, "wrong": false}', file=open
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("more", "ended", "reason"),
     [
@@ -185,6 +186,7 @@ def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -
     golden(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
     ("job", "word"),

@@ -10,11 +10,11 @@ from gap_page import cell, in_words, page
 from gaps import Gap, Row, measured
 from least_faults import FAULTS
 
-from pipeproof.cases.case import DTYPES, MODELS
+from pipeproof.own.case import DTYPES, MODELS
 from tests.support.golden import golden
 from tests.support.guides import GUIDES
 
-KEPT = Path(__file__).parents[2] / "ci" / "TOLERANCE.md"
+KEPT = Path(__file__).parents[2] / "ci" / "rounding" / "TOLERANCE.md"
 
 
 def row(dtype: str, gap: Gap | None) -> Row:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gap_survey import Survey, main
 
-from pipeproof.cases.case import CaseError
+from pipeproof.own.case import CaseError
 from tests.support.golden import golden
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")

@@ -5,8 +5,8 @@ import torch
 from least_faults import FAULTS, Step, Total
 from torch import Tensor
 
-from pipeproof.cases.stages import owners
 from pipeproof.core.tolerance import error
+from pipeproof.own.stages import owners
 from pipeproof.reference.data import IGNORED, Shapes, microbatches
 from pipeproof.reference.model import DTYPES, build_model
 from pipeproof.reference.step import Recipe, Reference, Site

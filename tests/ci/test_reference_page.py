@@ -9,7 +9,7 @@ import pytest
 from reference_page import PAGE, PARTS, Name, Node, found, listed, signature, with_names
 
 import pipeproof
-import pipeproof.foreign
+import pipeproof.whitebox
 from tests.support.golden import golden
 from tests.support.sources import OURS, ROOT
 
@@ -35,7 +35,7 @@ def test_every_public_name_is_on_it() -> None:
     # What is in these modules is listed, not they.
     modules = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers", "whitebox")
     root = {("pipeproof", name) for name in pipeproof.__all__ if name not in modules}
-    assert listed >= root | {("pipeproof.foreign", name) for name in pipeproof.foreign.__all__}
+    assert listed >= root | {("pipeproof.whitebox", name) for name in pipeproof.whitebox.__all__}
     assert {name for _, name in listed} >= {*pipeproof.whitebox.__all__}
 
 

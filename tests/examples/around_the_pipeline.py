@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from pipeproof import PipelineSchedule
-from pipeproof.foreign import watch
+from pipeproof.whitebox import watch
 
 RANKS = 4
 REPLICAS = [0, 1, 0, 1]  # of each rank: the inner dimension of the mesh

@@ -3,7 +3,7 @@ import torch.distributed as dist
 from my_pipeline import OneFOneB
 from torch import Tensor, nn
 
-from pipeproof.foreign import watch
+from pipeproof.whitebox import watch
 
 
 class Experts(nn.Module):

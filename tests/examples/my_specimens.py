@@ -1,7 +1,7 @@
 from torch import nn
 
-from pipeproof.cases.specimens import Fault, Needs, Specimen, register
-from pipeproof.cases.specimens.planting import gradients_of, last, on_gradients
+from pipeproof.wings.specimens import Fault, Needs, Specimen, register
+from pipeproof.wings.specimens.planting import gradients_of, last, on_gradients
 
 
 def halve(module: nn.Module) -> None:

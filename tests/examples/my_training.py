@@ -5,7 +5,7 @@ import torch.distributed as dist
 from my_pipeline import OneFOneB
 from torch import Tensor, nn
 
-from pipeproof.foreign import Operation, watch
+from pipeproof.whitebox import Operation, watch
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

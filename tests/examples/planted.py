@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hand_written_1f1b import OneFOneB
 from interleaved_loop import Links
-from test_foreign_runtimes import COUNT, RANKS, hand_written, interleaved, loss_fn, pipelining, zero_bubble
+from test_whitebox_runtimes import COUNT, RANKS, hand_written, interleaved, loss_fn, pipelining, zero_bubble
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from weight_grad_store import StoredLinear, WeightGradStore, _Linear

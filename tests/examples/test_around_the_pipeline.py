@@ -19,7 +19,7 @@ from around_the_pipeline import (
 from torch import nn
 
 from pipeproof.core.verdict import Mismatch, Size, Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 
 KINDS = ["1F1B", "ZB-H1"]

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import PipelineSchedule
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 
 def build_model() -> nn.Module:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from debug_here import debug_here
 from my_pipeline import OneFOneB, build_model, loss_fn
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 
 def connected(port: int) -> socket.socket:

@@ -14,14 +14,14 @@ from my_pipeline import OneFOneB, loss_fn
 from torch import Tensor, nn
 
 from pipeproof import Composed, Contract, ContractError
-from pipeproof.cases.primitives.layers import Mixture
-from pipeproof.cases.primitives.stacked import loss_fn as decoder_loss
-from pipeproof.cases.primitives.stacked import microbatches as decoder_data
-from pipeproof.cases.primitives.stacked import reference_of, run, validated
-from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, step_verdict, watch
-from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.whitebox import HandedBack, WhiteBox, step_verdict, watch
+from pipeproof.whitebox.task import WhiteBoxError
+from pipeproof.wings.primitives.layers import Mixture
+from pipeproof.wings.primitives.stacked import loss_fn as decoder_loss
+from pipeproof.wings.primitives.stacked import microbatches as decoder_data
+from pipeproof.wings.primitives.stacked import reference_of, run, validated
+from pipeproof.wings.primitives.stacks import Stack
 from tests.support.golden import golden
 from tests.support.judgements import counting_judgements
 from tests.support.steps import pairs

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.cases.primitives.collectives import Gather, Reduce, own_part, summed_over
-from pipeproof.cases.primitives.stacked import step_of, validated
-from pipeproof.cases.primitives.stacks import Stack, alone
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.primitives.collectives import Gather, Reduce, own_part, summed_over
+from pipeproof.wings.primitives.stacked import step_of, validated
+from pipeproof.wings.primitives.stacks import Stack, alone
 from tests.support.planted_step import Step, planted
 from tests.support.primitives import is_caught
 from tests.support.sweeps import some
@@ -243,6 +243,7 @@ SIMILAR = (  # to others
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(FAULTS, left=SIMILAR))
 def test_a_bug_in_a_primitive_is_caught(whitebox: WhiteBox, name: str) -> None:
     kind, at, change, cause, told = FAULTS[name]

@@ -70,6 +70,7 @@ def test_what_runs_when() -> None:
         assert upload["with"]["path"] == "reports"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("job", ["cpu", "gpu"])
 def test_a_gate_runs_and_one_rank_reports(job: str, tmp_path: Path, python: Launch, torchrun: Launch) -> None:
     name, options = next(module(words) for words in commands(job) if "gate" in words)

@@ -19,10 +19,10 @@ from unittest import mock
 
 import pytest
 
-from pipeproof.cases.specimens import PLUGINS
 from pipeproof.commands.cli import main
 from pipeproof.core.verdict import ValidationFailed
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.specimens import CATALOGUE
 from pipeproof.worlds.world import World
 from tests.support.guides import GUIDES, PAGES, ROOT, Block, blocks, same
 from tests.support.sweeps import some
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    PLUGINS.unload(tmp_path / "my_specimens.py")
+    CATALOGUE.unload(tmp_path / "my_specimens.py")
 
 
 @pytest.fixture
@@ -134,6 +134,7 @@ def relevant(output: str, folder: Path) -> str:
     return "\n".join(line for line in lines if not re.match(r"[WE]\d{4} |\*{5}|Setting OMP_NUM_THREADS", line)).strip()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("page", some(FOLLOWED, left=LONG))
 def test_a_page_can_be_followed(page: str, run: Callable[[str], tuple[int, str]]) -> None:
@@ -162,6 +163,7 @@ def agree_or_rewrite(page: str, seen: str, output: str, *, after: str) -> None:
 TESTS = sorted({block.file for block in blocks("python") if "\ndef test_" in block.text})  # of all pages
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["pytest", "torchrun"])
 def test_the_tests_of_all_pages_pass_in_every_way(way: str, folder: Path, python: Launch, torchrun: Launch) -> None:
@@ -270,7 +272,7 @@ def test_a_framework_is_installed_as_ci_does_and_a_wrong_step_fails_the_command(
     lines = re.findall(r"(?m)^\$ pip install (.*)$", text)
     needed = {word for line in lines for word in line.split() if not word.startswith("-")}
     assert pinned in needed
-    cure = (ROOT / "validation" / "foreign" / "frameworks" / f"{page}_whole.py").read_text()
+    cure = "".join(one.read_text() for one in (ROOT / "validation" / "wings" / "adapters").glob(f"{page}*.py"))
     assert {word for word in needed if word not in cure} == set(), "the cure where it is missing"
     assert "    print(verdict)\n    sys.exit(verdict.exit_status)\n" in text
 

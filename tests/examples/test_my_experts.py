@@ -3,7 +3,7 @@ from my_experts import build_model, my_experts
 from my_pipeline import loss_fn
 
 from pipeproof import Contract
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 
 def test_my_experts(whitebox: WhiteBox) -> None:

@@ -1,7 +1,7 @@
 import torch
 from my_pipeline import OneFOneB, build_model, loss_fn  # your own code
 
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 
 
 def my_step(model: torch.nn.Sequential, microbatches: list) -> tuple:

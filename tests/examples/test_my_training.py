@@ -3,7 +3,7 @@ from my_pipeline import build_model, loss_fn
 from my_training import my_training, sgd
 
 from pipeproof import Contract
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 STEPS = ["train", "train", "eval", "accumulate", "train"]
 

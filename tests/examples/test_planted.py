@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from planted import FAULTS, Planted
-from test_foreign_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn, zero_bubble
+from test_whitebox_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn, zero_bubble
 
 from pipeproof import Composed, Contract
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.sweeps import SWEEP, some
 
 # At least these shares of all faults: named right and located where stages are watched, named right where they are not.

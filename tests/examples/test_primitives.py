@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.cases.primitives.layers import Layers
-from pipeproof.cases.primitives.stacked import PARTS, reference_of, step_of, validated
-from pipeproof.cases.primitives.stacks import Stack, alone
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.primitives.layers import Layers
+from pipeproof.wings.primitives.stacked import PARTS, reference_of, step_of, validated
+from pipeproof.wings.primitives.stacks import Stack, alone
 from tests.support.planted_step import Step, planted
 from tests.support.primitives import SEEDS, all_held
 from tests.support.sweeps import SWEEP, sampled, some
@@ -60,6 +60,7 @@ RUN = {**STACKS, **MORE}
 SHOWN = ("pp, tp", "pp, ddp, tp", "pp, zero-1", "pp, ep", "recompute-reentrant, zero-3")  # by others on as many ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", some(RUN, left=[*MORE, *SHOWN]))
 def test_what_is_right_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
@@ -234,6 +235,7 @@ CAUGHT = [
 COSTLY = ("experts times ranks", "experts in another order", "mean of parts", "torch's gather", "one not reduced")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fault", "cause", "rank", "told"),
     [pytest.param(*one, marks=SWEEP if one[0] in COSTLY else ()) for one in CAUGHT],

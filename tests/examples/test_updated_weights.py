@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import Contract
+from pipeproof.core.observe.initial_weights import step_begins
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.observers.initial_weights import step_begins
+from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox.task import WhiteBoxError
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, pairs
 

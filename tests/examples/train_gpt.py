@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof.cases.stages import Slice, layers_of, owners, tied_across
 from pipeproof.core.limits import FP32
 from pipeproof.core.tolerance import error, scalar_error
+from pipeproof.own.stages import Slice, layers_of, owners, tied_across
 from pipeproof.pipeline import PipelineSchedule, Schedule, StepResult
 from pipeproof.pipeline.gather import gather
 from pipeproof.pipeline.partition import parse_split
-from pipeproof.pipeline.profile import Profile
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import build, canonical_name, virtuals
+from pipeproof.pipeline.trace import Profile
 from pipeproof.pipeline.transport import Transport
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import GPT

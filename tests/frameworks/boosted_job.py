@@ -1,4 +1,4 @@
-"""A job that trains the tiny boosted model on ranks of its own: a step of it is checked, then it goes on."""
+"""A job that trains the tiny boosted model on ranks of its own."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 import pipeproof
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.frameworks.colossalai import _on, _state_kept
-from pipeproof.foreign.frameworks.colossalai_whole import Packed
 from pipeproof.records.record import Record
+from pipeproof.wings.adapters.colossalai_whole import as_launched
+from pipeproof.wings.adapters.whole import Packed
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_colossal
 from tests.frameworks.colossalai_faults import FAULTS
-from tests.frameworks.left import differences, left, seed
+from tests.frameworks.jobs import Job
+from tests.frameworks.left import left
 from tests.frameworks.tiny_colossal import Layout
 
 MICROBATCHES = 4
 
 
 @contextmanager
-def boosted(
-    layout: Layout, fault: str = "", microbatches: int = MICROBATCHES, batches: int = 1
-) -> Iterator[tuple[Any, Any]]:
-    """The booster, model and optimizer, and the batches of this rank's replica, in one."""
-    with _on("cpu"), _state_kept(), ExitStack() as stack:
+def job_of(layout: Layout, fault: str = "", microbatches: int = 0, batches: int = 1) -> Iterator[Job]:
+    """The booster, model and optimizer are what is made; so many batches of this rank's replica are in one."""
+    microbatches = microbatches or layout.microbatches
+    with as_launched("cpu"), ExitStack() as stack:
         if fault:
             FAULTS[fault].plant(stack)
         made = tiny_colossal.made(layout, microbatches)
@@ -37,7 +37,22 @@ def boosted(
             plugin.pg_mesh.coordinate(plugin.dp_axis) :: layout.dp
         ]
         packed = Packed.of(mine)
-        yield made, packed.joined([packed.pack(one) for one in mine])
+        tensors = zip(*(packed.pack(one) for one in mine), strict=True)
+        batch = packed.unpack([torch.cat(parts) for parts in tensors])
+        yield Job(
+            made,
+            [batch],
+            [{key: one.flip(-1) for key, one in batch.items()}],
+            lambda by_itself: check_of(made, [batch], layout, **({"reference": itself(layout)} if by_itself else {})),
+            lambda given: tiny_colossal.train_step(*made, iter(given)),
+            partial(state, *made),
+            lambda path: pipeproof.colossalai.record_step(*made, [batch], path, timeout_s=100.0),
+            lambda: "step" not in vars(made[2]) and "forward_backward_step" not in vars(plugin.scheduler),
+        )
+
+
+def itself(layout: Layout) -> pipeproof.Composed:
+    return pipeproof.Composed(build=partial(tiny_colossal.build, layout) if layout.tied else None)
 
 
 def check_of(made: Any, batches: list[Any], layout: Layout, **other: Any) -> Any:
@@ -46,12 +61,12 @@ def check_of(made: Any, batches: list[Any], layout: Layout, **other: Any) -> Any
     return pipeproof.colossalai.check_step(*made, batches=batches, timeout_s=100.0, **given)
 
 
-def checked(_: RankContext, layout: Layout, fault: str, by: pipeproof.Composed | None = None) -> Verdict:
-    """The verdict on a step that has a fault; ``by``: how it is held against itself."""
-    with boosted(layout, fault, layout.microbatches) as (made, batch):
-        with check_of(made, [batch], layout, **_against(by)) as check:
-            tiny_colossal.train_step(*made, iter([batch]))
-        return check.verdict
+def without_names(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a step that is held against itself, where nothing tells by which names weights are shared."""
+    with job_of(layout) as job:
+        with check_of(job.made, job.data, layout, reference=pipeproof.Composed()) as check:
+            job.train(job.data)
+        return check.verdict  # type: ignore[no-any-return]
 
 
 class Whole(nn.Module):
@@ -80,35 +95,6 @@ def due(layout: Layout) -> Record:
     )
 
 
-def recorded(_: RankContext, layout: Layout, path: str, fault: str) -> str:
-    """Record a step that has a fault, or none; why that cannot be."""
-    with boosted(layout, fault, layout.microbatches) as (made, batch):
-        with pipeproof.colossalai.record_step(*made, [batch], path, timeout_s=100.0) as seen:
-            tiny_colossal.train_step(*made, iter([batch]))
-        return seen.problem
-
-
-def _against(by: pipeproof.Composed | None) -> dict[str, Any]:
-    return {} if by is None else {"reference": by}
-
-
-def checked_and_unchecked(
-    _: RankContext, layout: Layout, microbatches: int, by: pipeproof.Composed | None = None
-) -> tuple[Verdict, list[str]]:
-    """The verdict on a right step, and what is another after it and one more than in a job without a check."""
-    found = []
-    for check_it in (False, True):
-        with boosted(layout, microbatches=microbatches) as (made, batch):
-            seed()
-            new = check_of(made, [batch], layout, **_against(by))
-            with new if check_it else nullcontext() as check:
-                tiny_colossal.train_step(*made, iter([batch]))
-            first = state(*made)
-            tiny_colossal.train_step(*made, iter([batch]))
-            found.append([first, state(*made)])
-    return check.verdict, differences(*found)
-
-
 def state(booster: Any, model: Any, optimizer: Any) -> dict[str, Any]:
     """That of the job, and whether a call of the model is its own again."""
     module: nn.Module = model.module
@@ -118,7 +104,8 @@ def state(booster: Any, model: Any, optimizer: Any) -> dict[str, Any]:
 
 def refused(_: RankContext, layout: Layout, kind: str) -> tuple[str, bool]:
     """The verdict on a block that cannot be checked, in words, and whether the job took its step."""
-    with boosted(layout) as (made, batch):
+    with job_of(layout, microbatches=MICROBATCHES) as job:
+        made, batch = job.made, job.data[0]
         booster, model, optimizer = made
         before = [one.detach().clone() for one in model.module.parameters()]
         given = {key: one[:-1] for key, one in batch.items()} if kind == "ragged" else batch
@@ -135,7 +122,8 @@ def refused(_: RankContext, layout: Layout, kind: str) -> tuple[str, bool]:
 
 def accumulated(_: RankContext, layout: Layout, without_sync: bool) -> Verdict:
     """The verdict on a step that adds up the gradients of two batches, the first of which need not be reduced."""
-    with boosted(layout, batches=2) as (made, every):
+    with job_of(layout, microbatches=MICROBATCHES, batches=2) as job:
+        made, every = job.made, job.data[0]
         booster, model, optimizer = made
         batches = [{key: one.chunk(2)[number] for key, one in every.items()} for number in (0, 1)]
         with check_of(made, batches, layout) as check:
@@ -144,26 +132,4 @@ def accumulated(_: RankContext, layout: Layout, without_sync: bool) -> Verdict:
                 booster.execute_pipeline(iter(batches[:1]), model, tiny_colossal.criterion, optimizer)
             booster.execute_pipeline(iter(batches[1:]), model, tiny_colossal.criterion, optimizer)
             optimizer.step()
-        return check.verdict
-
-
-def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
-    """What a step that raises on every rank raises, the verdict on it, and whether all is as it was."""
-    with boosted(layout) as (made, batch):
-        booster, _, optimizer = made
-        check = check_of(made, [batch], layout)
-        try:
-            with check as found:
-                raise KeyError("the job's own")
-        except KeyError as error:
-            clean = "step" not in vars(optimizer) and "forward_backward_step" not in vars(booster.plugin.scheduler)
-            return repr(error), found.verdict.details, clean
-    raise AssertionError("what the job raises is the job's")
-
-
-def drew_others(_: RankContext, layout: Layout) -> Verdict:
-    """The verdict on a right step of other words than the check was given."""
-    with boosted(layout) as (made, batch):
-        with check_of(made, [batch], layout) as check:
-            tiny_colossal.train_step(*made, iter([{key: one.flip(-1) for key, one in batch.items()}]))
         return check.verdict

@@ -12,7 +12,7 @@ from colossalai.pipeline.schedule.one_f_one_b import OneForwardOneBackwardSchedu
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import Tensor, nn
 
-from pipeproof.foreign import HandedBack
+from pipeproof.whitebox import HandedBack
 from tests.frameworks import tiny_colossal
 from tests.frameworks.fault import Fault
 from tests.frameworks.tiny_colossal import Layout

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from pipeproof.foreign import HandedBack
+from pipeproof.whitebox import HandedBack
 from tests.frameworks.engines import tiny_pipe
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks.fault import Fault, patched

@@ -9,9 +9,9 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
-from pipeproof.foreign.frameworks.megatron import load
-from pipeproof.foreign.frameworks.megatron_whole import alone
+from pipeproof.wings.adapters.deepspeed import as_launched
+from pipeproof.wings.adapters.megatron import Megatron
+from pipeproof.wings.adapters.megatron_whole import alone
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import gpt_job
 from tests.frameworks.engines import tiny_gpt
@@ -74,10 +74,12 @@ def whole() -> Any:
 
 def in_megatron(_: RankContext, path: str) -> str:
     """Record a step of Megatron's own pipeline."""
-    with gpt_job.job_of(Layout()) as (chunks, optimizer, _data):
-        load(chunks, whole())
+    with gpt_job.job_of(Layout()) as job:
+        chunks, optimizer = job.made
+        own = Megatron(chunks)
+        own.load(own.step(), (), whole())
         with pipeproof.megatron.record_step(chunks, optimizer, [one[:2] for one in data()], path) as seen:
-            gpt_job.train(chunks, optimizer, data(), Layout())
+            job.train(data())
         return seen.problem
 
 
@@ -92,7 +94,7 @@ def in_deepspeed(_: RankContext, path: str, factor: float) -> str:
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},  # Megatron's job has no optimizer either
         "pipeline": {"use_reentrant": False},
     }
-    with _launched("cpu"), _state_kept(), alone():
+    with as_launched("cpu"), alone():
         deepspeed.init_distributed()
         model = PipelineModule(layers, num_stages=2, loss_fn=partial(scaled, factor), partition_method="uniform")
         engine, *_rest = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())

@@ -1,4 +1,4 @@
-"""A job that trains the tiny GPTModel on ranks of its own: a step of it is checked, then it goes on."""
+"""A job that trains the tiny GPTModel on ranks of its own."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,6 +16,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks.engines import tiny_gpt
 from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
+from tests.frameworks.jobs import Job
 from tests.frameworks.left import differences, left, seed
 from tests.frameworks.megatron_faults import PLANTS
 
@@ -23,8 +24,8 @@ MICROBATCHES = 4
 
 
 @contextmanager
-def job_of(layout: Layout, fault: str = "") -> Iterator[tuple[list[Any], Any, list[Any]]]:
-    """The chunks and the optimizer, and the microbatches of this rank's replica."""
+def job_of(layout: Layout, fault: str = "") -> Iterator[Job]:
+    """Chunks and the optimizer are what is made, of this rank."""
     with ExitStack() as stack:
         if fault:
             PLANTS[fault](stack)
@@ -32,12 +33,18 @@ def job_of(layout: Layout, fault: str = "") -> Iterator[tuple[list[Any], Any, li
         stack.callback(parallel_state.destroy_model_parallel)
         optimizer = tiny_gpt.optimizer_of(layout, chunks)
         replica = parallel_state.get_data_parallel_rank()
-        yield chunks, optimizer, tiny_gpt.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
+        data = tiny_gpt.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
+        yield Job(
+            (chunks, optimizer),
+            data,
+            [tuple(one.flip(-1) for one in given) for given in data],
+            partial(_check, chunks, optimizer, data, layout),
+            partial(train, chunks, optimizer, layout),
+            lambda: left(chunks, optimizer),
+        )
 
 
-def check_of(
-    chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout, by_itself: bool = False
-) -> Any:
+def _check(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout, by_itself: bool) -> Any:
     return pipeproof.megatron.check_step(
         chunks,
         optimizer,
@@ -48,34 +55,11 @@ def check_of(
     )
 
 
-def train(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout) -> None:
+def train(chunks: list[Any], optimizer: Any, layout: Layout, microbatches: list[Any]) -> None:
     data = [iter(microbatches) for _ in chunks]
     tiny_gpt.train_step(
         tiny_gpt.forward_of(layout), data if layout.vp > 1 else data[0], chunks, optimizer, len(microbatches)
     )
-
-
-def checked(_: RankContext, layout: Layout, fault: str, by_itself: bool = False) -> Verdict:
-    """The verdict on a step that has a fault."""
-    with job_of(layout, fault) as (chunks, optimizer, microbatches):
-        with check_of(chunks, optimizer, microbatches, layout, by_itself) as check:
-            train(chunks, optimizer, microbatches, layout)
-        return check.verdict
-
-
-def checked_and_unchecked(_: RankContext, layout: Layout, by_itself: bool = False) -> tuple[Verdict, list[str]]:
-    """The verdict on a right step, and what is another after it and one more than in a job without a check."""
-    found = []
-    for check_it in (False, True):
-        seed()
-        with job_of(layout) as (chunks, optimizer, microbatches):
-            with check_of(chunks, optimizer, microbatches, layout, by_itself) if check_it else nullcontext() as check:
-                train(chunks, optimizer, microbatches, layout)
-            first = left(chunks, optimizer)
-            train(chunks, optimizer, microbatches, layout)
-            found.append([first, left(chunks, optimizer)])
-    dist.barrier()
-    return check.verdict, differences(*found)
 
 
 @contextmanager
@@ -109,39 +93,22 @@ def drew_by_the_tracker(_: RankContext, layout: Layout) -> tuple[Verdict, list[s
             seed()
             tracker = megatron_random.get_cuda_rng_tracker()
             tracker.set_states({"model-parallel-rng": torch.Generator().manual_seed(5).get_state()})
-            with job_of(layout) as (chunks, optimizer, microbatches):
-                check = check_of(chunks, optimizer, microbatches, layout, by_itself=True) if check_it else nullcontext()
-                with check as checked:
-                    train(chunks, optimizer, microbatches, layout)
-                train(chunks, optimizer, microbatches, layout)
-                found.append([left(chunks, optimizer)])
+            with job_of(layout) as job:
+                with job.check(True) if check_it else nullcontext() as checked:
+                    job.train(job.data)
+                job.train(job.data)
+                found.append([job.state()])
             tracked.append(tracker.get_states()["model-parallel-rng"])
     dist.barrier()
     other = [] if torch.equal(*tracked) else ["the tracker's state"]
     return checked.verdict, [*differences(*found), *other]
 
 
-def drew_others(_: RankContext, layout: Layout) -> Verdict:
-    """The verdict on a right step of other words than the check was given."""
-    with job_of(layout) as (chunks, optimizer, microbatches):
-        with check_of(chunks, optimizer, microbatches, layout) as check:
-            train(chunks, optimizer, [tuple(one.flip(-1) for one in given) for given in microbatches], layout)
-        return check.verdict
-
-
-def drew_in_another_order(_: RankContext, layout: Layout) -> Verdict:
-    """The verdict on a right step of what the check was given, the last first."""
-    with job_of(layout) as (chunks, optimizer, microbatches):
-        with check_of(chunks, optimizer, microbatches, layout) as check:
-            train(chunks, optimizer, microbatches[::-1], layout)
-        return check.verdict
-
-
 def not_cleared(_: RankContext, layout: Layout) -> Verdict:
     """The verdict on a second step that adds to the gradients of the first."""
-    with job_of(layout) as (chunks, optimizer, microbatches):
-        train(chunks, optimizer, microbatches, layout)
-        with mock.patch.object(type(chunks[0]), "zero_grad_buffer"):
-            with check_of(chunks, optimizer, microbatches[::-1], layout) as check:
-                train(chunks, optimizer, microbatches[::-1], layout)
+    with job_of(layout) as job:
+        job.train(job.data)
+        with mock.patch.object(type(job.made[0][0]), "zero_grad_buffer"):
+            with job.check(False) as check:
+                job.train(job.data[::-1])
         return check.verdict

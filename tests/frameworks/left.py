@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.observers.shards import InShards
+from pipeproof.core.observe.shards import InShards
 
 
 def seed() -> None:

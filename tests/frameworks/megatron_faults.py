@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from pipeproof.foreign import HandedBack
-from pipeproof.foreign.frameworks.megatron_whole import bare
+from pipeproof.whitebox import HandedBack
+from pipeproof.wings.adapters.megatron_whole import bare
 from tests.frameworks.engines import tiny_gpt
 from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
 from tests.frameworks.fault import Fault, patched

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof import nanotron
-from pipeproof.foreign import HandedBack
+from pipeproof.whitebox import HandedBack
 from tests.frameworks import tiny_llama
 from tests.frameworks.fault import Fault, patched
 from tests.frameworks.tiny_llama import Layout, Trainer

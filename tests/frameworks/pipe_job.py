@@ -1,7 +1,7 @@
-"""A job that trains the tiny PipelineModule on ranks of its own: a step of it is checked, then it goes on."""
+"""A job that trains the tiny PipelineModule on ranks of its own."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,77 +9,42 @@ import deepspeed
 
 import pipeproof
 from pipeproof import Composed
-from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
-from pipeproof.worlds.worker import RankContext
+from pipeproof.wings.adapters.deepspeed import as_launched
 from tests.frameworks.deepspeed_faults import FAULTS
 from tests.frameworks.engines import tiny_pipe
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
-from tests.frameworks.left import differences, left, seed
+from tests.frameworks.jobs import Job
+from tests.frameworks.left import left
 
 MICROBATCHES = 4
 
 
 @contextmanager
-def engine_of(layout: Layout, fault: str = "") -> Iterator[tuple[Any, list[Any]]]:
-    """An engine, and the microbatches of this rank's replica."""
-    with _launched("cpu"), _state_kept(), ExitStack() as stack:
+def job_of(layout: Layout, fault: str = "") -> Iterator[Job]:
+    """The engine is what is made."""
+    with as_launched("cpu"), ExitStack() as stack:
         if fault:
             FAULTS[fault].plant(stack)
         deepspeed.init_distributed()
         engine = tiny_pipe.made(layout, MICROBATCHES)
         replica = engine.grid.get_data_parallel_id()
-        yield engine, tiny_pipe.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
+        data = tiny_pipe.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
+        yield Job(
+            engine,
+            data,
+            [(words.flip(-1), labels) for words, labels in data],
+            lambda by_itself: check_of(engine, data, layout, by_itself=by_itself),
+            lambda given: tiny_pipe.train_step(engine, iter(given)),
+            lambda: left([engine.module], engine.optimizer, engine),
+            clean=lambda: "_take_model_step" not in vars(engine),
+        )
 
 
-def check_of(engine: Any, microbatches: list[Any] | None, layout: Layout, *, composed: bool = False) -> Any:
+def check_of(engine: Any, microbatches: list[Any] | None, layout: Layout, *, by_itself: bool = False) -> Any:
     return pipeproof.deepspeed.check_step(
         engine,
         microbatches,
-        reference=Composed() if composed else partial(tiny_pipe.layers, layout),
+        reference=Composed() if by_itself else partial(tiny_pipe.layers, layout),
         loss_fn=tiny_pipe.loss_fn,
         timeout_s=60.0,
     )
-
-
-def checked(_: RankContext, layout: Layout, fault: str, composed: bool = False) -> Verdict:
-    """The verdict on a step that has a fault; ``composed``: it is held against itself."""
-    with engine_of(layout, fault) as (engine, microbatches):
-        with check_of(engine, microbatches, layout, composed=composed) as check:
-            tiny_pipe.train_step(engine, iter(microbatches))
-        return check.verdict
-
-
-def checked_and_unchecked(_: RankContext, layout: Layout, composed: bool = False) -> tuple[Verdict, list[str]]:
-    """The verdict on a right step, and what is another after it and one more than in a job without a check."""
-    found = []
-    for check_it in (False, True):
-        seed()
-        with engine_of(layout) as (engine, microbatches):
-            by = check_of(engine, microbatches, layout, composed=composed)
-            with by if check_it else nullcontext() as check:
-                tiny_pipe.train_step(engine, iter(microbatches))
-            first = left([engine.module], engine.optimizer, engine)
-            tiny_pipe.train_step(engine, iter(microbatches))
-            found.append([first, left([engine.module], engine.optimizer, engine)])
-    return check.verdict, differences(*found)
-
-
-def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
-    """What a step that raises on every rank raises, the verdict on it, and whether the engine is as it was."""
-    with engine_of(layout) as (engine, microbatches):
-        check = check_of(engine, microbatches, layout)
-        try:
-            with check as found:
-                raise KeyError("the job's own")
-        except KeyError as error:
-            return repr(error), found.verdict.details, "_take_model_step" not in vars(engine)
-    raise AssertionError("what the job raises is the job's")
-
-
-def drew_others(_: RankContext, layout: Layout) -> Verdict:
-    """The verdict on a right step of other words than the check was given."""
-    with engine_of(layout) as (engine, microbatches):
-        with check_of(engine, microbatches, layout) as check:
-            tiny_pipe.train_step(engine, iter([(words.flip(-1), labels) for words, labels in microbatches]))
-        return check.verdict

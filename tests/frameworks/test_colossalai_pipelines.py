@@ -9,7 +9,7 @@ pytest.importorskip("colossalai", reason="colossalai is not installed: ci/framew
 
 from functools import partial
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.frameworks import colossalai_faults
 from tests.frameworks.colossalai_faults import FAULTS
 from tests.frameworks.fault import named, passed
@@ -99,4 +99,4 @@ def test_ranks_of_a_stage_that_are_neighbours_are_refused(whitebox: WhiteBox) ->
 def test_a_model_in_bf16_beside_a_reference_in_fp32_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(bf16=True), dtype=None, whitebox=whitebox)
     assert verdict.verdict == "unknown"
-    assert "the model is boosted to torch.bfloat16, the reference is in torch.float32: pass dtype=" in verdict.details
+    assert "the model is boosted to torch.bfloat16, the reference in torch.float32: pass dtype=" in verdict.details

@@ -14,7 +14,7 @@ from unittest import mock
 import pipeproof
 from pipeproof import World
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import deepspeed_faults, pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS
@@ -75,10 +75,10 @@ def step_of_pairs(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
 
 
 def checked_of_pairs(_: RankContext, layout: Layout) -> Verdict:
-    with mock.patch.object(tiny_pipe, "loss_fn", of_pairs), pipe_job.engine_of(layout) as (engine, given):
-        microbatches = [(words, (labels, words)) for words, labels in given]
-        with pipe_job.check_of(engine, microbatches, layout) as check:
-            tiny_pipe.train_step(engine, iter(microbatches))
+    with mock.patch.object(tiny_pipe, "loss_fn", of_pairs), pipe_job.job_of(layout) as job:
+        microbatches = [(words, (labels, words)) for words, labels in job.data]
+        with pipe_job.check_of(job.made, microbatches, layout) as check:
+            job.train(microbatches)
         return check.verdict
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.cases.case import CaseError
+from pipeproof.own.case import CaseError
 from pipeproof.pipeline.schedule import ScheduleError
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
 from tests.frameworks.engines.framework_case import FRAMEWORKS, LAYOUTS, FrameworkCase

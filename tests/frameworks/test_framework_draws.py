@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import find, settings
 
-from pipeproof.cases.case import CaseError
-from pipeproof.cases.fuzz import Tally, fuzz
 from pipeproof.core.verdict import LawResult, Verdict
+from pipeproof.own.case import CaseError
+from pipeproof.own.fuzz import Tally, fuzz
 from pipeproof.worlds.world import World
 from tests.frameworks.engines import framework_draws
 from tests.frameworks.engines.framework_case import FRAMEWORKS, LAYOUTS, FrameworkCase

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from pipeproof import World
-from pipeproof.cases.fuzz import Tally, fuzz
+from pipeproof import SimulatedWorld, World
 from pipeproof.core.verdict import Verdict
+from pipeproof.own.fuzz import Tally, fuzz
 from tests.frameworks.engines.framework_case import FRAMEWORKS, FrameworkCase
 from tests.frameworks.engines.framework_draws import framework_cases
 from tests.frameworks.engines.framework_findings import FRAMEWORK_FINDINGS, FrameworkFinding, known
@@ -73,7 +73,7 @@ def test_a_finding_is_there(framework: str, finding: FrameworkFinding, world: Wo
     if not finding.by_luck:
         assert judged(case, world).verdict != "pass"
         return
-    with World(kind="simulated", silent=True) as simulated:  # real ranks show it by luck: who gets what was freed?
+    with SimulatedWorld(silent=True) as simulated:  # real ranks show it by luck: who gets what was freed?
         assert [one.kind for one in judged(case, simulated).cause] == ["freed-in-flight"]
 
 

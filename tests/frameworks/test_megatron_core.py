@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.frameworks import megatron_faults
 from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
 from tests.frameworks.engines.tiny_gpt import judged

@@ -14,8 +14,8 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pipeproof
-from pipeproof.foreign import WhiteBox
-from pipeproof.foreign.frameworks import nanotron
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.adapters.nanotron import Nanotron
 from tests.frameworks import nanotron_faults
 from tests.frameworks.fault import named, passed
 from tests.frameworks.nanotron_faults import FAULTS
@@ -127,7 +127,7 @@ def test_a_step_may_be_trained_before_the_one_that_is_judged(updated: bool, whit
 
 def warmed_up(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
     trainer = Trainer(layout, len(microbatches))
-    trainer.training_step(iter([nanotron.cut(one, trainer) for one in microbatches[::-1]]))
+    trainer.training_step(iter([Nanotron(trainer).share_of(one) for one in microbatches[::-1]]))
     with pipeproof.nanotron.observed(trainer, microbatches, model) as seen:
         trainer.training_step(seen.data_iterator)
     return seen.handed_back()

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: ci/frameworks installs it")
 
 from pipeproof import World
-from tests.frameworks import pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
-from tests.frameworks.fault import named, passed
+from tests.frameworks.jobs import assert_its_own, assert_named, assert_other_data_is_said, assert_right
+from tests.frameworks.pipe_job import job_of
 
 RIGHT = {
     "1f1b": (Layout(), "bitwise"),
@@ -33,38 +33,6 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "not-cleared": ("doubled", "microbatches 0, 1, 2"),
     "clipped-by-one-stage": ("norm", "rank 0"),  # whose gradients alone are in it
 }
-
-
-@pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
-    layout, tier = RIGHT[name]
-    for verdict, harmed in world.run(pipe_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
-        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
-        assert (verdict.law("grad-norm").outcome == "pass") == (layout.bf16 or layout.zero > 0)
-        assert harmed == []
-
-
-@pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", NAMED)
-def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
-    layout, (kind, place) = FAULTS[name].layout, NAMED[name]
-    for verdict in world.run(pipe_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        outcome, causes = named(verdict)
-        assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
-
-
-@pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
-    layout, _ = RIGHT[name]
-    for verdict, harmed in world.run(pipe_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "pass", str(verdict)
-        assert passed(verdict) >= {"boundaries", "gradient", "loss"}
-        assert harmed == []
-
-
 BY_ITSELF = {
     "not-divided": ("scale", "everywhere"),
     "divided-at-each-stage": ("scale", "rank 0, stage 0"),
@@ -76,17 +44,6 @@ BY_ITSELF = {
     "not-cleared": ("doubled", "microbatches 0, 1, 2"),
     "clipped-by-one-stage": ("norm", "rank 1, stage 1"),
 }
-
-
-@pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", BY_ITSELF)
-def test_a_fault_in_a_step_that_is_held_against_itself_is_named(name: str, world: World) -> None:
-    layout = FAULTS[name].layout
-    for verdict in world.run(pipe_job.checked, layout, name, True, ranks=layout.pp * layout.dp):
-        outcome, causes = named(verdict)
-        assert (outcome, causes[:1]) == ("fail", [BY_ITSELF[name]]), str(verdict)
-
-
 IN_SHARDS = {
     "other-shard": [
         ("not-reduced", "stage 0, parameter 1.down.weight"),
@@ -98,21 +55,38 @@ IN_SHARDS = {
 
 
 @pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", IN_SHARDS)
-def test_a_fault_in_a_job_with_zero_1_is_caught_and_named(name: str, world: World) -> None:
-    for verdict in world.run(pipe_job.checked, Layout(dp=2, zero=1), name, ranks=4):
-        assert named(verdict) == ("fail", IN_SHARDS[name]), str(verdict)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
+    layout, tier = RIGHT[name]
+    norm = {"grad-norm"} if layout.bf16 or layout.zero else set()  # elsewhere the engine has none
+    assert_right(world, job_of, layout, tier, {"gradient", "loss", "parameters-once"} | norm)
 
 
 @pytest.mark.pipeproof_ranks
-def test_what_the_job_raises_is_its_own(world: World) -> None:
-    for raised, verdict, clean in world.run(pipe_job.ended_early, Layout(), ranks=2):
-        assert (raised, clean) == ('KeyError("the job\'s own")', True)
-        assert verdict.startswith("ERROR rank 0 raised KeyError")
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
+    assert_right(world, job_of, RIGHT[name][0], None, {"boundaries", "gradient", "loss"}, by_itself=True)
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
-    for verdict in world.run(pipe_job.drew_others, Layout(), ranks=2):
-        assert verdict.verdict == "unknown", str(verdict)
-        assert "the job drew data that is in none of the microbatches given to the check" in verdict.details
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
+    assert_named(world, job_of, FAULTS[fault].layout, fault, NAMED[fault])
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("fault", BY_ITSELF)
+def test_a_fault_in_a_step_that_is_held_against_itself_is_named(fault: str, world: World) -> None:
+    assert_named(world, job_of, FAULTS[fault].layout, fault, BY_ITSELF[fault], by_itself=True)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("fault", IN_SHARDS)
+def test_a_fault_in_a_job_with_zero_1_is_caught_and_named(fault: str, world: World) -> None:
+    assert_named(world, job_of, Layout(dp=2, zero=1), fault, IN_SHARDS[fault])
+
+
+@pytest.mark.pipeproof_ranks
+def test_what_the_job_raises_is_its_own_and_other_data_is_no_wrong_step(world: World) -> None:
+    assert_its_own(world, job_of, Layout())
+    assert_other_data_is_said(world, job_of, Layout())

@@ -13,7 +13,9 @@ from pipeproof import World
 from pipeproof.records.compare import compare
 from pipeproof.records.record_file import read
 from tests.frameworks import llama_job
-from tests.frameworks.fault import named, passed
+from tests.frameworks.fault import named
+from tests.frameworks.jobs import assert_named, assert_right, recorded
+from tests.frameworks.llama_job import job_of
 from tests.frameworks.nanotron_faults import FAULTS, SUMS
 from tests.frameworks.tiny_llama import Layout
 
@@ -41,21 +43,16 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     layout, tier = RIGHT[name]
-    for verdict, harmed in world.run(llama_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
-        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
-        assert ("grad-norm" in passed(verdict)) == (layout.clip is not None)
-        assert harmed == []
+    norm = set() if layout.clip is None else {"grad-norm"}
+    assert_right(world, job_of, layout, tier, {"gradient", "loss", "parameters-once"} | norm)
 
 
 @pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", NAMED)
-def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
-    layout, said = FAULTS[name].layout, NAMED[name]
-    kind, place = said if isinstance(said, tuple) else (said.kind, said.places[0])
-    for verdict in world.run(llama_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        outcome, causes = named(verdict)
-        assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
+    said = NAMED[fault]
+    cause = said if isinstance(said, tuple) else (said.kind, said.places[0])
+    assert_named(world, job_of, FAULTS[fault].layout, fault, cause)
 
 
 @pytest.mark.pipeproof_ranks
@@ -83,6 +80,6 @@ def test_what_is_no_trainer_is_said_and_the_job_goes_on(world: World) -> None:
 def test_two_recorded_steps_are_compared(world: World, tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in ("1f1b", "afab")]
     for path in paths:
-        world.run(llama_job.recorded, Layout(engine=path.stem), str(path), ranks=2)
+        world.run(recorded, job_of, Layout(engine=path.stem), str(path), ranks=2)
     verdict = compare(*map(read, map(str, paths)))
     assert verdict.verdict == "pass", str(verdict)

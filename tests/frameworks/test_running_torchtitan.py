@@ -10,11 +10,21 @@ import pytest
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/frameworks installs it")
 
 from pipeproof import World
-from pipeproof.records.compare import compare
-from pipeproof.records.record_file import read
 from tests.frameworks import titan_job
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout
 from tests.frameworks.fault import named, passed
+from tests.frameworks.jobs import (
+    assert_any_order_passes,
+    assert_its_own,
+    assert_named,
+    assert_other_data_is_said,
+    assert_right,
+    checked,
+    compared,
+    drew,
+    ranks_of,
+)
+from tests.frameworks.titan_job import job_of
 from tests.frameworks.torchtitan_faults import EVERY, FAULTS
 
 RIGHT = {
@@ -26,29 +36,6 @@ RIGHT = {
     "fsdp": (Layout(dp=2, clipped=True), "fp32"),
     "replicated": (Layout(dp=2, replicate=2, clipped=True), "fp32"),
 }
-
-
-@pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
-    layout, tier = RIGHT[name]
-    for verdict, harmed in world.run(titan_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
-        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
-        assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
-        assert harmed == []
-
-
-@pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
-    layout, _ = RIGHT[name]
-    for verdict, harmed in world.run(titan_job.checked_and_unchecked, layout, True, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "pass", str(verdict)
-        assert passed(verdict) >= {"boundaries", "gradient", "loss", "updated-parameters"}
-        assert harmed == []
-
-
 ALL_EIGHT = "microbatches 0, 1, 2, 3, 4, 5, 6, 7"
 IN_SHARDS = Layout(dp=2, clipped=True)
 NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
@@ -67,8 +54,6 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "shards-off-by-one": (IN_SHARDS, [("misplaced", f"rank {rank}, stage {rank // 2}") for rank in range(4)]),
     "shards-not-reduced": (IN_SHARDS, [("not-reduced", "stage 0"), ("not-reduced", "stage 1")]),
 }
-
-
 BY_ITSELF: dict[str, tuple[Layout, tuple[str, str] | None]] = {  # the first of what is named, and where; None: nothing
     "not-divided": (Layout(), ("scale", "everywhere")),
     "own-tokens": (IN_SHARDS, ("scale", "rank 2, stage 1, action 1B0")),
@@ -83,27 +68,39 @@ BY_ITSELF: dict[str, tuple[Layout, tuple[str, str] | None]] = {  # the first of 
 
 
 @pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", BY_ITSELF)
-def test_a_fault_in_a_step_that_is_held_against_itself_is_named(name: str, world: World) -> None:
-    layout, first = BY_ITSELF[name]
-    for verdict in world.run(titan_job.checked, layout, name, True, ranks=layout.pp * layout.dp):
-        outcome, causes = named(verdict)
-        assert (outcome, causes[:1]) == ("fail", [first] if first else []), str(verdict)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
+    layout, tier = RIGHT[name]
+    norm = {"grad-norm"} if layout.clipped else set()
+    assert_right(world, job_of, layout, tier, {"gradient", "loss", "parameters-once"} | norm)
 
 
 @pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", NAMED)
-def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
-    layout, causes = NAMED[name]
-    for verdict in world.run(titan_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        assert named(verdict) == ("fail", causes), str(verdict)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
+    laws = {"boundaries", "gradient", "loss", "updated-parameters"}
+    assert_right(world, job_of, RIGHT[name][0], None, laws, by_itself=True)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
+    layout, causes = NAMED[fault]
+    assert_named(world, job_of, layout, fault, causes)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("fault", BY_ITSELF)
+def test_a_fault_in_a_step_that_is_held_against_itself_is_named(fault: str, world: World) -> None:
+    layout, first = BY_ITSELF[fault]
+    assert_named(world, job_of, layout, fault, first or [], by_itself=True)
 
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", ["other-positions", "positions-lost", "labels-not-shifted", "other-weights"])
 def test_what_sums_alone_do_not_tell_is_caught_and_no_cause_is_named(name: str, world: World) -> None:
     layout = FAULTS[name].layout if name in FAULTS else Layout()
-    for verdict in world.run(titan_job.checked, layout, name, ranks=2):
+    for verdict in world.run(checked, job_of, layout, name, ranks=ranks_of(layout)):
         assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
 
 
@@ -118,46 +115,30 @@ RECORDED = {
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
     layout, tier = RECORDED[name]
-    path = str(tmp_path / "step.safetensors")
-    ranks = layout.pp * layout.dp
-    assert world.run(titan_job.recorded, layout, path, "", ranks=ranks) == [""] * ranks
     same_bits = tier == "bitwise"  # or Adam's first update makes much of what rounding did to a small gradient
-    verdict = compare(titan_job.due(layout, stepping=same_bits), read(path))
+    verdict = compared(world, job_of, layout, tmp_path, titan_job.due(layout, stepping=same_bits))
     assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
     assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
     assert (verdict.law("updated-parameters").outcome == "pass") == same_bits
     assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
 
 
-RECORDED_FAULTS = {
-    "not-divided": (Layout(), ("scale", "everywhere")),
-    "mean-over-replicas": (IN_SHARDS, ("scale", "everywhere")),
-}
-
-
 @pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", RECORDED_FAULTS)
-def test_a_fault_in_a_recorded_step_is_named(name: str, world: World, tmp_path: Path) -> None:
-    layout, cause = RECORDED_FAULTS[name]
-    path = str(tmp_path / "step.safetensors")
-    ranks = layout.pp * layout.dp
-    assert world.run(titan_job.recorded, layout, path, name, ranks=ranks) == [""] * ranks
-    verdict = compare(titan_job.due(layout), read(path))
-    assert named(verdict) == ("fail", [cause]), str(verdict)
+@pytest.mark.parametrize(("fault", "layout"), [("not-divided", Layout()), ("mean-over-replicas", IN_SHARDS)])
+def test_a_fault_in_a_recorded_step_is_named(fault: str, layout: Layout, world: World, tmp_path: Path) -> None:
+    verdict = compared(world, job_of, layout, tmp_path, titan_job.due(layout), fault)
+    assert named(verdict) == ("fail", [("scale", "everywhere")]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
 def test_what_the_job_raises_is_its_own(world: World) -> None:
-    for raised, verdict, clean in world.run(titan_job.ended_early, IN_SHARDS, ranks=4):
-        assert (raised, clean) == ('KeyError("the job\'s own")', True)
-        assert verdict.startswith("ERROR rank 0 raised KeyError")
+    assert_its_own(world, job_of, IN_SHARDS)
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
-    for verdict in world.run(titan_job.drew_others, Layout(), ranks=2):
-        assert verdict.verdict == "unknown", str(verdict)
-        assert "the job drew data that is in none of the microbatches given to the check" in verdict.details
+def test_what_a_job_draws_is_held_against_what_was_given_in_any_order(world: World) -> None:
+    assert_other_data_is_said(world, job_of, Layout())
+    assert_any_order_passes(world, job_of, Layout())
 
 
 @pytest.mark.pipeproof_ranks
@@ -170,13 +151,6 @@ def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> N
     ids=["clipped", "not-clipped"],
 )
 def test_two_steps_in_one_block_are_no_verdict_on_the_first(layout: Layout, sentence: str, world: World) -> None:
-    for verdict in world.run(titan_job.trained_twice, layout, ranks=2):
+    for verdict in world.run(drew, job_of, layout, "twice", ranks=2):
         assert verdict.verdict == "unknown", str(verdict)
         assert sentence in verdict.details
-
-
-@pytest.mark.pipeproof_ranks
-def test_the_order_in_which_a_job_draws_what_was_given_is_its_own(world: World) -> None:
-    for verdict in world.run(titan_job.drew_in_another_order, Layout(), ranks=2):
-        assert verdict.verdict == "pass", str(verdict)
-        assert "loss" in passed(verdict)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeproof import World
+from pipeproof import SimulatedWorld
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
 from tests.frameworks.engines.megatron_layout import MegatronLayout
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
@@ -22,7 +22,7 @@ TITAN = TorchtitanLayout(schedule="Interleaved1F1B", vp=2)
 
 @pytest.fixture(params=["gloo", "nccl"])
 def simulated(request: pytest.FixtureRequest) -> Iterator[WhiteBox]:
-    with World(kind="simulated", seed=1, transport=request.param, silent=True) as world:
+    with SimulatedWorld(seed=1, transport=request.param, silent=True) as world:
         yield WhiteBox(world)
 
 
@@ -66,6 +66,6 @@ def test_overlapped_sends_of_megatron_that_nobody_waits_for_are_named(simulated:
     """A finding: gloo forgets a send whose work is dropped, and NCCL does not."""
     layout = MegatronLayout(vp=2, p2p_overlap=True)
     verdict = of("megatron.core", f"{CASES}.tiny_gpt", layout)(simulated)
-    by_name = simulated.world.simulation is not None and simulated.world.simulation.transport.value == "unlimited"
+    by_name = simulated.world.decision is not None and simulated.world.decision.transport.value == "unlimited"
     assert [one.kind for one in verdict.cause] == (["never-waited"] if by_name else []), str(verdict)
     assert verdict.verdict == ("fail" if by_name else "pass")

@@ -9,7 +9,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/framew
 
 from functools import partial
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.frameworks import torchtitan_faults
 from tests.frameworks.engines.tiny_titan import judged
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout

@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMa
 from transformers import T5ForConditionalGeneration as T5
 
 from pipeproof import transformers
-from pipeproof.foreign.frameworks.transformers_whole import (
+from pipeproof.wings.adapters.framework import AdapterError
+from pipeproof.wings.adapters.transformers_whole import (
     CausalLoss,
-    TransformersError,
-    WholeTransformers,
-    packed,
     tokens_in,
+    whole_of,
 )
 from tests.frameworks import hf_job
 from tests.frameworks.hf_job import Job
@@ -45,12 +44,12 @@ def of(kind: str, **changed: Any) -> Any:
         ({**ONE, "text": "words"}, "^microbatch 1 has a str as text: expected a tensor"),
         ({**ONE, "shift_labels": WORDS}, "^microbatch 1 has shift_labels: the model shifts labels itself"),
         ({**ONE, "past_key_values": WORDS}, "^microbatch 1 has past_key_values: a cache serves generation"),
-        ({**ONE, "attention_mask": WORDS}, r"^microbatch 1 has \['attention_mask'\] beside its input_ids"),
+        ({**ONE, "attention_mask": WORDS}, r"^microbatch 1 is a dict of \['attention_mask', 'input_ids'\], micro"),
     ],
 )
 def test_microbatches_of_another_kind_are_said(microbatch: Any, sentence: str) -> None:
-    with pytest.raises(TransformersError, match=sentence):
-        packed([ONE, microbatch])
+    with pytest.raises(AdapterError, match=sentence):
+        whole_of(lambda: None, [ONE, microbatch], "tokens")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,8 @@ def test_microbatches_of_another_kind_are_said(microbatch: Any, sentence: str) -
     ],
 )
 def test_models_that_are_not_covered_are_said(model: Any, sentence: str) -> None:
-    with pytest.raises(TransformersError, match=sentence):
-        WholeTransformers(model, ())
+    with pytest.raises(AdapterError, match=sentence):
+        whole_of(model, (), "tokens").build()
 
 
 @pytest.mark.parametrize("version", ["4.57.6", None])
@@ -84,20 +83,20 @@ def test_without_a_known_version_a_sentence_says_so(version: str | None, monkeyp
     package.__version__ = version  # type: ignore[attr-defined]  # as transformers has it
     monkeypatch.setitem(sys.modules, "transformers", package if version else None)
     sentence = f"^transformers is {version}: this pipeproof knows 5" if version else "^transformers is not installed"
-    with pytest.raises(TransformersError, match=sentence):
+    with pytest.raises(AdapterError, match=sentence):
         transformers.validate(len, reference=len, microbatches=[ONE], ranks=2)
 
 
 def test_a_reference_that_is_no_function_is_said() -> None:
     given: Any = nn.Linear(1, 1)
-    with pytest.raises(TransformersError, match="reference is a Linear: expected a function that builds it"):
-        WholeTransformers(given, ())
+    with pytest.raises(AdapterError, match="reference is a Linear: expected a function that builds it"):
+        whole_of(given, (), "tokens").build()
 
 
 def test_a_loss_of_another_name_and_labels_that_do_not_count_are_said() -> None:
-    with pytest.raises(TransformersError, match=r"^loss is 'sum': expected 'tokens'"):
+    with pytest.raises(AdapterError, match=r"^loss is 'sum': expected 'tokens'"):
         transformers.validate(len, reference=len, microbatches=[ONE], ranks=2, loss="sum")
-    with pytest.raises(TransformersError, match=r"^no label counts"):
+    with pytest.raises(AdapterError, match=r"^no label counts"):
         tokens_in([torch.tensor([[5, -100]])])
 
 
@@ -137,13 +136,13 @@ def test_stages_are_the_model_with_its_names(kind: str, layers: tuple[int, int] 
     ],
 )
 def test_stages_that_cannot_be_are_said(cut: Any, sentence: str) -> None:
-    with pytest.raises(TransformersError, match=sentence):
+    with pytest.raises(AdapterError, match=sentence):
         cut()
 
 
 def test_a_schedule_and_stages_of_another_kind_are_said() -> None:
     with (
-        pytest.raises(TransformersError, match=r"^schedule is a int: expected one of torch.distributed.pipelining"),
+        pytest.raises(AdapterError, match=r"^schedule is a int: expected one of torch.distributed.pipelining"),
         transformers.observed(3, [], nn.Linear(1, 1)),
     ):
         pass

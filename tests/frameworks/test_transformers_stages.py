@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: ci/fr
 
 from functools import partial
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.frameworks import transformers_faults
 from tests.frameworks.fault import named, passed
 from tests.frameworks.tiny_hf import Layout, judged

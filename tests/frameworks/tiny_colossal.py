@@ -12,8 +12,8 @@ from colossalai.shardformer.policies.base_policy import ModulePolicyDescription,
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.foreign import HandedBack
-from pipeproof.foreign.frameworks.colossalai_whole import COLOSSALAI
+from pipeproof.whitebox import HandedBack
+from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI
 
 COLOSSALAI.on_cpu()
 ROWS, SEQUENCE, WORDS, WIDTH = 2, 4, 16, 8

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import pipeproof
 from pipeproof import transformers
-from pipeproof.foreign import HandedBack
+from pipeproof.whitebox import HandedBack
 
 ROWS, SEQUENCE, WORDS, WIDTH, IGNORED = 2, 8, 64, 16, -100
 SIZES = {

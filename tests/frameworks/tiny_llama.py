@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pipeproof
-from pipeproof.foreign import HandedBack
+from pipeproof.whitebox import HandedBack
 
 with pipeproof.nanotron.imports():
     from nanotron import trainer as trainers

@@ -13,7 +13,7 @@ from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import pipeline_parallel
 from torchtitan.distributed import utils as dist_utils
 
-from pipeproof.foreign import HandedBack
+from pipeproof.whitebox import HandedBack
 from tests.frameworks.engines import tiny_titan
 from tests.frameworks.engines.tiny_titan import Data
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout

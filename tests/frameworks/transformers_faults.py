@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign import HandedBack
-from pipeproof.foreign.frameworks import transformers_stage
+from pipeproof.whitebox import HandedBack
+from pipeproof.wings.adapters import transformers_stage
 from tests.frameworks import tiny_hf
 from tests.frameworks.fault import Fault, patched
 from tests.frameworks.tiny_hf import IGNORED, Data, Layout

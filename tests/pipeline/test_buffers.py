@@ -1,7 +1,7 @@
 """How long buffers live."""
 
 from pipeproof.pipeline.buffers import RECEIVED, SENT, WEIGHTS, buffer_peaks
-from pipeproof.pipeline.lower import lower, program_from_csv
+from pipeproof.pipeline.program import lower, program_from_csv
 from pipeproof.pipeline.schedules import build
 
 TEXT = (

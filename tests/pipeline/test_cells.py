@@ -9,7 +9,7 @@ import pytest
 from pipeproof.pipeline.action import ScheduleError, ShardKind
 from pipeproof.pipeline.cells import Cells, read_cells, write_cells
 from pipeproof.pipeline.laws import violations
-from pipeproof.pipeline.lower import Program, lower, program_from_csv, read_csv
+from pipeproof.pipeline.program import Program, lower, program_from_csv, read_csv
 from pipeproof.pipeline.program_laws import ANYWHERE
 from pipeproof.pipeline.program_laws import violations as program_violations
 from pipeproof.pipeline.schedule import Schedule, schedule_from_csv

@@ -13,7 +13,7 @@ import pytest
 from pipeproof.commands.cli import main
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.files import is_csv, read_file
-from pipeproof.pipeline.lower import Program, lower, read_csv
+from pipeproof.pipeline.program import Program, lower, read_csv
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 from tests.support.golden import golden

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.observers.wrappers import AroundGradients
+from pipeproof.core.observe.wrappers import AroundGradients
 from pipeproof.pipeline import PipelineSchedule
 from pipeproof.pipeline.gradients import StageGradients, TiedError, clip_factor, norm_of
 from pipeproof.pipeline.stage import ModuleStage

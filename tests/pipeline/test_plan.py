@@ -10,7 +10,7 @@ from pipeproof.pipeline.partition import costs_of
 from pipeproof.pipeline.plan import Needs, plan, row, trade
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, build
-from pipeproof.pipeline.simulate import simulate
+from pipeproof.pipeline.timeline import simulate
 from tests.support.golden import golden
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.pipeline.lower import lower, program_from_csv
+from pipeproof.pipeline.program import lower, program_from_csv
 from pipeproof.pipeline.program_laws import LAWS, check, no_deadlock, violations, within_buffers
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, VEE, build, virtuals

@@ -10,8 +10,8 @@ import pytest
 
 from pipeproof.pipeline.action import Action, ScheduleError, ShardKind
 from pipeproof.pipeline.chrome_trace import chrome_trace
-from pipeproof.pipeline.lower import Program, lower, read_csv
 from pipeproof.pipeline.mesh import Groups
+from pipeproof.pipeline.program import Program, lower, read_csv
 from pipeproof.pipeline.program_laws import ANYWHERE, violations
 from pipeproof.pipeline.recorded import is_trace, read_traces
 from pipeproof.pipeline.schedule import Schedule

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from pipeproof.cases.case import MODELS, Case
-from pipeproof.cases.judgement import judge
-from pipeproof.cases.observe import observe
+from pipeproof.own.case import MODELS, Case
+from pipeproof.own.judgement import judge
+from pipeproof.own.observe import observe
 from pipeproof.pipeline import Action, Kind, Schedule, build
 from pipeproof.worlds.world import World
 from tests.support.sweeps import SWEEP, each_once

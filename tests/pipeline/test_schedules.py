@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from pipeproof.pipeline.action import Action, Kind
-from pipeproof.pipeline.grid import grid
 from pipeproof.pipeline.laws import check, violations
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, SPLIT, VEE, build, canonical_name, virtuals
 from pipeproof.pipeline.schedules.one_f_one_b import warm_up_then_alternate
-from pipeproof.pipeline.simulate import simulate
+from pipeproof.pipeline.text_grid import grid
+from pipeproof.pipeline.timeline import simulate
 from tests.support.golden import golden
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.columns import Columns
-from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.program import Program, lower
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 from pipeproof.pipeline.symbolic import terms, wrong_terms

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.pipeline import Action, Schedule
-from pipeproof.pipeline.trace import Span, Trace, decode, encode
+from pipeproof.pipeline.trace import Profile, Span, Trace, decode, encode
 
 
 def spans(rank: int, text: str) -> tuple[Span, ...]:
@@ -50,3 +50,7 @@ def test_spans_travel_as_numbers() -> None:
 def test_half_a_span_is_noticed() -> None:
     with pytest.raises(AssertionError, match="7 numbers are no whole spans"):
         decode(0, [0.0] * 7)
+
+
+def test_other_is_what_is_left() -> None:
+    assert abs(Profile(0, 1.0, 0.5, 0.2, 0.1).other_s - 0.2) < 1e-12

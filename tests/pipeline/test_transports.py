@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import COMPUTE, SENDS, Action, Kind
-from pipeproof.pipeline.lower import Program, lower, program_from_csv
+from pipeproof.pipeline.deadlock import deadlocks, least_room
+from pipeproof.pipeline.program import Program, lower, program_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
-from pipeproof.pipeline.transports import RULES, Transport, deadlocks, least_room
+from pipeproof.pipeline.transports import RULES, Transport
 from tests.support.golden import golden
 from tests.support.programs import programs
 

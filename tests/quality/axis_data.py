@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.cases.primitives import stacked
+from pipeproof.wings.primitives import stacked
 
 
 def hooked(hook: Any) -> Callable[[Any, DeviceMesh], None]:

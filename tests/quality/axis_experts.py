@@ -10,7 +10,7 @@ from axis_planting import Change, Plant, Times, finished, gradients, having, in_
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.cases.primitives import collectives, context, experts, layers, stacked
+from pipeproof.wings.primitives import collectives, context, experts, layers, stacked
 
 
 def in_each_order(right: Any) -> Any:

@@ -10,9 +10,9 @@ import axis_experts
 import axis_tensor
 from axis_planting import NORMS, SOUND_NORMS, Plant
 
-from pipeproof.cases.primitives import stacked
-from pipeproof.cases.primitives.stacked import run
-from pipeproof.cases.primitives.stacks import Stack
+from pipeproof.wings.primitives import stacked
+from pipeproof.wings.primitives.stacked import run
+from pipeproof.wings.primitives.stacks import Stack
 
 SOUND: Mapping[str, Sequence[Plant]] = {**axis_data.SOUND, **axis_tensor.SOUND, **axis_experts.SOUND, **SOUND_NORMS}
 PLANTS: Mapping[str, Sequence[Plant]] = {

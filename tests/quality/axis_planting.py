@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from pipeproof.cases.primitives import experts, stacked
-from pipeproof.cases.primitives.data_parallel import local
+from pipeproof.wings.primitives import experts, stacked
+from pipeproof.wings.primitives.data_parallel import local
 
 Plant = Callable[[], AbstractContextManager[object]]
 Change = Callable[[Any], Any]  # of what is right to what is wrong

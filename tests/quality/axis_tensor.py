@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from pipeproof.cases.primitives import tensor_parallel
+from pipeproof.wings.primitives import tensor_parallel
 from tests.support.tensor_parallel import SummedBack
 
 

@@ -14,8 +14,8 @@ SMALL = 40  # lines
 SENTENCE = 4  # words
 DOORS = (
     "validation",
-    "validation.foreign",
-    "validation.foreign.validator",
+    "validation.whitebox",
+    "validation.whitebox.validator",
     "validation.records.step_check",
     "validation.commands.cli",
 )

@@ -12,7 +12,7 @@ from runtime_functional_training import Ranks, chunks_of, drawn_apart, with_pads
 from torch import Tensor, nn
 from truth_models import Pairs, seen, through
 
-from pipeproof.foreign import HandedBack
+from pipeproof.whitebox import HandedBack
 
 
 class Reducer:

@@ -11,7 +11,7 @@ from runtime_plain import exchange
 from torch import Tensor, nn
 from truth_models import Pairs, seen, through
 
-from pipeproof.foreign import FlatShard, HandedBack
+from pipeproof.whitebox import FlatShard, HandedBack
 
 
 class Ranks:

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.judgement import judge
-from pipeproof.cases.observe import observe
-from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.validator import explained
 from pipeproof.commands.cli import main
 from pipeproof.core.contract import Contract
 from pipeproof.core.judge import Judge
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.own.case import Case
+from pipeproof.own.judgement import judge
+from pipeproof.own.observe import observe
+from pipeproof.own.validator import explained
+from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox.task import WhiteBoxError
+from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
@@ -280,7 +280,7 @@ def crash(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "where", ["foreign.step_causes.explained", "explain.evidence.attribute", "foreign.evidence.Traced"]
+    "where", ["whitebox.evidence.explained", "explain.evidence.attribute", "whitebox.evidence.Traced"]
 )
 def test_a_verdict_never_depends_on_its_explanation(
     whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
@@ -298,7 +298,7 @@ def test_an_interrupt_is_no_crash(whitebox: WhiteBox, monkeypatch: pytest.Monkey
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeproof.foreign.step_causes.explained", interrupt)
+    monkeypatch.setattr("pipeproof.whitebox.evidence.explained", interrupt)
     with pytest.raises(KeyboardInterrupt):
         judged(whitebox, wrong)
 
@@ -325,7 +325,7 @@ def test_what_only_locates_a_fault_is_no_fault_where_the_judge_crashed(
 
 
 def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeproof.foreign.validator.Assembled", crash)
+    monkeypatch.setattr("pipeproof.whitebox.validator.Assembled", crash)
     verdict = judged(whitebox, right)
     assert (verdict.verdict, verdict.laws) == ("unknown", ())
     golden(verdict.details.splitlines()[0])
@@ -333,7 +333,7 @@ def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "where",
-    ["explain.explain.followed", "explain.explain.of_run", "cases.validator.diagnose", "cases.validator.observe"],
+    ["explain.explain.followed", "explain.explain.of_run", "own.validator.diagnose", "own.validator.observe"],
 )
 def test_a_case_of_ours_fails_without_its_explanation(
     world: World, where: str, monkeypatch: pytest.MonkeyPatch

@@ -3,11 +3,11 @@
 import pytest
 from composed_reach import HANGS, OUT_OF_REACH, SEEN_AS
 
-from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.specimens.specimen import unchanged
-from pipeproof.cases.trial import smallest_of
 from pipeproof.core.cause import Cause
+from pipeproof.own.faults import unchanged
 from pipeproof.wings.composed import validate_composed
+from pipeproof.wings.specimens import SPECIMENS
+from pipeproof.wings.specimens.trial import smallest_of
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 from tests.support.sweeps import sampled
@@ -19,6 +19,7 @@ def told(causes: tuple[Cause, ...], others: tuple[tuple[Cause, ...], ...]) -> se
     return {one.kind for cause in (*first, *(other[0] for other in others)) for one in (cause, *cause.instead)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sampled(SPECIMENS, 2))
 def test_a_planted_fault_breaks_a_link(name: str, simulated: World) -> None:
     specimen = SPECIMENS[name]

@@ -12,7 +12,7 @@ from truth_check import Checked
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.sweeps import SWEEP
 

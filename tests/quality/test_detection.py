@@ -10,13 +10,13 @@ from truth_faults import FAULTS
 from truth_mixtures import mixtures
 from truth_rights import rights
 
-from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.trial import smallest_of
-from pipeproof.cases.validator import validate
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain import explain as diagnose
-from pipeproof.foreign import WhiteBox
+from pipeproof.own.validator import validate
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed import validate_composed
+from pipeproof.wings.specimens import SPECIMENS
+from pipeproof.wings.specimens.trial import smallest_of
 from pipeproof.worlds.world import World
 from tests.support.sweeps import sampled
 from tests.validation.core.test_nudged import loss_fn, mixed_step, narrow, pairs, step_in_halves
@@ -93,6 +93,7 @@ def outcomes(verdict: Verdict) -> tuple[str, dict[str, str]]:
     return verdict.verdict, {law.name: law.outcome for law in verdict.laws}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sampled(ROWS, 2))
 def test_each_outcome_is_the_same_without_an_explanation(
     name: str, whitebox: WhiteBox, world: World, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ import pytest
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import LOOPED, VEE, build
-from pipeproof.pipeline.simulate import Times, simulate
+from pipeproof.pipeline.timeline import Times, simulate
 
 
 class Known(NamedTuple):

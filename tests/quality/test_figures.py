@@ -43,14 +43,16 @@ def test_what_is_counted_in_a_file() -> None:
 
 
 def test_what_a_door_loads() -> None:
+    late = "def f():\n    import pipeproof.whitebox.c\n"
     graph = Graph(
         [
             Source("validation/__init__.py", ""),
-            Source("validation/foreign/__init__.py", "from pipeproof.foreign.a import x\n"),
-            Source("validation/foreign/a.py", "import pipeproof.foreign.b\ndef f():\n    import pipeproof.foreign.c\n"),
-            Source("validation/foreign/b.py", ""),
-            Source("validation/foreign/c.py", "import torch\n"),
+            Source("validation/whitebox/__init__.py", "from pipeproof.whitebox.a import x\n"),
+            Source("validation/whitebox/a.py", "import pipeproof.whitebox.b\n" + late),
+            Source("validation/whitebox/b.py", ""),
+            Source("validation/whitebox/c.py", "import torch\n"),
         ]
     )
-    assert {one.rpartition(".")[2] for one in graph.loads("validation.foreign")} == {"validation", "foreign", "a", "b"}
+    there = {one.rpartition(".")[2] for one in graph.loads("validation.whitebox")}
+    assert there == {"validation", "whitebox", "a", "b"}
     assert graph.longest == 3

@@ -25,7 +25,7 @@ def short_functions(source: Source) -> Iterator[str]:
             yield f"{function.name} has {count} lines, above 70"
 
 
-_OF_USERS = ("validation.foreign.validator", "validation.foreign.on_a_world")  # where users give much by name
+_OF_USERS = ("validation.whitebox.validator",)  # where users give much by name
 MANY = {"validate": 9}  # a user's one call: every option is in its signature, where an editor shows it
 
 
@@ -91,7 +91,7 @@ MAKERS = re.compile(r"torch\.(?:cuda|xpu|mps|mtia)\b|backends\.cuda|[\"'](?:cuda
 KNOW_DEVICES = (
     "validation/worlds/accelerator.py",
     "pipeline/transports.py",
-    *(f"validation/foreign/frameworks/{name}_on_cpu.py" for name in ("cuda", "megatron", "nanotron")),
+    "validation/wings/adapters/on_cpu.py",
 )
 
 
@@ -105,12 +105,12 @@ def any_device(source: Source) -> Iterator[str]:
 HOOKS = re.compile(r"(register_\w*hook|hook_first)$")
 # Whose hooks may raise: they run in a reference or in a step of ours, or plant a fault; or have a fence of their own.
 NOT_OBSERVING = (
-    *(f"validation.{name}." for name in ("cases.specimens", "cases.mixed", "cases.primitives", "worlds.simulated")),
-    "validation.wings.composed.own_causes",
+    *(f"validation.{name}." for name in ("wings.primitives", "wings.specimens", "wings.simulated")),
+    "validation.wings.composed.causes",
     "validation.wings.mutate.",
-    *(f"validation.foreign.{name}" for name in ("optimizing", "survey")),
+    *(f"validation.whitebox.{name}" for name in ("task", "survey")),
     "validation.wings.runs.recorder",
-    "validation.records.frameworks.framework_job",
+    *(f"validation.wings.adapters.{name}" for name in ("job", "sight")),
 )
 
 
@@ -217,7 +217,7 @@ BROKEN: Mapping[Rule, Mapping[str, list[str]]] = {
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_a_rule_can_be_broken(rule: Rule) -> None:
     for text, complaints in BROKEN[rule].items():
-        path = "validation/observers/bad.py" if rule is fenced else "pipeline/bad.py"
+        path = "validation/core/observe/bad.py" if rule is fenced else "pipeline/bad.py"
         assert list(rule(Source(path, text))) == complaints
 
 

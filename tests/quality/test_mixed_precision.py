@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import pytest
 from truth_check import Counts, Truth, check
 
-from pipeproof.cases.mixed.specimens import MIXED, RANKS, RIGHT
-from pipeproof.cases.mixed.step import COUNT
-from pipeproof.cases.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS
-from pipeproof.cases.specimens.specimen import CLASSES
 from pipeproof.core.judge import LAWS
-from pipeproof.foreign import WhiteBox
-from pipeproof.wings.composed import try_mixed, validate_mixed
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed.check import LAWS as OF_A_CHAIN
+from pipeproof.wings.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS, validate_mixed
+from pipeproof.wings.specimens.mixed import MIXED, RANKS, RIGHT
+from pipeproof.wings.specimens.mixed_check import mixed_trial
+from pipeproof.wings.specimens.mixed_step import COUNT
+from pipeproof.wings.specimens.specimen import CLASSES
 from pipeproof.worlds.world import World
 from tests.support.mixed_by_hand import seen_from_outside
 from tests.support.sweeps import each_once
@@ -101,18 +101,13 @@ def test_a_step_in_mixed_precision_that_is_right_passes(name: str, world: World)
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", MIXED)
-def test_a_forgotten_convention_is_caught_named_and_located(name: str, world: World) -> None:
-    found = try_mixed(MIXED[name], world)
-    assert found.caught, found
-    assert found.recorded is not None
-    assert found.recorded.right, found
-    assert found.recorded.located, found
-
-
-@pytest.mark.pipeproof_ranks
-@pytest.mark.parametrize("name", MIXED)
-def test_every_word_about_a_forgotten_convention_is_true(name: str, world: World) -> None:
+def test_a_forgotten_convention_is_caught_named_and_located_and_every_word_is_true(name: str, world: World) -> None:
     verdict, (said, wrong), fault = validate_mixed(MIXED[name], world), SAYS[name], MIXED[name].fault
+    trial = mixed_trial(MIXED[name], verdict)
+    assert trial.caught, trial
+    assert trial.recorded is not None
+    assert trial.recorded.right, trial
+    assert trial.recorded.located, trial
     assert [str(cause) for cause in verdict.cause] == said
     place = () if fault.rank is None else (fault.rank,)
     truth = Truth((fault.kind,), frozenset(wrong.split()), ranks=place, stages=place, somewhere=not place)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.utils import backend_registration
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.specimens import DEVICE_CONTROLS, ON_DEVICES, SPECIMENS
-from pipeproof.cases.specimens.specimen import CLASSES
 from pipeproof.core.judge import LAWS
+from pipeproof.own.case import Case
+from pipeproof.wings.specimens import DEVICE_CONTROLS, ON_DEVICES, SPECIMENS
+from pipeproof.wings.specimens.specimen import CLASSES
 from tests.support.devices import CHECKED, Pretending, trials
 from tests.support.golden import golden
 from tests.support.sweeps import SWEEP, some
@@ -127,6 +127,7 @@ def test_schedules_are_right_there_through_the_host_and_it_is_found_by_itself(
     golden(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("order", "schedule"), at_least("ahead", "1f1b"))
 def test_steps_are_held_against_themselves_there(
     machine: Pretending, tmp_path: Path, order: str, schedule: str
@@ -151,6 +152,7 @@ def test_a_tensor_that_was_left_on_the_host_is_told_with_its_line(machine: Prete
     golden(ran.stdout, lines="Expected all tensors|in step$|^ *losses =")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("order", some(ORDERS, left=["late"]))
 def test_what_only_a_device_shows_is_caught_named_and_located(machine: Pretending, tmp_path: Path, order: str) -> None:
     names = [name for name in ON_DEVICES if name != HIDDEN[order]]
@@ -162,6 +164,7 @@ def test_what_only_a_device_shows_is_caught_named_and_located(machine: Pretendin
     assert [name for name, one in found.items() if not one["recorded"]["located"]] == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("order", some(ORDERS, left=["ahead"]))
 def test_copies_that_are_waited_for_are_right_in_any_order(machine: Pretending, tmp_path: Path, order: str) -> None:
     (name,) = DEVICE_CONTROLS

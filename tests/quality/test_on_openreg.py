@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.specimens import DEVICE_CONTROLS
+from pipeproof.wings.specimens import DEVICE_CONTROLS
 from tests.support.devices import CHECKED, on_device, trials
 
 pytestmark = [

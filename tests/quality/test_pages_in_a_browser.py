@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeproof.reports.page.advice import advice_page
 from pipeproof.reports.page.page import CampaignRow, campaign, page
+from pipeproof.wings.advise.page import advice_page
 from tests.support.advised import advised
 from tests.support.verdicts import BARE, FAILED, PASSED, large
 

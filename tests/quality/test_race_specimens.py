@@ -4,15 +4,16 @@ import re
 
 import pytest
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.specimens import FAMILIES, IN_SIMULATION, SIMULATED_CONTROLS, SIMULATED_FAMILIES, SPECIMENS
-from pipeproof.cases.specimens.specimen import CLASSES
-from pipeproof.cases.trial import search, smallest_of
-from pipeproof.cases.validator import crashed, validate
 from pipeproof.core.cause import RACES
 from pipeproof.core.judge import LAWS
 from pipeproof.core.verdict import Verdict
+from pipeproof.own.case import Case
+from pipeproof.own.validator import crashed, validate
 from pipeproof.pipeline.transports import Transport
+from pipeproof.wings.simulated import SimulatedWorld
+from pipeproof.wings.specimens import IN_SIMULATION, SIMULATED_CONTROLS, SPECIMENS
+from pipeproof.wings.specimens.specimen import CLASSES
+from pipeproof.wings.specimens.trial import search, smallest_of
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -26,13 +27,21 @@ def ids(values: object) -> str:
     return values.value if isinstance(values, Transport) else str(values)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "transport"), SHOWN, ids=ids)
-def test_a_race_is_caught_and_named_with_its_place(name: str, transport: Transport, simulated: World) -> None:
-    simulated.transport = transport
-    found = search(smallest_of(IN_SIMULATION[name]), simulated, seeds=SEEDS)
+def test_a_race_is_caught_and_named_with_its_place_and_lines(
+    name: str, transport: Transport, simulated: SimulatedWorld
+) -> None:
+    one, simulated.transport, simulated.seeds = IN_SIMULATION[name], transport, SEEDS
+    found = search(smallest_of(one), simulated)
     assert found.caught, found
     assert found.recorded is not None, "what is caught is diagnosed"
     assert found.recorded.located, found
+    if one.law in RACES:  # under the seed that is left in the world
+        (cause,) = verdict_on(smallest_of(one), simulated).cause
+        assert cause.lines, "the lines of who planted it are told, as a user's are"
+        assert all("specimens/" in each.line.file for each in cause.lines)
+        assert f"rank {cause.rank}" in cause.detail
 
 
 def verdict_on(case: Case, world: World) -> Verdict:
@@ -42,19 +51,8 @@ def verdict_on(case: Case, world: World) -> Verdict:
         return crashed(case, failure)
 
 
-@pytest.mark.parametrize("name", [name for name, one in IN_SIMULATION.items() if one.law in RACES])
-def test_a_race_is_told_with_the_lines_that_made_it(name: str, simulated: World) -> None:
-    one = IN_SIMULATION[name]
-    simulated.transport = one.needs.transports[0]
-    simulated.seed = int(search(smallest_of(one), simulated, seeds=SEEDS).seed or 0)
-    (cause,) = verdict_on(smallest_of(one), simulated).cause
-    assert cause.lines, "the lines of who planted it are told, as a user's are"
-    assert all("specimens/" in each.line.file for each in cause.lines)
-    assert all(f"rank {cause.rank}" in cause.detail for _ in cause.lines)
-
-
 @pytest.mark.parametrize("name", [name for name, one in IN_SIMULATION.items() if one.law == "deadlock"])
-def test_a_deadlock_is_told_with_who_waits_and_the_lines(name: str, simulated: World) -> None:
+def test_a_deadlock_is_told_with_who_waits_and_the_lines(name: str, simulated: SimulatedWorld) -> None:
     one = IN_SIMULATION[name]
     for simulated.transport in one.needs.transports:
         verdict = verdict_on(smallest_of(one), simulated)
@@ -65,18 +63,19 @@ def test_a_deadlock_is_told_with_who_waits_and_the_lines(name: str, simulated: W
         assert {rank for rank, _ in places} == due, verdict.failure
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SIMULATED_CONTROLS)
-def test_right_code_is_right_under_a_seed(name: str, simulated: World) -> None:
+def test_right_code_is_right_under_a_seed(name: str, simulated: SimulatedWorld) -> None:
     passes(name, simulated, range(1))
 
 
 @SWEEP
 @pytest.mark.parametrize("name", SIMULATED_CONTROLS)
-def test_right_code_is_right_under_any_of_twenty_seeds(name: str, simulated: World) -> None:
+def test_right_code_is_right_under_any_of_twenty_seeds(name: str, simulated: SimulatedWorld) -> None:
     passes(name, simulated, SEEDS)
 
 
-def passes(name: str, world: World, seeds: range) -> None:
+def passes(name: str, world: SimulatedWorld, seeds: range) -> None:
     one = SIMULATED_CONTROLS[name]
     for world.transport in one.needs.transports:
         for world.seed in seeds:
@@ -86,18 +85,18 @@ def passes(name: str, world: World, seeds: range) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SIMULATED_CONTROLS)
-def test_right_code_is_right_in_every_interleaving_that_differs(name: str, simulated: World) -> None:
+def test_right_code_is_right_in_every_interleaving_that_differs(name: str, simulated: SimulatedWorld) -> None:
     one = SIMULATED_CONTROLS[name]
     simulated.most = 100
     for simulated.transport in one.needs.transports:
         for _ in simulated.interleavings():
             verdict = verdict_on(Case.parse(f"{one.smallest} specimen={name}"), simulated)
             assert verdict.verdict == "pass", str(verdict)
-    assert all(one.complete and not (one.more or one.astray or one.ahead) for one in simulated.explorations)
+    assert all(one.complete and not (one.more or one.astray) for one in simulated.explorations)
 
 
 def test_there_are_many_and_each_says_what_it_is() -> None:
-    assert len(IN_SIMULATION) == sum(map(len, SIMULATED_FAMILIES.values())) >= 40, "names are unique"
+    assert len(IN_SIMULATION) >= 40
     assert not {*IN_SIMULATION} & {*SPECIMENS, *SIMULATED_CONTROLS}
     assert {one.law for one in IN_SIMULATION.values()} >= {*RACES, "deadlock"}, "every race is shown"
     assert len({one.summary for one in IN_SIMULATION.values()}) == len(IN_SIMULATION)
@@ -113,10 +112,9 @@ def test_there_are_many_and_each_says_what_it_is() -> None:
         assert one.classes, name
         assert {*one.classes} <= {*CLASSES}, name
         assert one.law in (*LAWS, *RACES, "deadlock", "crash"), name
-    assert not {*SIMULATED_FAMILIES} & {*FAMILIES}
 
 
-FIRST = [family[0].name for family in SIMULATED_FAMILIES.values()]
+FIRST = {one.family: name for name, one in reversed(IN_SIMULATION.items())}.values()
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST else SWEEP) for n in IN_SIMULATION])

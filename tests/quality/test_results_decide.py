@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof import Composed, Contract
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 from tests.support.golden import golden
 from tests.support.two_ranks import COUNT, data, half, judged, loss_fn, model_of, named, passes, plain_block
 

@@ -84,6 +84,7 @@ def test_without_turns_every_stage_is_checked(simulated: World) -> None:
     assert [(one.step, one.verdict) for one in seen] == [(0, "pass"), (2, "fail")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "steps"),
     [

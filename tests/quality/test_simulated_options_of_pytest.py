@@ -57,7 +57,6 @@ def test_every_interleaving_of_a_step_runs_and_they_are_counted(python: Run, tmp
             "--pipeproof-exhaust has no effect without --pipeproof-world=simulated: leave it out",
         ),
         (["--pipeproof-world=simulated", "--pipeproof-room=64"], "--pipeproof-room=64: transport gloo has no room"),
-        (["--pipeproof-fine"], "--pipeproof-fine has no effect without --pipeproof-world=simulated: leave it out"),
         (["--pipeproof-world=simulated", "--pipeproof-exhaust=0"], "--pipeproof-exhaust is 0: expected the most"),
         (["--pipeproof-interleaving=late"], "'late': expected a seed, or in-turn"),
     ],

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from pipeproof import whitebox
-from pipeproof.cases.case import Case
-from pipeproof.cases.primitives.stacked import validated
-from pipeproof.cases.primitives.stacks import Stack, alone
-from pipeproof.cases.runtimes import TORCH_CLASSES
-from pipeproof.cases.validator import validate
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.own.case import Case
+from pipeproof.own.runtimes import TORCH_CLASSES
+from pipeproof.own.validator import validate
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.transports import Transport
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.primitives.stacked import validated
+from pipeproof.wings.primitives.stacks import Stack, alone
+from pipeproof.wings.simulated import SimulatedWorld
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 from tests.examples.hand_written_1f1b import OneFOneB
@@ -43,7 +44,7 @@ def by_hand(runtime: type[OneFOneB]) -> Any:
 def by_torch(model: Any, microbatches: list[Any]) -> Any:
     import torch.distributed as dist
 
-    from pipeproof.foreign import watch
+    from pipeproof.whitebox import watch
 
     stage = watch(model[dist.get_rank()])
     return stage, train(stage, microbatches, loss_fn)
@@ -181,7 +182,7 @@ def test_what_hangs_with_one_transport_and_not_with_another(simulated: World) ->
 
 def test_a_seed_gives_the_same_report_to_the_letter_in_any_process(simulated: World) -> None:
     one_of_each = {kind: runtime for runtime, kind in RACES.items()}.values()
-    with World(kind="simulated", seed=5, silent=True) as another:
+    with SimulatedWorld(seed=5, silent=True) as another:
         for runtime in (OneFOneB, *one_of_each, WaitsForItsSends):
             simulated.seed = 5
             once, again, elsewhere = (str(judged(world, by_hand(runtime))) for world in (simulated, simulated, another))

@@ -14,10 +14,10 @@ from truth_mixtures import mixtures
 from truth_rights import Right, rights
 from truth_specimens import WRONG, tried, truth_of, wanted
 
-from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.core.cause import KINDS, Cause, RuledOut
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.sweeps import SWEEP, sampled
@@ -282,6 +282,7 @@ def test_final_gradients_are_tried_in_every_runtime() -> None:
     assert {one.runtime for one in HELD if one.name in FINAL} == {one.runtime for one in HELD}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fault", "watched"),
     [
@@ -299,6 +300,7 @@ def test_nothing_false_is_said_of_a_fault(whitebox: WhiteBox, fault: Planted, wa
     assert found.naming in ("right", "unknown"), found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("title", sampled(MIXED, 2))
 def test_nothing_false_is_said_of_a_fault_in_its_surroundings(whitebox: WhiteBox, title: str) -> None:
     (mixture,) = (one for one in mixtures() if one.title == title)

@@ -10,11 +10,11 @@ from axis_planting import finished, having, times
 from truth_axes import FAULTS, STACKS, Along, axes
 from truth_check import check
 
-from pipeproof.cases.primitives.stacked import validated
-from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.core.cause import KINDS
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.primitives.stacked import validated
+from pipeproof.wings.primitives.stacks import Stack
 from tests.support.sweeps import some
 
 HOLDS = {
@@ -51,6 +51,7 @@ def test_every_fault_is_planted_once_and_has_a_truth() -> None:
     assert not {one.fault for one in every if one.truth.kinds} & {"", *SOUND}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("title", some(HOLDS, left=SIMILAR))
 def test_a_fault_is_named(whitebox: WhiteBox, title: str) -> None:
     (one,) = (one for one in axes() if one.title == title)

@@ -24,6 +24,7 @@ def named(one: Cut, world: World) -> str:
     return found.naming
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("title", ["the loss of one rank, twice", "gradients of the step before", "losses times tp"])
 def test_a_fault_is_named(title: str, simulated: World) -> None:
     assert named(FAULTS[title], simulated) == "right"

@@ -12,6 +12,7 @@ from tests.support.json_schema import OURS, complaints
 from tests.support.sweeps import sampled
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", sampled([one for one in FAULTS if not one.hangs], 2), ids=lambda fault: fault.name)
 def test_a_verdict_shows_the_line_of_a_fault(
     fault: Fault, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from truth_jobs import Job
 from truth_trial import Trial
 
 from pipeproof.core.cause import KINDS
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.sweeps import SWEEP
 
 ROWS: dict[str, Trial | Job] = {
@@ -69,6 +69,7 @@ def test_every_row_has_a_truth() -> None:
     assert {*SILENT, *NO_FAULT, *NAMED, *CAUGHT, *SWEPT} <= set(ROWS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("title", swept(SILENT))
 def test_nothing_is_said_against_what_is_right(whitebox: WhiteBox, title: str) -> None:
     found = ROWS[title].verdict(whitebox, watched=True)
@@ -90,6 +91,7 @@ def test_a_fault_is_named(whitebox: WhiteBox, title: str) -> None:
     assert check(found, one.truth, one.counts).false == (), str(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("title", swept(CAUGHT))
 def test_a_fault_is_caught_and_nothing_false_is_said_of_it(whitebox: WhiteBox, title: str) -> None:
     one = ROWS[title]

@@ -188,6 +188,7 @@ def test_a_project_with_names_like_ours_is_collected(installed: Installed, tmp_p
     assert f"\n{number_of_tests(project)} test" in done.stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("launch", some(LAUNCHES, left=["pytest", "torchrun"]))  # the first is part of pytest -n 2
 def test_a_project_with_all_names_like_ours_is_tested(installed: Installed, tmp_path: Path, launch: str) -> None:
     start = installed.run if launch == "torchrun" else installed.run_warm

@@ -44,16 +44,16 @@ from truth_narrow import narrow
 from truth_rights import rights
 from truth_specimens import counts_of, tried, truth_of, wanted
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.fuzz import Tally, fuzz
-from pipeproof.cases.judgement import judge
-from pipeproof.cases.observe import observe
-from pipeproof.cases.specimens import CONTROLS, SPECIMENS
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.own.case import Case
+from pipeproof.own.fuzz import Tally, fuzz
+from pipeproof.own.judgement import judge
+from pipeproof.own.observe import observe
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, virtuals
 from pipeproof.reports.terminal import Terminal
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed import validate_composed
+from pipeproof.wings.specimens import CONTROLS, SPECIMENS
 from pipeproof.worlds.world import World
 
 PARTS = (
@@ -220,7 +220,7 @@ def drawn_cases(count: int) -> list[Case]:
         found[case] = None
         return Verdict("", "pass", "bitwise", ())
 
-    fuzz(SimpleNamespace(simulation=None), tally, run=noted)  # type: ignore[arg-type]
+    fuzz(SimpleNamespace(decision=None), tally, run=noted)  # type: ignore[arg-type]
     return [*found]
 
 

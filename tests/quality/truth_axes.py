@@ -9,11 +9,11 @@ from axis_faults import step
 from truth_check import Counts, Truth
 from truth_faults import other, sums
 
-from pipeproof.cases.primitives.stacked import validated
-from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.primitives.stacked import validated
+from pipeproof.wings.primitives.stacks import Stack
 
 COUNT = 4  # microbatches
 STACKS = {

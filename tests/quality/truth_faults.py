@@ -14,7 +14,7 @@ from truth_check import Counts, Truth
 from truth_models import COUNT, RANKS, build_model, data, loss_fn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 ALL = tuple(range(COUNT))
 HERE, THERE = ALL[: COUNT // 2], ALL[COUNT // 2 :]  # of the two directions

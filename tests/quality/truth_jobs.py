@@ -22,7 +22,7 @@ from truth_trial import COUNT, MODELS, RIGHT, loss_of_rows, some
 
 from pipeproof import Composed, Contract, SingleDevice, check_step, record_step
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.worker import RankContext
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox, watch
 from pipeproof.reports.terminal import Terminal
+from pipeproof.whitebox import WhiteBox, watch
 from pipeproof.worlds.world import World
 from tests.support.guides import blocks
 

@@ -31,7 +31,7 @@ from truth_models import COUNT, RANKS, Block, Pairs, loss_fn, seen
 from truth_oddities import tied_model
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 
 class Spoilt(Plain):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign import watch
+from pipeproof.whitebox import watch
 
 RANKS, WIDTH, ROWS, COUNT, LAYERS = 4, 16, 4, 8, 8
 

@@ -14,7 +14,7 @@ from truth_check import Counts, Truth
 from truth_models import COUNT, RANKS, ROWS, WIDTH, Pairs, seen
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYERS, MICROBATCH = 8, 3  # of which it is dropped or doubled

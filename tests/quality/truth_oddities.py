@@ -12,7 +12,7 @@ from truth_layers import Before, Ends, Plainly, Writes, blocks, chain, data_of, 
 from truth_models import COUNT, ROWS, WIDTH, Block, Pairs, loss_fn, seen
 
 from pipeproof.core.contract import Contract
-from pipeproof.foreign import watch
+from pipeproof.whitebox import watch
 
 TOKENS = 11
 

@@ -20,7 +20,7 @@ from truth_oddities import variants
 
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import HandedBack, WhiteBox, watch
 
 Build = Callable[[], nn.Module]
 Step = Callable[..., Any]

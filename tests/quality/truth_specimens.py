@@ -6,18 +6,18 @@ from types import MappingProxyType
 
 from truth_check import Counts, Truth
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.judgement import diagnose, judge
-from pipeproof.cases.observe import observe
-from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.specimens.planting import NORM
-from pipeproof.cases.specimens.specimen import Specimen, halved, unchanged
-from pipeproof.cases.trial import smallest_of
-from pipeproof.cases.validator import crashed, explained, refused
-from pipeproof.commands.catalogue import tries_on
 from pipeproof.core.verdict import Verdict
-from pipeproof.pipeline.lower import lower
+from pipeproof.own.case import Case
+from pipeproof.own.faults import unchanged
+from pipeproof.own.judgement import diagnose, judge
+from pipeproof.own.observe import observe
+from pipeproof.own.validator import crashed, explained, refused
+from pipeproof.pipeline.program import lower
 from pipeproof.pipeline.program_laws import violations
+from pipeproof.wings.specimens import SPECIMENS, tries_on
+from pipeproof.wings.specimens.planting import NORM
+from pipeproof.wings.specimens.specimen import Specimen, halved
+from pipeproof.wings.specimens.trial import smallest_of
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 

@@ -14,7 +14,7 @@ from truth_models import WIDTH, Block, Pairs, loss_fn
 
 from pipeproof import Composed, Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 RIGHT = Truth()
 LAYERS, COUNT = 6, 6

@@ -1,11 +1,13 @@
 """A device is asked how it rounds products of fp32, whatever it was told by which of torch's settings."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
-from pipeproof.reference.products import CONVOLUTION, MATRICES, products_in, sort_of
+from pipeproof.reference.products import CONVOLUTION, MATRICES, products_in, settings_off, sort_of
 from tests.support.rounded_products import Rounded
 
 EVERY = [MATRICES, CONVOLUTION]
@@ -42,3 +44,28 @@ def test_products_are_told_from_other_operators() -> None:
     }
     for sort, operators in made.items():
         assert [sort_of(one) for one in operators] == [sort] * len(operators)
+
+
+def test_rates_and_betas_are_smaller_and_all_else_is_as_it_was() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.5, betas=(0.5, 0.25), weight_decay=0.0, amsgrad=True)
+    before = copy.deepcopy(optimizer.param_groups[0])
+    after = settings_off(optimizer, 0.5).param_groups[0]
+    assert (after["lr"], after["betas"], after["eps"]) == (0.25, (0.25, 0.125), before["eps"] / 2)
+    assert {name for name in before if name != "params" and after[name] != before[name]} == {"lr", "betas", "eps"}
+    assert after["params"] == [weight]
+    assert torch.equal(weight, torch.ones(2))
+
+
+def test_a_rate_that_is_a_tensor_is_another_one() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=rate)
+    assert settings_off(optimizer, 0.5).param_groups[0]["lr"] == 0.25
+    assert rate == 0.5
+
+
+def test_by_nothing_it_is_as_it_was() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    group = optimizer.param_groups[0]
+    assert settings_off(optimizer, 0.0).param_groups[0] is group
+    assert group["lr"] == 0.1

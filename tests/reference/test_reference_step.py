@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.cases.stages import owners
 from pipeproof.core.limits import FP32
 from pipeproof.core.tolerance import error
+from pipeproof.own.stages import owners
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import MODELS, Model, build_model
 from pipeproof.reference.otherwise import in_double

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.cases.stages import layers_of, owners
+from pipeproof.own.stages import layers_of, owners
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import build_model
 from pipeproof.reference.pairing import Contributed, Pairing

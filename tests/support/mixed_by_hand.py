@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.cases.mixed.specimens import RANKS, MixedCase
-from pipeproof.cases.mixed.step import MixedPrecision, MixedStep, loss_fn, microbatches_of
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox, watch
-from pipeproof.foreign.handed_back import HandedBack
 from pipeproof.reference.accumulation import Accumulation
+from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox.handed_back import HandedBack
+from pipeproof.wings.specimens.mixed import RANKS, MixedCase
+from pipeproof.wings.specimens.mixed_step import MixedPrecision, MixedStep, loss_fn, microbatches_of
 
 
 class Casting(nn.Sequential):

@@ -45,6 +45,7 @@ class Job:
     cast: Callable[[bool], Any] = lambda of_loss: nullcontext()
     times: float = 1.0  # what losses are multiplied by before their backwards
     apart: Mapping[int, int] = field(default_factory=dict)  # by stage: how many backwards each gradient has of its own
+    change: Callable[[], object] = lambda: None  # what happens to gradients at last
 
     def step(self) -> list[float]:
         """The losses."""
@@ -55,7 +56,14 @@ class Job:
         for one in (one for stage in self.stages for one in stage.parameters()):
             if self.late is not None and one.grad is not None:
                 one.grad.div_(self.late)
+        self.change()
         return losses
+
+    def divide(self, by: float, *stages: int) -> None:
+        """Divide the gradients of these stages, or of all."""
+        for stage in [self.stages[k] for k in stages] or self.stages:
+            for one in stage.parameters():
+                one.grad = None if one.grad is None else one.grad / by
 
     def norm(self) -> float:
         own = {id(one): one for stage in self.stages for one in stage.parameters() if one.grad is not None}

@@ -16,7 +16,7 @@ def planted(step: Step, at: str, fault: Callable[[Any], Any]) -> Step:
 
 def _planted(step: Step, at: str, fault: Callable[[Any], Any], *given: Any) -> Any:
     file, *path, name = at.split(".")
-    owner = importlib.import_module(f"pipeproof.cases.primitives.{file}")
+    owner = importlib.import_module(f"pipeproof.wings.primitives.{file}")
     for each in path:
         owner = getattr(owner, each)
     wrong = fault(getattr(owner, name))

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from pipeproof.cases.primitives.stacked import reference_of
-from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.core.verdict import Verdict
+from pipeproof.wings.primitives.stacked import reference_of
+from pipeproof.wings.primitives.stacks import Stack
 
 # ci/primitives stacks runs all with more
 SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import COMPUTE
 from pipeproof.pipeline.columns import Columns
-from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.program import Program, lower
 from pipeproof.pipeline.schedules import build, virtuals
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeproof.foreign import HandedBack, watch
+from pipeproof.whitebox import HandedBack, watch
 
 WIDTH, COUNT = 16, 4
 loss_fn = nn.functional.mse_loss

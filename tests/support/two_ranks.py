@@ -1,4 +1,4 @@
-"""Steps on two ranks, all forwards first, for tests that vary how a stage is called and what it hands on."""
+"""Steps on two ranks, for tests that vary how a stage is called, what it is given and what it hands on."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 COUNT = 4
@@ -71,6 +71,29 @@ def all_forward_all_backward(
         if end.requires_grad:
             end.backward(gradient)
     return losses or None
+
+
+def one_by_one(
+    stage: nn.Module, microbatches: list[Any], received: Callable[[int, Tensor], Tensor] = lambda m, x: x
+) -> list[float]:
+    """The losses, on the last of two ranks, a microbatch at a time. ``received``: what becomes of what it is sent."""
+    losses = []
+    for m, (x, target) in enumerate(microbatches):
+        if dist.get_rank() == 0:
+            y = stage(x)
+            dist.send(y.detach(), 1)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, 1)
+            y.backward(gradient)
+            continue
+        x = torch.empty_like(x)
+        dist.recv(x, 0)
+        x = received(m, x).requires_grad_()
+        loss = loss_fn(stage(x), target)
+        (loss / len(microbatches)).backward()
+        dist.send(x.grad, 0)
+        losses.append(loss.item())
+    return losses
 
 
 def step(

@@ -8,25 +8,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeproof.cases.config import Config
-from pipeproof.cases.work import case_of, not_stacked, stack_of
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import UsageError, add_count, number, offers, whole, without_effect
+from pipeproof.commands.option_parser import UsageError, add, add_flag, number, whole, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
+from pipeproof.commands.work import case_of
+from pipeproof.own.config import Config
 from pipeproof.pipeline.files import read_json
-from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
-from pipeproof.pipeline.layouts.footprint import Footprint
-from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
-from pipeproof.pipeline.layouts.path import Outcome, Step, path
-from pipeproof.pipeline.layouts.pipelined import stages_of
-from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
-from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED
 from pipeproof.pipeline.sizes import counted, some, three_digits
 from pipeproof.reports.columns import Column, table
-from pipeproof.reports.page.advice import Advice, advice_page
 from pipeproof.reports.terminal import Terminal
+from pipeproof.wings.advise import (
+    ACCELERATORS,
+    GIB,
+    MODELS,
+    UNITS,
+    Advice,
+    Allowed,
+    Choice,
+    Cluster,
+    Experts,
+    Found,
+    Job,
+    Layout,
+    Outcome,
+    Recompute,
+    Step,
+    Transformer,
+    accelerator_named,
+    advice_page,
+    find_layouts,
+    find_path,
+    model_named,
+    model_of_config,
+    stages_of,
+)
 from pipeproof.worlds.output_file import OutputFile
 
 _MOST_BATCH = 1 << 24
@@ -51,55 +68,50 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     about = "which kind of parallelism to add next, and the fastest layouts that fit, with the numbers"
     parser = commands.add_parser("advise", help=about)
     model = parser.add_argument_group("the model")
-    offers(
-        model.add_argument("--model", metavar="NAME", help="a name that --list has, or a config.json of Hugging Face"),
-        MODELS,
-    )
+    add(model, "--model", "NAME", "a name that --list has, or a config.json of Hugging Face", known=MODELS)
     for name, says in _SIZES.items():
-        add_count(model, f"--{name}", "N", says)
+        add(model, f"--{name}", "N", says, whole)
     job = parser.add_argument_group("the job")
-    add_count(job, "--batch", "N", "sequences a step", default=512)
-    add_count(job, "--sequence", "N", "tokens of a sequence", default=4096)
-    _add_cluster(parser.add_argument_group("the cluster"))
-    limits = parser.add_argument_group("what may be used")
-    limits.add_argument("--zero", type=whole, choices=(0, 1, 2, 3), default=3, help="the highest stage of ZeRO")
-    limits.add_argument(
-        "--recompute", choices=("allowed", "never"), default="allowed", help="whether activations may be recomputed"
-    )
-    add_count(limits, "--most", "N", "how many layouts are listed", default=3)
-    parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
-    add_file(parser, "--write", "keep the layout to begin with in this file, a config for validate --config and bench")
-    add_count(parser, "--layout", "K", "with --write: the K-th of the listed layouts instead; 1 is the fastest")
-    add_outputs(parser, what="steps and layouts", page=True)
-    parser.set_defaults(run=_advise)
-
-
-def _add_cluster(group: "argparse._ArgumentGroup") -> None:
-    add_count(group, "--devices", "N", "how many devices there are", default=8)
-    add_count(group, "--per-node", "N", "how many devices are in a node", default=8)
-    known = f"one of {', '.join(ACCELERATORS)}"
-    offers(group.add_argument("--device", default="h100", metavar="NAME", help=known), ACCELERATORS)
+    add(job, "--batch", "N", "sequences a step", whole, default=512)
+    add(job, "--sequence", "N", "tokens of a sequence", whole, default=4096)
+    cluster = parser.add_argument_group("the cluster")
+    add(cluster, "--devices", "N", "how many devices there are", whole, default=8)
+    add(cluster, "--per-node", "N", "how many devices are in a node", whole, default=8)
+    add(cluster, "--device", "NAME", f"one of {', '.join(ACCELERATORS)}", known=ACCELERATORS, default="h100")
     for option, unit, what in (
         ("--memory", "GIB", "memory of a device"),
         ("--flops", "TFLOPS", "speed of a device in bf16"),
         ("--link", "GB/S", "bandwidth between two devices of a node, in one direction"),
         ("--network", "GB/S", "bandwidth from a device to other nodes, in one direction"),
     ):
-        group.add_argument(option, type=number, metavar=unit, help=f"{what} (default: the device's, as --list has it)")
+        add(cluster, option, unit, f"{what} (default: the device's, as --list has it)", number)
+    limits = parser.add_argument_group("what may be used")
+    add(limits, "--zero", None, "the highest stage of ZeRO", whole, choices=(0, 1, 2, 3), default=3)
+    again = "whether activations may be recomputed"
+    add(limits, "--recompute", None, again, choices=("allowed", "never"), default="allowed")
+    add(limits, "--most", "N", "how many layouts are listed", whole, default=3)
+    add_flag(parser, "--list", says="the models and devices that are known, and their figures")
+    add_file(parser, "--write", "keep the layout to begin with in this file, a config for validate --config and bench")
+    chosen = "with --write: the K-th of the listed layouts instead; 1 is the fastest"
+    add(parser, "--layout", "K", chosen, whole)
+    add_outputs(parser, what="steps and layouts", page=True)
+    parser.set_defaults(run=_advise)
 
 
 def _advise(options: argparse.Namespace) -> int:
-    without_effect(options, options.given - _WITH_LIST if options.list else (), "with --list")
+    without_effect(options, options.given - _WITH_LIST, "with --list", where=options.list)
     if options.list:
         Terminal().say(_known())
         return 0
-    without_effect(options, ["--layout"] if options.write is None else (), "without --write")
+    without_effect(options, ["--layout"], "without --write", where=options.write is None)
     job = Job(
         _model(options),
         counted("batch", options.batch, most=_MOST_BATCH),
         counted("sequence", options.sequence, most=_MOST_SEQUENCE),
     )
-    cluster = Cluster(_device(options), options.devices, options.per_node)
+    given = {name: unit * value for name, unit in UNITS.items() if (value := getattr(options, name)) is not None}
+    device = replace(accelerator_named(options.device), **given)
+    cluster = Cluster(device, options.devices, options.per_node)
     allowed = Allowed(zero=tuple(range(options.zero + 1)))
     if options.recompute == "never":
         allowed = replace(allowed, recompute=(Recompute.NONE,))
@@ -108,43 +120,36 @@ def _advise(options: argparse.Namespace) -> int:
         counted("--layout", options.layout, most=most)
     with Outputs.of(options).opened("advise") as files:
         with Terminal().progress("advise"):
-            steps, found = path(job, cluster, allowed), search(job, cluster, allowed, most=most)
-        chosen = _chosen(found, steps, options.layout)
-        ending = _ending(found, steps, job, cluster)
-        Terminal().detail("\n".join(_asked(job, cluster)))
-        Terminal().detail("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
-        Terminal().detail(table(_MEMORY, list(_memory(steps)), Terminal().width) + "\n")
-        if found.best:
-            rows = [_row(choice, job, cluster) for choice in found.best]
-            Terminal().detail(table(_LAYOUTS, rows, Terminal().width) + "\n")
+            steps, found = find_path(job, cluster, allowed), find_layouts(job, cluster, allowed, most=most)
+        if options.layout is not None and found.best and options.layout > len(found.best):
+            listed = some(len(found.best), "layout")
+            raise UsageError(f"--layout {options.layout}: only {listed} can be listed; give one of these")
+        ending, asked = _ending(found, steps, job, cluster), _asked(job, cluster)
+        Terminal().detail("\n".join(asked))
+        for text in _tables(steps, found.best, job, cluster):
+            Terminal().detail(f"\n{text}")
+        Terminal().detail("")
         Terminal().say(" ".join(filter(None, ending)))
-        if chosen is not None:
-            _write(_config(chosen, job), chosen, files.write)
+        if found.best:
+            own = options.layout is not None
+            _write(found.best[options.layout - 1].layout if own else _last_taken(steps), job, files.files["write"])
         elif options.write is not None:
             Terminal().detail(f"{options.write}: not written, for there is no layout to begin with")
-        advice = Advice(job, cluster, steps, found.best, _asked(job, cluster), *ending, allowed.room)
+        advice = Advice(job, cluster, steps, found.best, asked, *ending, allowed.room)
         return files.finish(
             0 if found.best else WRONG,
             page=partial(advice_page, advice),
-            steps=[_step_data(step) for step in steps],
+            steps=[
+                {"add": step.name, "outcome": str(step.outcome), "reason": step.reason, **_layout(step.choice)}
+                for step in steps
+            ],
             layouts=[_data(choice, cluster) for choice in found.best],
             next=ending.line or None,
         )
 
 
-def _chosen(found: Found, steps: Sequence[Step], number: int | None) -> Layout | None:
-    """The layout to begin with, or the one with this ``number`` in the list; None where nothing fits."""
-    if not found.best:
-        return None
-    if number is None:
-        return _last_taken(steps)
-    if number > len(found.best):
-        raise UsageError(f"--layout {number}: only {some(len(found.best), 'layout')} can be listed; give one of these")
-    return found.best[number - 1].layout
-
-
-def _write(config: Config, layout: Layout, file: OutputFile) -> None:
-    file.write(config.text())
+def _write(layout: Layout, job: Job, file: OutputFile) -> None:
+    file.write(_config(layout, job).text())
     if file.name:
         schedule = f", {layout.schedule}" if layout.pp > 1 else ""
         runs = f"pipeproof validate --config {shlex.quote(file.name)}"
@@ -193,37 +198,23 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
     return Transformer(name, given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
 
 
-def _device(options: argparse.Namespace) -> Accelerator:
-    given = {name: unit * value for name, unit in UNITS.items() if (value := getattr(options, name)) is not None}
-    return replace(accelerator_named(options.device), **given)
-
-
 def _known() -> str:
+    """The models and devices that are known, with their figures."""
     models = [
-        (
-            model.name,
-            _size(model.parameters),
-            _size(model.active_parameters),
-            str(model.layers),
-            str(model.hidden),
-        )
-        for model in MODELS.values()
+        (one.name, _size(one.parameters), _size(one.active_parameters), str(one.layers), str(one.hidden))
+        for one in MODELS.values()
     ]
     devices = [
         (one.name, f"{one.flops / 1e12:g}", f"{one.memory / GIB:.0f}", f"{one.link / 1e9:g}", f"{one.network / 1e9:g}")
         for one in ACCELERATORS.values()
     ]
-    titles = (
-        ("model", "parameters", "active", "layers", "hidden"),
-        ("device", "TFLOP/s", "GiB", "link GB/s", "network GB/s"),
-    )
+    tables = {
+        ("model", "parameters", "active", "layers", "hidden"): models,
+        ("device", "TFLOP/s", "GiB", "link GB/s", "network GB/s"): devices,
+    }
     return "\n\n".join(
-        table(
-            [Column(name, right=k > 0, drop=max(0, k - 1)) for k, name in enumerate(names)],
-            rows,
-            Terminal().width,
-        )
-        for names, rows in zip(titles, (models, devices), strict=True)
+        table([Column(name, right=k > 0, drop=max(0, k - 1)) for k, name in enumerate(names)], rows, Terminal().width)
+        for names, rows in tables.items()
     )
 
 
@@ -243,36 +234,9 @@ def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-_STEPS = [
-    Column("add"),
-    Column(""),
-    Column("because"),
-    Column("time", right=True),
-    Column("layout"),
-]
-_MEMORY = [
-    Column("GiB"),
-    Column("weights", right=True),
-    Column("gradients", right=True),
-    Column("optimizer", right=True),
-    Column("activations", right=True),
-    Column("in all", right=True),
-]
-
-
-def _step(step: Step) -> tuple[str, ...]:
-    if step.choice is None:
-        return (step.name, step.outcome, step.reason, "", "")
-    time = f"{three_digits(step.choice.time.total)} s"
-    return (step.name, step.outcome, step.reason, time, step.choice.layout.words)
-
-
-def _memory(steps: Sequence[Step]) -> Iterator[tuple[str, ...]]:
-    for name, held in ((step.name, step.choice.footprint) for step in steps if step.choice is not None):
-        parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
-        yield (name, *(f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts))
-
-
+_STEPS = [Column(name, right=name == "time") for name in ("add", "", "because", "time", "layout")]
+_PARTS = ("weights", "gradients", "optimizer", "activations")
+_MEMORY = [Column("GiB"), *(Column(name, right=True) for name in (*_PARTS, "in all"))]
 _LAYOUTS = [
     Column("layout"),
     Column("schedule", drop=1),
@@ -283,6 +247,24 @@ _LAYOUTS = [
     Column("time", right=True),
     Column("MFU", right=True, drop=3),
 ]
+
+
+def _tables(steps: Sequence[Step], best: Sequence[Choice], job: Job, cluster: Cluster) -> Iterator[str]:
+    """What was tried, what of it was held in memory, and the layouts that fit."""
+    rows: list[tuple[str, ...]] = []
+    memory: list[tuple[str, ...]] = []
+    for step in steps:
+        if (choice := step.choice) is None:
+            rows.append((step.name, step.outcome, step.reason, "", ""))
+            continue
+        time, held = f"{three_digits(choice.time.total)} s", choice.footprint
+        rows.append((step.name, step.outcome, step.reason, time, choice.layout.words))
+        parts = (*(getattr(held, part) for part in _PARTS), held.total)
+        memory.append((step.name, *(f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts)))
+    layouts = [_row(choice, job, cluster) for choice in best]
+    for columns, cells in ((_STEPS, rows), (_MEMORY, memory), (_LAYOUTS, layouts)):
+        if cells or columns is not _LAYOUTS:
+            yield table(columns, cells, Terminal().width)
 
 
 class _Ending(NamedTuple):
@@ -324,6 +306,8 @@ def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 def _next(layout: Layout, job: Job) -> _Ending:
     """To begin with ``layout``."""
+    from pipeproof.wings.primitives import not_stacked, stack_of
+
     begin, config = f"Begin with {layout.words}.", _config(layout, job)
     if (stack := stack_of(config)) is not None:
         left = not_stacked(config)
@@ -337,17 +321,15 @@ def _next(layout: Layout, job: Job) -> _Ending:
     return _Ending(begin, "Validate its schedule, small:", f"{line} --microbatches {case.microbatches}")
 
 
-def _held(held: Footprint) -> dict[str, float]:
-    return {**asdict(held), "total": held.total}
+def _layout(choice: Choice | None) -> dict[str, object]:
+    """A layout, and what it holds in bytes."""
+    if choice is None:
+        return {}
+    held = {**asdict(choice.footprint), "total": choice.footprint.total}
+    return {"layout": asdict(choice.layout), "bytes": held}
 
 
 def _data(choice: Choice, cluster: Cluster) -> dict[str, object]:
     """A layout with bytes and seconds."""
     time = {**asdict(choice.time), "total": choice.time.total, "utilization": choice.time.utilization(cluster)}
-    return {"layout": asdict(choice.layout), "bytes": _held(choice.footprint), "seconds": time}
-
-
-def _step_data(step: Step) -> dict[str, object]:
-    choice = step.choice
-    more = {"layout": asdict(choice.layout), "bytes": _held(choice.footprint)} if choice else {}
-    return {"add": step.name, "outcome": str(step.outcome), "reason": step.reason, **more}
+    return {**_layout(choice), "seconds": time}

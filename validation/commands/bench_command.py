@@ -1,20 +1,41 @@
-"""``bench``: a small step of each of some configs, side by side."""
+"""``bench``: a small step of each of some configs, which take turns on real ranks, side by side with the first."""
 
 import argparse
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from pipeproof.cases.case import Case, CaseError
-from pipeproof.cases.config import Config, read_config
-from pipeproof.cases.runtimes import OWN
-from pipeproof.cases.timings import FEWEST
-from pipeproof.cases.work import Work, work_of
-from pipeproof.commands.option_parser import add_count
-from pipeproof.commands.outputs import Outputs, add_outputs
-from pipeproof.commands.selection import add_world, device_of
-from pipeproof.pipeline.sizes import counted
-from pipeproof.worlds.launcher import start_fork_server
+from pipeproof.commands.ending import NO_VERDICT, WRONG
+from pipeproof.commands.option_parser import add, whole
+from pipeproof.commands.outputs import add_outputs
+from pipeproof.commands.selection import add_world, device_of, tell_notes
+from pipeproof.commands.work import Work, work_of
+from pipeproof.own.case import Case, CaseError
+from pipeproof.own.config import Config, read_config
+from pipeproof.own.runtimes import OWN
+from pipeproof.own.timings import FEWEST, Ratio, Timing
+from pipeproof.pipeline.sizes import counted, some
+from pipeproof.reports.columns import Column, table
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.accelerator import CPU
+from pipeproof.worlds.launcher import crowded, shared, start_fork_server
+from pipeproof.worlds.rank_report import RankFailed
+
+if TYPE_CHECKING:
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.worlds.world import World
 
 _MOST = 10_000  # rounds
+_COLUMNS = (
+    Column("config"),
+    Column("ranks", right=True, drop=2),
+    Column("step", right=True),
+    Column("spread", right=True, drop=3),
+    Column("ratio", right=True),
+    Column("memory", right=True, drop=1),
+    Column("runs", drop=4),
+)
 
 
 def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -26,10 +47,9 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "config differs from the first by no more than single rounds differ, that is called no difference. Nothing is "
         "judged, except that a loss that is not finite ends with 1.",
     )
-    parser.add_argument(
-        "config", nargs="+", help="a JSON file, as advise --write makes it; the others are compared with the first"
-    )
-    add_count(parser, "--rounds", "N", "how often each takes its turn, after one that does not count", default=5)
+    files = "a JSON file, as advise --write makes it; the others are compared with the first"
+    add(parser, "config", None, files, nargs="+")
+    add(parser, "--rounds", "N", "how often each takes its turn, after one that does not count", whole, default=5)
     add_world(parser)
     add_outputs(parser, what="the numbers")
     parser.set_defaults(run=_bench)
@@ -38,22 +58,117 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def _bench(options: argparse.Namespace) -> int:
     counted("--rounds", options.rounds, least=FEWEST, most=_MOST)
     configs = [read_config(path) for path in options.config]
-    works, device = [_timed(config) for config in configs], device_of(options, configs)
+    works, device = [work_of(config) for config in configs], device_of(options, configs)
+    for name, work in ((config.name, work) for config, work in zip(configs, works, strict=True)):
+        if isinstance(work, Case) and work.runtime != OWN:
+            raise CaseError(f"{name}: runtime {work.runtime} is not timed here: expected {OWN}; leave it out")
+        if isinstance(work, Case) and work.specimen:
+            raise CaseError(f"{name}: specimen {work.specimen} is a planted fault: expected a right step; leave it out")
     start_fork_server()
-    from pipeproof.commands.bench import bench
     from pipeproof.commands.campaign import Setting
 
-    setting = Setting(device, options.timeout, Outputs.of(options))
-    return bench(list(zip(configs, works, strict=True)), setting, rounds=options.rounds)
+    wanted = list(zip(configs, works, strict=True))
+    return bench(wanted, Setting.of(options, device=device), rounds=options.rounds)
 
 
-def _timed(config: Config) -> Work:
-    """What of ``config`` is run. Raises ``CaseError`` where that is no step of our own."""
-    work = work_of(config)
-    if isinstance(work, Case) and work.runtime != OWN:
-        raise CaseError(f"{config.name}: runtime {work.runtime} is not timed here: expected {OWN}; leave it out")
-    if isinstance(work, Case) and work.specimen:
-        raise CaseError(
-            f"{config.name}: specimen {work.specimen} is a planted fault: expected a right step; leave it out"
+def bench(wanted: Sequence[tuple[Config, Work]], setting: "Setting", *, rounds: int) -> int:
+    """Time a step of each; returns the exit status: 1 where a loss is not finite, 3 where ranks failed."""
+    terminal, device = Terminal(), setting.chosen_device
+    works = [replace(work, device=device) if isinstance(work, Case) else work for _, work in wanted]
+    timings = [Timing(config.name, *_told(work)) for (config, _), work in zip(wanted, works, strict=True)]
+    with setting.outputs.opened("bench") as files, setting.world() as world:
+        for config, work in wanted:
+            tell_notes(config, work)
+        if many := crowded(max(work.ranks for work in works)):
+            terminal.detail(many)
+        failed = False
+        with files.asked:
+            try:
+                _take_turns(works, timings, world, rounds)
+            except RankFailed as failure:
+                failed = True
+                terminal.say(str(failure))
+        done = min(len(one.rounds) for one in timings)
+        timings = [replace(one, rounds=one.rounds[:done]) for one in timings]  # of a round that was not whole, none
+        if done:
+            _tell(terminal, timings, device)
+        strange = [one for one in timings if one.strange]
+        for one in strange:
+            found = f"{len(one.strange)} of {some(one.losses, 'loss')} not finite, the first {one.strange[0]}"
+            terminal.say(f"{one.name}: {found}; `pipeproof validate --config {one.name}` says where")
+        vacuous = not done or not all(one.losses for one in timings)
+        status = WRONG if strange else NO_VERDICT if failed or vacuous else 0
+        return files.finish(status, rounds=done, timings=[_data(one, timings[0]) for one in timings])
+
+
+def _take_turns(works: Sequence[Work], timings: list[Timing], world: "World", rounds: int) -> None:
+    """Let each take its turn, in every round; the first round counts memory alone, and links and allocators warm up."""
+    from pipeproof.commands.campaign import enough_ranks
+    from pipeproof.own.timed_step import setup_case, take_turn
+    from pipeproof.wings.primitives import setup_stack
+
+    for number in range(rounds + 1):
+        for k, work in enumerate(works):
+            setup = partial(setup_case, case=work) if isinstance(work, Case) else partial(setup_stack, stack=work)
+            with Terminal().progress(f"round {number} of {rounds}: {timings[k].name}"), enough_ranks():
+                turns = world.run(take_turn, setup, number == 0, ranks=work.ranks)
+            timings[k] = timings[k].after(turns)
+
+
+def _told(work: Work) -> tuple[str, str]:
+    """What is run, and what a step of it computes."""
+    if isinstance(work, Case):
+        model = f"{work.model} in {work.dtype}, {some(work.layers, 'layer')}, {some(work.microbatches, 'microbatch')}"
+        return str(work), model + ", ragged" * work.ragged + ", unequal" * work.unequal
+    model = "decoder with experts" if work.has_experts else "decoder"
+    return f"stack {work}", f"{model}, {some(work.layers, 'layer')}, {some(work.microbatches, 'microbatch')}"
+
+
+def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
+    first, *others = timings
+    rows = [
+        (
+            one.name,
+            str(len(one.bytes)),
+            f"{one.seconds * 1e3:.2f} ms",
+            f"{one.spread:.0%}",
+            f"{Ratio(first, one).value:.2f}",
+            f"{max(one.bytes, default=0) / 2**20:.2f} MiB",
+            one.runs,
         )
-    return work
+        for one in timings
+    ]
+    terminal.say(table(_COLUMNS, rows, terminal.width))
+    for one in others:
+        terminal.say("\n".join(_compared(first, one)))
+    terminal.detail(
+        f"{some(len(first.rounds), 'round')} each. step: the median of the slowest rank. spread: the slowest round to "
+        "the fastest. memory: parameters and what a step allocates, at most, of the rank with most."
+    )
+    if device == CPU and (said := shared(max(len(one.bytes) for one in timings))):
+        terminal.detail(f"{said}.")
+    over, of = (" over gloo on a CPU", "GPUs, or of ") if device == CPU else ("", "")
+    terminal.detail(f"These are small steps{over}: their times say little of {of}large models.")
+
+
+def _compared(first: Timing, other: Timing) -> Iterator[str]:
+    """How the other compares, in words."""
+    ratio = Ratio(first, other)
+    each = f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f} in single rounds"
+    if len(first.rounds) < FEWEST:
+        yield f"{other.name} and {first.name}: too few rounds to compare"
+    elif ratio.noise:
+        known = f"no difference from {first.name} that can be told from noise"
+        yield f"{other.name}: {known}: ratio {ratio.value:.2f}, {each}"
+    else:
+        yield f"{other.name} takes {ratio.value:.2f} times as long as {first.name}, {each}"
+    if first.work != other.work:
+        yield f"{other.name} has other work: {other.work}; {first.name}: {first.work}"
+
+
+def _data(one: Timing, first: Timing) -> dict[str, object]:
+    data = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(one).items()}
+    if not one.rounds:
+        return data | dict.fromkeys(("seconds", "spread", "ratio", "noise"))
+    ratio = Ratio(first, one)
+    return data | {"seconds": one.seconds, "spread": one.spread, "ratio": ratio.value, "noise": ratio.noise}

@@ -1,5 +1,6 @@
 """Running cases and showing how it goes: what the commands ``validate``, ``fuzz`` and ``replay`` do."""
 
+import argparse
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,20 +8,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch._dynamo  # noqa: F401  # the reference's optimizer wants it: better now, while the fork server imports it
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.interleavings import narrow
-from pipeproof.cases.judgement import judge
-from pipeproof.cases.observe import observe
-from pipeproof.cases.specimens import specimen
-from pipeproof.cases.validator import crashed, explained, refusal
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Opened, Outputs
+from pipeproof.commands.selection import COMPOSED
+from pipeproof.commands.simulation_options import simulation_of
+from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.elsewhere import told_of_transports
-from pipeproof.observers.observed import Observed
+from pipeproof.own.case import Case
+from pipeproof.own.faults import specimen
+from pipeproof.own.judgement import judge
+from pipeproof.own.observe import observe
+from pipeproof.own.validator import crashed, explained, narrow, refusal
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, header
@@ -29,16 +31,15 @@ from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
-from pipeproof.worlds.kinds import SIMULATED
-from pipeproof.worlds.processors import crowded
+from pipeproof.worlds.launcher import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
-from pipeproof.worlds.simulated.exploration import told
-from pipeproof.worlds.simulation import Simulation, Timing
-from pipeproof.worlds.world import World
+from pipeproof.worlds.world import Decision, World
+
+if TYPE_CHECKING:
+    from pipeproof.wings.simulated import Simulation
 
 _MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds
 
-CHECK_COMPOSED = "--check composed"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -61,16 +62,32 @@ class Setting:
     profile: bool = False
     explain: bool = False
     plugin: str | None = None
-    simulation: Simulation | None = None
+    simulation: "Simulation | None" = None
     composed: bool = False
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, *, device: str | None = None, explain: bool = False) -> "Setting":
+        """What a command line asks for; ``device``: in place of its own."""
+        said = vars(options)
+        return cls(
+            said["device"] if device is None else device,
+            options.timeout,
+            Outputs.of(options),
+            said.get("profile", False),
+            explain,
+            said.get("plugin"),
+            simulation_of(options) if "world" in said else None,
+            said.get("check") == COMPOSED,
+        )
 
     def world(self) -> World:
         """The ranks. What they print is for who asks for more, or runs one case to look into it."""
         silent = not (self.explain or Terminal().manner.verbose)
         if (simulation := self.simulation) is not None:
-            world = World(kind=SIMULATED, timeout_s=self.timeout_s, silent=silent)
+            from pipeproof.wings.simulated import SimulatedWorld, Timing
+
+            world = SimulatedWorld(timeout_s=self.timeout_s, silent=silent, timing=Timing(measured=self.profile))
             world.decide(simulation)
-            world.timing = Timing(measured=self.profile)
             return world
         return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent, most_groups=_MOST_GROUPS)
 
@@ -133,7 +150,15 @@ def _run_of(case: Case, setting: Setting) -> CaseRun:
         verdict, observed = validated(here, world, composed=setting.composed)
         if setting.plugin is not None:
             verdict = replace(verdict, rerun=f"{verdict.replay} --plugin {shlex.quote(setting.plugin)}")
-        return verdict, partial(_keep, here, observed, files, profile=setting.profile)
+
+        def keep() -> None:
+            record = files.files["record"]
+            if observed is not None and record.wanted:
+                write(observed_record(here, observed), record)
+            if observed is not None and setting.profile:
+                Terminal().say(profile_table(observed.profiles, Terminal().width))
+
+        return verdict, keep
 
     def doubt() -> str:
         transport, room = (None, 0) if (one := setting.simulation) is None else (one.transport, one.room)
@@ -144,31 +169,19 @@ def _run_of(case: Case, setting: Setting) -> CaseRun:
     return CaseRun(str(case), case.processes, judge, partial(line, case), doubt)
 
 
-def _keep(case: Case, observed: Observed | None, files: Opened, *, profile: bool) -> None:
-    """Write what the ranks gave, and say where their time went, if that is wanted."""
-    if observed is not None and files.record.wanted:
-        write(observed_record(case, observed), files.record)
-    if observed is not None and profile:
-        Terminal().say(profile_table(observed.profiles, Terminal().width))
-
-
 def run_all(
     runs: Sequence[CaseRun], setting: Setting, *, columns: Sequence[Column], left_out: Mapping[str, str] = NOTHING
 ) -> int:
     """Each of ``runs``, a line each and a screen for what is no pass; returns the exit status."""
     terminal, verdicts = Terminal(), list[Verdict]()
-    with (
-        setting.outputs.opened("replay" if setting.explain else "validate") as files,
-        setting.world() as world,
-    ):
+    with setting.outputs.opened("replay" if setting.explain else "validate") as files, setting.world() as world:
         for name, reason in left_out.items():
             terminal.detail(f"{name} is left out: {reason}")
         if many := crowded(max(run.ranks for run in runs)):
             terminal.detail(many)
         with files.asked:
-            for number, run in enumerate(runs, start=1):
-                with terminal.progress(f"{number} of {len(runs)}: {run.title}"):
-                    verdict, then = run.judge(world, files)
+            turns = [(run.title, partial(run.judge, world, files)) for run in runs]
+            for run, (verdict, then) in zip(runs, terminal.in_turn(turns), strict=True):
                 if not verdicts:
                     terminal.detail(header(columns, terminal.width))
                 verdicts.append(verdict)
@@ -176,8 +189,8 @@ def run_all(
                 then()
         said = summary(verdicts, left_out=len(left_out)) + not_run(len(runs) - len(verdicts))
         terminal.say(said)
-        if searched := told(world.explorations):
-            terminal.say(searched)
+        if world.searched:
+            terminal.say(world.searched)
         entries = [CampaignRow(one, one.verdict) for one in verdicts]
         page = partial(campaign, entries, said=said, left_out=left_out)
         return files.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
@@ -190,13 +203,12 @@ def not_run(count: int) -> str:
 
 def _tell(terminal: Terminal, run: CaseRun, verdict: Verdict, setting: Setting) -> None:
     """A line, and a screen where there is more to say or somebody asked."""
-    passed = verdict.verdict == "pass"
-    (terminal.detail if passed else terminal.say)(run.row(verdict, terminal.width), verdict.word)
+    passed, more = verdict.verdict == "pass", setting.explain or terminal.manner.verbose
+    terminal.tell(run.row(verdict, terminal.width), verdict.word, passed=passed)
     if passed and (why := run.doubt()):
         terminal.say(why)
-    if setting.explain or not passed or terminal.manner.verbose:
-        text = verdict.details if setting.explain or terminal.manner.verbose else str(verdict)
-        (terminal.detail if passed else terminal.say)(text, verdict.word)
+    if more or not passed:
+        terminal.tell(verdict.details if more else str(verdict), verdict.word, passed=passed)
 
 
 def exit_status(verdicts: Sequence[Verdict]) -> int:
@@ -217,7 +229,18 @@ def validated(
     if (refused := refusal(case)) is not None:
         return refused, None
     began = perf_counter()
-    once = partial(_validated, case, world, measure=measure, composed=composed)
+
+    def once() -> tuple[Verdict, Observed | None]:
+        if composed:
+            return composed_verdict(case, world), None
+        try:
+            with enough_ranks():
+                observed = observe(case, world)
+        except RankFailed as failure:
+            return crashed(case, failure), None
+        verdict = judge(case, observed, measure=measure)
+        return explained(case, world, observed, verdict) if verdict.verdict == "fail" else verdict, observed
+
     for _ in world.interleavings():
         verdict, observed = once()
         if verdict.verdict != "pass":
@@ -225,28 +248,14 @@ def validated(
                 narrow(case, world)
                 verdict, observed = once()
             break
-    verdict = told_of_transports(verdict, world)
-    return replacing(verdict, world.simulation, seconds=perf_counter() - began), observed
+    verdict = world.complete(verdict)
+    return replacing(verdict, world.decision, seconds=perf_counter() - began), observed
 
 
-def replacing(verdict: Verdict, simulation: Simulation | None, *, seconds: float) -> Verdict:
+def replacing(verdict: Verdict, decision: Decision | None, *, seconds: float) -> Verdict:
     """``verdict`` with what it took, and a replay line that names what decided the run which it is of."""
-    rerun = verdict.rerun if simulation is None else f"{verdict.replay} {simulation.options}"
+    rerun = verdict.rerun if decision is None else f"{verdict.replay} {decision.options}"
     return replace(verdict, seconds=seconds, rerun=rerun)
-
-
-def _validated(case: Case, world: World, *, measure: bool, composed: bool) -> tuple[Verdict, Observed | None]:
-    if composed:
-        return composed_verdict(case, world), None
-    try:
-        with enough_ranks():
-            observed = observe(case, world)
-    except RankFailed as failure:
-        return crashed(case, failure), None
-    verdict = judge(case, observed, measure=measure)
-    if verdict.verdict == "fail":
-        verdict = explained(case, world, observed, verdict)
-    return verdict, observed
 
 
 def composed_verdict(case: Case, world: World) -> Verdict:
@@ -258,7 +267,7 @@ def composed_verdict(case: Case, world: World) -> Verdict:
             verdict = validate_composed(case, world)
     except RankFailed as failure:
         verdict = crashed(case, failure)
-    return replace(verdict, rerun=f"{verdict.replay} {CHECK_COMPOSED}")
+    return replace(verdict, rerun=f"{verdict.replay} --check {COMPOSED}")
 
 
 @contextmanager

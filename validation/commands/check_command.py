@@ -9,27 +9,28 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import whole_numbers, without_effect
+from pipeproof.commands.option_parser import add, add_flag, whole_numbers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import Shape, add_shape, schedule_in
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.columns import Columns
+from pipeproof.pipeline.deadlock import Deadlock, deadlocks, least_room
 from pipeproof.pipeline.files import read_file
-from pipeproof.pipeline.grid import marked
 from pipeproof.pipeline.laws import Violation, report
 from pipeproof.pipeline.laws import violations as of_schedule
-from pipeproof.pipeline.lower import Program, lower
 from pipeproof.pipeline.mesh import PIPELINE, Groups, Mesh, Tied
 from pipeproof.pipeline.mesh_file import MeshFile, mesh_of, read_axes, read_mesh
 from pipeproof.pipeline.mesh_sums import violations as of_mesh
+from pipeproof.pipeline.program import Program, lower
 from pipeproof.pipeline.program_laws import ANYWHERE, LAWS, violations
 from pipeproof.pipeline.recorded import is_trace, read_traces
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import FAMILIES
-from pipeproof.pipeline.simulate import simulate
 from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.symbolic import Terms, terms, wrong_terms
-from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks, least_room
+from pipeproof.pipeline.text_grid import marked
+from pipeproof.pipeline.timeline import simulate
+from pipeproof.pipeline.transports import Transport
 from pipeproof.reports.terminal import Terminal
 
 _BY_NAME, _IN_ORDER = "by name", "in order"  # ways in which messages meet
@@ -40,42 +41,35 @@ def add_check_command(commands: "argparse._SubParsersAction[Any]") -> None:
     about = "check a schedule or a program in torch's CSV format, or traces of what ran, against every law"
     parser = commands.add_parser("check", help=about)
     files = "a FILE.csv, or - for standard input; FILE.json: traces of what ran, of each rank of a pipeline"
-    parser.add_argument("file", nargs="+", help=f"{files}; with --symbolic also one of show's names")
-    symbols = (
-        "show what each stage's gradient is made of, for all models and data, under both ways in which messages meet"
-    )
-    parser.add_argument("--symbolic", action="store_true", help=symbols)
+    add(parser, "file", None, f"{files}; with --symbolic also one of show's names", nargs="+")
+    symbols = "show what each stage's gradient is made of, for all models and data, under both ways in which messages"
+    add_flag(parser, "--symbolic", says=f"{symbols} meet")
     add_shape(parser)
     around = parser.add_argument_group("with --symbolic")
     mesh = "ranks around the pipeline, e.g. dp=128,pp=16,tp=8, or a FILE.json with the groups and sums that a job has"
-    around.add_argument("--mesh", metavar="AXIS=N,...", help=mesh)
     copies = "stages with copies of one parameter, which are summed; may be repeated"
-    around.add_argument("--tied", action="append", type=whole_numbers, default=[], metavar="S,S,...", help=copies)
+    add(around, "--mesh", "AXIS=N,...", mesh)
+    add(around, "--tied", "S,S,...", copies, whole_numbers, action="append", default=[])
     add_outputs(parser, what="what was found")
     parser.set_defaults(run=_check)
 
 
 def _check(options: argparse.Namespace) -> int:
-    if not options.symbolic:
-        without_effect(options, ["--mesh", "--tied"], "without --symbolic")
-    around = _around(options.mesh)
+    without_effect(options, ["--mesh", "--tied"], "without --symbolic", where=not options.symbolic)
+    around: MeshFile | None = None
+    if options.mesh is not None:
+        is_file = options.mesh.lower().endswith(".json")
+        around = read_mesh(options.mesh) if is_file else mesh_of(read_axes(options.mesh))
     with Outputs.of(options).opened("check") as files:
         with Terminal().progress(f"check {', '.join(options.file)}"):
             found = [*(_of_traces if all(map(is_trace, options.file)) else _of_plan)(options, around)]
         for one in found:
             *details, last = str(one).splitlines()
             for text in details:
-                (Terminal().say if one.wrong else Terminal().detail)(text)
+                Terminal().tell(text, passed=not one.wrong)
             Terminal().say(last)
         worst = next((one for one in found if one.wrong), found[-1])
         return files.finish(WRONG if worst.wrong else 0, schedule=schedule_data(worst.schedule), **worst.data())
-
-
-def _around(text: str | None) -> MeshFile | None:
-    """What ``--mesh`` says."""
-    if text is None:
-        return None
-    return read_mesh(text) if text.lower().endswith(".json") else mesh_of(read_axes(text))
 
 
 def _of_plan(options: argparse.Namespace, around: MeshFile | None) -> Iterator["Checked"]:
@@ -92,7 +86,7 @@ def _of_plan(options: argparse.Namespace, around: MeshFile | None) -> Iterator["
     else:
         ranks = around.axes.get(PIPELINE) if around and shape.ranks is None else shape.ranks
         made = replace(shape, ranks=ranks).family(name)
-    yield checked(made, symbolic=options.symbolic, mesh=_mesh(options, around, made))
+    yield checked(made, symbolic=options.symbolic, mesh=_mesh(options, around, made, _NO_GROUPS))
 
 
 def _of_traces(options: argparse.Namespace, around: MeshFile | None) -> Iterator["Checked"]:
@@ -102,16 +96,15 @@ def _of_traces(options: argparse.Namespace, around: MeshFile | None) -> Iterator
         schedule = schedule_in(one)
         Shape(options.ranks, options.microbatches, options.virtual).agree(schedule.name, schedule)
         every = around is not None and ran.ranks == prod(around.axes.values())
-        mesh = _mesh(options, around, one, known=ran.groups if every else MappingProxyType({}))
+        mesh = _mesh(options, around, one, ran.groups if every else _NO_GROUPS)
         yield checked(one, symbolic=options.symbolic, mesh=mesh, ran=True)
 
 
+_NO_GROUPS: Mapping[str, Groups] = MappingProxyType({})
+
+
 def _mesh(
-    options: argparse.Namespace,
-    around: MeshFile | None,
-    made: Schedule | Program,
-    *,
-    known: Mapping[str, Groups] = MappingProxyType({}),
+    options: argparse.Namespace, around: MeshFile | None, made: Schedule | Program, known: Mapping[str, Groups]
 ) -> Mesh | None:
     """The mesh around the pipeline; None where nobody speaks of one."""
     schedule, copies = schedule_in(made), [Tied(stages) for stages in options.tied]

@@ -14,17 +14,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from pipeproof.commands.advise import add_advise_command
 from pipeproof.commands.bench_command import add_bench_command
 from pipeproof.commands.case_commands import add_case_commands
 from pipeproof.commands.ending import ended, leave
 from pipeproof.commands.init import add_init_command
-from pipeproof.commands.option_parser import CommandParser, OptionParser
+from pipeproof.commands.option_parser import CommandParser, OptionParser, add, add_flag
 from pipeproof.commands.outputs import takes_standard_output
-from pipeproof.commands.primitive_commands import add_primitives_command
 from pipeproof.commands.schedule_commands import add_schedule_commands
 from pipeproof.commands.team_defaults import set_defaults
 from pipeproof.reports.terminal import Manner, speaking
+from pipeproof.wings import is_present
 
 _STATUSES = (
     "Exit status: 0 pass, or done; 1 a wrong answer, a broken law, or nothing that fits; 2 bad usage, invalid input, "
@@ -64,35 +63,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     # In the order in which a user comes to need them.
-    for add in (
-        add_init_command,
-        add_case_commands,
-        add_schedule_commands,
-        add_advise_command,
-        add_primitives_command,
-        add_bench_command,
-    ):
-        add(commands)
+    add_init_command(commands)
+    add_case_commands(commands)
+    add_schedule_commands(commands)
+    if is_present("advise"):
+        from pipeproof.commands.advise import add_advise_command
+
+        add_advise_command(commands)
+    if is_present("primitives"):
+        from pipeproof.commands.primitive_commands import add_primitives_command
+
+        add_primitives_command(commands)
+    add_bench_command(commands)
     for listed in commands._choices_actions:
         command, about = commands.choices[listed.dest], listed.help or ""
         command.description = command.description or f"{about[:1].upper()}{about[1:]}."
         command.epilog = _STATUSES
-        _add_manner(command)
+        says = command.add_argument_group("what it says")
+        loudness = says.add_mutually_exclusive_group()
+        add_flag(loudness, "-q", "--quiet", says="say only what does not pass, and how it ended")
+        add_flag(loudness, "-v", "--verbose", says="say all of what passes, and what ranks print")
+        colours = "whether outcomes have colours (default auto: on a terminal, unless NO_COLOR is set)"
+        add(says, "--color", None, colours, choices=("auto", "always", "never"), default="auto")
     with suppress(FileNotFoundError):  # a folder that was removed meanwhile
         set_defaults(commands.choices, Path.cwd())
     return parser
-
-
-def _add_manner(parser: argparse.ArgumentParser) -> None:
-    """How any command speaks."""
-    says = parser.add_argument_group("what it says")
-    loudness = says.add_mutually_exclusive_group()
-    loudness.add_argument("-q", "--quiet", action="store_true", help="say only what does not pass, and how it ended")
-    loudness.add_argument("-v", "--verbose", action="store_true", help="say all of what passes, and what ranks print")
-    colors = ("auto", "always", "never")
-    says.add_argument(
-        "--color",
-        choices=colors,
-        default="auto",
-        help="whether outcomes have colours (default auto: on a terminal, unless NO_COLOR is set)",
-    )

@@ -83,7 +83,11 @@ def ended(command: Callable[[], int]) -> int:
 def _status(command: Callable[[], int]) -> int:
     try:
         with standard_output(), _heeding_signals():
-            return _judged(command)
+            try:
+                return command()
+            except LawBroken as error:  # an answer, not a complaint
+                sys.stdout.write(f"{error}\n")
+                return WRONG
     except ReaderGone:
         return int(UNREAD)
     except ValueError as error:  # every error of ours about input or output is one
@@ -96,14 +100,6 @@ def _status(command: Callable[[], int]) -> int:
         return _say(
             f"{traceback.format_exc()}pipeproof: a fault in pipeproof itself: {error!r}; please report it", NO_VERDICT
         )
-
-
-def _judged(command: Callable[[], int]) -> int:
-    try:
-        return command()
-    except LawBroken as error:  # an answer, not a complaint
-        sys.stdout.write(f"{error}\n")
-        return WRONG
 
 
 def _say(message: str, status: int) -> int:
@@ -183,7 +179,11 @@ class _WatchedStream:
             if not isinstance(raw, io.RawIOBase):
                 return int(self._stream.write(content))
             # With PYTHONUNBUFFERED, Python drops what a write leaves over, and a reader that goes is not noticed.
-            _write_all(raw, content if isinstance(content, bytes) else content.encode(self.encoding, self.errors))
+            data = content if isinstance(content, bytes) else content.encode(self.encoding, self.errors)
+            while data:
+                if (written := raw.write(data)) is None:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                data = data[written:]
             return len(content)
 
     @property
@@ -208,14 +208,6 @@ class _WatchedStream:
         except OSError as error:
             discard(self._stream)
             raise OutputError(f"cannot write standard output: {error.strerror or error}; send it elsewhere") from error
-
-
-def _write_all(raw: io.RawIOBase, data: bytes) -> None:
-    while data:
-        written = raw.write(data)
-        if written is None:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        data = data[written:]
 
 
 def discard(stream: TextIO) -> None:

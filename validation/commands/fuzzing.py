@@ -1,32 +1,36 @@
-"""Fuzz campaigns and showing how they go: what the command ``fuzz`` does."""
+"""Fuzz campaigns: what the command ``fuzz`` does, and the file from which the next call of a long one goes on."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.decisions import Decisions
-from pipeproof.cases.findings import FINDINGS, Finding, known
-from pipeproof.cases.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judged
-from pipeproof.cases.interleavings import narrow
-from pipeproof.cases.runtimes import OWN
-from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, enough_ranks, replacing
-from pipeproof.commands.campaign_file import CampaignFile, DrawnCases
 from pipeproof.commands.ending import NO_VERDICT
+from pipeproof.commands.option_parser import UsageError
+from pipeproof.commands.selection import COMPOSED
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.elsewhere import told_of_transports
+from pipeproof.own.case import Case
+from pipeproof.own.findings import FINDINGS, Finding, known
+from pipeproof.own.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judged
+from pipeproof.own.runtimes import OWN
+from pipeproof.own.validator import narrow, validate
+from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.sizes import some
 from pipeproof.reports.page.page import CampaignRow, campaign
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
 from pipeproof.worlds.rank_report import RankFailed
-from pipeproof.worlds.simulated.exploration import told
 from pipeproof.worlds.world import World
+
+PART = 500  # cases that are drawn together: what an interruption loses at most
+_WHAT = "pipeproof fuzz --resume"
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,113 @@ class Wish:
     dtypes: Sequence[str]
     max_ranks: int
     runtime: str = OWN
-    decisions: Decisions | None = None
+    decisions: Deciding | None = None
 
-    def told(self, setting: Setting, on: str) -> dict[str, Any]:
+    def drawn(self, setting: Setting, on: str) -> dict[str, Any]:
         """What of it and of ``setting`` says which cases are drawn and what they run on, ``on`` some versions."""
-        drawn = {"seed": self.seed, "schedules": [*self.schedules], "dtypes": [*self.dtypes]}
         decided = "real ranks" if setting.simulation is None else str(self.decisions or setting.simulation)
-        device = {"device": setting.device, "decided": decided, "on": on}
-        device |= {"check": "composed"} if setting.composed else {}
-        return drawn | {"max_ranks": self.max_ranks, "runtime": self.runtime} | device
+        return {
+            "seed": self.seed,
+            "schedules": [*self.schedules],
+            "dtypes": [*self.dtypes],
+            "max_ranks": self.max_ranks,
+            "runtime": self.runtime,
+            "device": setting.device,
+            "decided": decided,
+            "on": on,
+            **({"check": COMPOSED} if setting.composed else {}),
+        }
+
+
+@dataclass
+class Progress:
+    """Parts of a campaign that have passed, and what they counted; kept in the file at ``path``, if there is one.
+
+    ``asked`` is what decides what is drawn. ``undecided``: lines that replay the cases which rounding left open.
+    ``seconds``: what it all took.
+    """
+
+    path: str | None
+    asked: Mapping[str, Any]
+    parts: int = 0
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    undecided: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(path: str | None, asked: Mapping[str, Any]) -> "Progress":
+        """As the file has it, or none yet. Raises ``UsageError`` for a file of another campaign, or of none."""
+        if path is None or not Path(path).exists():
+            return Progress(path, asked)
+        data = _read(path)
+        for name, value in asked.items():
+            if (there := data["asked"].get(name)) != value:
+                raise UsageError(
+                    f"--resume {path} is of a campaign with {name} {_word(there)}, and this one has {_word(value)}: "
+                    "give what it has, or name a new file"
+                )
+        return Progress(path, asked, **{name: data[name] for name in ("parts", "counts", "undecided", "seconds")})
+
+    def left(self, budget: int) -> Iterator[tuple[int, int]]:
+        """The parts that are still to run, so that there are ``budget`` cases in the end: how many, from which seed."""
+        if self.path is None:
+            yield budget, self.asked["seed"]
+            return
+        while (done := sum(self.counts.get("verdicts", {}).values())) < budget:
+            yield min(PART, budget - done), self.asked["seed"] + (self.parts << 32)
+
+    def resume(self, tally: Tally) -> None:
+        """Let ``tally`` begin with what is known."""
+        for name, counter in tally.counts.items():
+            counter.update(self.counts.get(name, {}))
+        tally.began -= self.seconds
+
+    def keep(self, tally: Tally, undecided: Sequence[SmallestFailure]) -> None:
+        """Write that one more part has run, after which the campaign stands as ``tally``."""
+        if self.path is None:
+            return
+        self.parts += 1
+        self.counts = {name: dict(counter) for name, counter in tally.counts.items()}
+        self.undecided += [_verdict_of(one).replay for one in undecided]
+        self.seconds = perf_counter() - tally.began
+        data = {name: value for name, value in vars(self).items() if name != "path"}
+        with OutputFile(self.path) as file:
+            file.write_json({"file": _WHAT, **data})
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"--resume: {cannot_read(path, error)}") from error
+    except ValueError as error:
+        raise UsageError(f"--resume {path} is no campaign's file: {error}; name a new file") from error
+    if not isinstance(data, dict) or data.get("file") != _WHAT:
+        raise UsageError(f"--resume {path} is no campaign's file: it was not written by {_WHAT}; name a new file")
+    return data
+
+
+def _word(value: Any) -> str:
+    return ",".join(str(one) for one in value) if isinstance(value, list) else str(value)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a campaign draws, and what it leaves out where it is there. ``on``: whose versions these are found on.
+
+    ``deciding``: what decides each case on simulated ranks, where that is drawn too. ``composed``: each step is held
+    against itself, link by link.
+    """
+
+    strategy: st.SearchStrategy[Case]
+    findings: Sequence[Finding]
+    on: str
+    deciding: Deciding | None
+    composed: bool = False
+
+    def judged(self, case: Case, world: World) -> Verdict:
+        """The verdict on one case."""
+        return judged(case, world, validated=composed_verdict) if self.composed else judged(case, world)
 
 
 def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
@@ -60,8 +162,7 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     the file that says how far it has come.
     """
     runtime, on = wish.runtime, f"torch {torch.__version__}"
-    file = None if resume is None else CampaignFile.opened(resume, wish.told(setting, on))
-    parts = Parts(wish.seed, file, setting.composed)
+    progress = Progress.of(resume, wish.drawn(setting, on))
     of_ours = cases(
         schedules=wish.schedules,
         dtypes=wish.dtypes,
@@ -70,78 +171,37 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
         runtime=runtime,
     )
     findings = FINDINGS if runtime != OWN else ()
-    return _campaign(setting, Drawn(of_ours, findings, on, wish.decisions), Tally(wish.cases), parts)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What a campaign draws, and what it leaves out where it is there. ``on``: whose versions these are found on.
-
-    ``deciding``: what decides each case on simulated ranks, where that is drawn too.
-    """
-
-    strategy: st.SearchStrategy[Case]
-    findings: Sequence[Finding]
-    on: str
-    deciding: Deciding | None
-
-    def without(self, there: Sequence[Finding]) -> st.SearchStrategy[Case]:
-        """The cases that none of these findings is in."""
-        return self.strategy.filter(lambda case: not known(case, there))
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a campaign runs of what it draws: all at once, or parts, of which a file says which have run.
-
-    ``composed``: each step is held against itself, link by link.
-    """
-
-    seed: int
-    file: CampaignFile | None
-    composed: bool = False
-
-    def judged(self, case: Case, world: World) -> Verdict:
-        """The verdict on one case."""
-        return judged(case, world, validated=composed_verdict) if self.composed else judged(case, world)
-
-    def left(self, budget: int) -> Iterator[DrawnCases]:
-        """The parts that are to run."""
-        return iter([DrawnCases(self.seed, budget)]) if self.file is None else self.file.left(budget)
-
-
-def _campaign(setting: Setting, drawn: Drawn, tally: Tally, parts: Parts) -> int:
-    terminal, file = Terminal(), parts.file
+    drawn, tally = Drawn(of_ours, findings, on, wish.decisions, setting.composed), Tally(wish.cases)
+    terminal = Terminal()
     with setting.outputs.opened("fuzz") as files, setting.world() as world:
         there: list[Finding] = []
         found: SmallestFailure | None = None
-        if file is not None:
-            file.resumed(tally)
+        progress.resume(tally)
         with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
             there += _findings(drawn, world, terminal)
-            found = _run(drawn, there, world, tally, parts, show)
-            found = found if parts.composed else _explained(found, world)
+            found = _run(drawn, there, world, tally, progress, show)
+            found = found if drawn.composed else _explained(found, world)
         found = found or tally.smallest
-        left = None if found else next(iter(tally.undecided), None)
-        terminal.say(f"seed {parts.seed}, {tally}\n{tally.by_schedule}{tally.by_replicas}")
-        for line in (tally.by_decision, told(world.explorations)):
-            terminal.say(line) if line else None
-        shown = found or left
-        verdicts = [told_of_transports(_told_of(shown), world)] if shown else []
+        shown = found or next(iter(tally.undecided), None)
+        terminal.say(f"seed {wish.seed}, {tally}\n{tally.by_schedule}{tally.by_replicas}")
+        for line in filter(None, (tally.by_decision, world.searched)):
+            terminal.say(line)
+        verdicts = [world.complete(_verdict_of(shown))] if shown else []
         if found is not None:
             terminal.say("a case that is no pass, as small as shrinking made it:")
             if not found.repeated:
                 terminal.say("it did not fail again when run a second time: a race, or something else without a seed")
-        if left is not None:
+        elif shown:
             terminal.say(f"rounding is too coarse to decide {some(len(tally.undecided), 'case')}, such as:")
+        elif left := progress.undecided:
+            terminal.say(f"rounding was too coarse to decide {some(len(left), 'case')}, such as:\n{left[0]}")
         for verdict in verdicts:
-            terminal.say(verdict.details if terminal.manner.verbose else str(verdict), verdict.word)
-        status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
-        if file is not None and file.open and not verdicts:
-            terminal.say(file.open)
-            status = NO_VERDICT
-        page = partial(_page, tally, found, parts.seed)
-        return files.finish(status, verdicts, page=page, seed=parts.seed, findings=findings, tally=_data(tally))
+            terminal.verdict(verdict)
+        status = verdicts[0].exit_status if verdicts else NO_VERDICT if progress.undecided else 0
+        page, names = partial(_page, tally, found, wish.seed), [finding.name for finding in there]
+        counts = {name: dict(getattr(tally, name)) for name in ("tiers", "schedules", "dtypes")}
+        data = {"cases": tally.cases, "outcomes": dict(tally.verdicts), **counts}
+        return files.finish(status, verdicts, page=page, seed=wish.seed, findings=names, tally=data)
 
 
 def _run(
@@ -149,39 +209,34 @@ def _run(
     there: Sequence[Finding],
     world: World,
     tally: Tally,
-    parts: Parts,
+    progress: Progress,
     show: Callable[[str], None],
 ) -> SmallestFailure | None:
     """Run all parts, up to the first with a case that is no pass: that part is not kept, so that it runs again."""
-    for part in parts.left(tally.budget):
-        own = Tally(part.cases)
+    strategy = drawn.strategy.filter(lambda case: not known(case, there))
+    for count, seed in progress.left(tally.budget):
+        own = Tally(count)
         try:
             found = fuzz(
                 world,
                 own,
-                seed_=part.seed,
-                strategy=drawn.without(there),
-                progress=partial(_show, show, own, tally),
-                run=parts.judged,
+                seed_=seed,
+                strategy=strategy,
+                progress=lambda own=own: show(f"{tally.cases + own.cases} of {tally.budget}: {own}"),  # type: ignore[misc]
+                run=drawn.judged,
                 deciding=drawn.deciding,
             )
         finally:
             tally.add(own)
         if found is not None:
             return found
-        if parts.file is not None:
-            undecided = [_told_of(one).replay for one in own.undecided]
-            parts.file.keep(tally, undecided, seconds=perf_counter() - tally.began)
+        progress.keep(tally, own.undecided)
     return None
 
 
-def _show(show: Callable[[str], None], own: Tally, tally: Tally) -> None:
-    show(f"{tally.cases + own.cases} of {tally.budget}: {own}")
-
-
-def _told_of(shown: SmallestFailure) -> Verdict:
+def _verdict_of(shown: SmallestFailure) -> Verdict:
     """The verdict on what is shown, with the line that replays it."""
-    return replacing(shown.ending, shown.simulation, seconds=shown.ending.seconds)
+    return replacing(shown.ending, shown.decision, seconds=shown.ending.seconds)
 
 
 def _page(tally: Tally, found: SmallestFailure | None, seed: int) -> str:
@@ -196,10 +251,10 @@ def _explained(found: SmallestFailure | None, world: World) -> SmallestFailure |
     """What was found, with its cause: only the smallest case is worth the second run that this takes."""
     if found is None or found.verdict is None or not found.repeated:
         return found
-    if found.simulation is not None:
-        world.decide(found.simulation)
+    if found.decision is not None:
+        world.decide(found.decision)
         narrow(found.case, world)
-        found = replace(found, simulation=world.simulation)
+        found = replace(found, decision=world.decision)
     try:
         return replace(found, verdict=validate(found.case, world))
     except RankFailed as failure:
@@ -218,13 +273,3 @@ def _findings(drawn: Drawn, world: World, terminal: Terminal) -> list[Finding]:
         if verdict != "pass":
             there.append(finding)
     return there
-
-
-def _data(tally: Tally) -> dict[str, object]:
-    return {
-        "cases": tally.cases,
-        "outcomes": dict(tally.verdicts),
-        "tiers": dict(tally.tiers),
-        "schedules": dict(tally.schedules),
-        "dtypes": dict(tally.dtypes),
-    }

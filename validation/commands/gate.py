@@ -1,22 +1,24 @@
 """The gate of a merge: a table of schedules, lines of earlier failures, fuzzing, and a fault that must be caught."""
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from pipeproof.cases.case import Case, CaseError
-from pipeproof.cases.fuzz import Tally, cases, fuzz
-from pipeproof.cases.specimens import specimen
 from pipeproof.commands.campaign import Setting, enough_ranks, validated
-from pipeproof.commands.outputs import Opened, document
+from pipeproof.commands.outputs import document
+from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
-from pipeproof.observers.observed import Observed
+from pipeproof.own.case import Case, CaseError
+from pipeproof.own.faults import specimen
+from pipeproof.own.fuzz import Tally, cases, fuzz
 from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import header
-from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
+from pipeproof.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
 from pipeproof.reports.page.page import CampaignRow, campaign
 from pipeproof.reports.table import COLUMNS, line
 from pipeproof.reports.terminal import Terminal
@@ -48,27 +50,26 @@ class Plan:
         return len(self.table) + len(self.missing) * len(models) + len(self.pinned) + self.budget + 1
 
 
-@dataclass(frozen=True)
-class Reports:
-    """Where a gate's result goes besides the terminal: files, a folder for the records of failing cases."""
+def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
+    """Run the gate; returns the exit status. Files are written in the end, and whole, whatever the outcome.
 
-    junit: str | None = None
-    summary: str | None = None
-    artifacts: str | None = None
-    github: bool = False
-
-
-def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
-    """Run the gate; returns the exit status. Files are written in the end, and whole, whatever the outcome."""
+    ``options`` say where reports go: ``junit``, ``summary``, ``artifacts`` and ``annotations``.
+    """
     if not plan.due - 1:
         raise CaseError("a gate of no cases: give --cases, --case or --schedule")
     for case in plan.pinned:
         specimen(case.specimen)
-    folder = _folder(reports.artifacts)
+    folder = None if options.artifacts is None else Path(options.artifacts)
+    if folder is not None:  # made now, so that one that cannot be costs nothing
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"{error.strerror or error}; choose a new name in a writable folder"
+            raise OutputError(f"cannot make the folder {folder}: {why}") from error
     terminal, device = Terminal(), setting.chosen_device
     with (
-        OutputFile(reports.junit) as xml,
-        OutputFile(reports.summary) as summary,
+        OutputFile(options.junit) as xml,
+        OutputFile(options.summary) as summary,
         setting.outputs.opened("gate") as files,
         setting.world() as world,
     ):
@@ -81,12 +82,16 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         for one in result.not_passed[:SHOWN]:
             terminal.say(one.story, one.verdict.verdict)
         terminal.say(str(result))
-        terminal.say("\n".join(annotations(result))) if reports.github and result.status else None
+        if options.annotations == "github" and result.status:
+            terminal.say("\n".join(annotations(result)))
         xml.write(junit(result))
         summary.write(markdown(result).encode())
         if folder is not None:
             _keep(folder, result, run.observed)
-        return _write(files, result)
+        groups = [{"group": one.group, "outcome": one.outcome} for one in result.cases]
+        more = {"seed": result.seed, "due": result.due, "left_out": dict(result.missing)}
+        verdicts = [one.verdict for one in result.cases]
+        return files.finish(result.status, verdicts, groups=groups, page=partial(_page, result), **more)
 
 
 class _GateRun:
@@ -101,18 +106,17 @@ class _GateRun:
 
     def table(self, plan: Plan) -> None:
         """Every schedule that was asked for, and the pinned lines: a line each."""
+        terminal = self._terminal
         for name, reason in plan.missing.items():
-            self._terminal.say(f"{name} cannot run: {reason}")
-        wanted = [("table", case) for case in plan.table] + [("pinned", case) for case in plan.pinned]
-        for number, (group, case) in enumerate(wanted, start=1):
-            case = replace(case, device=self._device)
-            with self._terminal.progress(f"{number} of {plan.due}: {case}"):
-                verdict = self._judged(case, self._world, measure=True)
-            if number == 1:
-                self._terminal.detail(header(COLUMNS, self._terminal.width))
-            told = self._terminal.detail if verdict.verdict == "pass" else self._terminal.say
-            told(line(case, verdict, self._terminal.width), verdict.word)
-            self.results.append(CaseResult("table" if group == "table" else "pinned", case, verdict))
+            terminal.say(f"{name} cannot run: {reason}")
+        groups: list[Group] = [*["table"] * len(plan.table), *["pinned"] * len(plan.pinned)]  # type: ignore[list-item]
+        wanted = [replace(case, device=self._device) for case in (*plan.table, *plan.pinned)]
+        runs = [(str(case), partial(self._judged, case, self._world, measure=True)) for case in wanted]
+        for group, case, verdict in zip(groups, wanted, terminal.in_turn(runs, of=plan.due), strict=True):
+            if not self.results:
+                terminal.detail(header(COLUMNS, terminal.width))
+            terminal.tell(line(case, verdict, terminal.width), verdict.word, passed=verdict.verdict == "pass")
+            self.results.append(CaseResult(group, case, verdict))
 
     def fuzz(self, plan: Plan) -> None:
         """Drawn cases, up to the first that is no pass, which is shrunk."""
@@ -155,19 +159,6 @@ class _GateRun:
         return verdict
 
 
-def _folder(path: str | None) -> Path | None:
-    """The folder for records, which is made now, so that one that cannot be costs nothing."""
-    if path is None:
-        return None
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot make the folder {path}: {error.strerror or error}; choose a new name in a writable folder"
-        ) from error
-    return Path(path)
-
-
 def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -> None:
     """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
     for number, one in enumerate(result.not_passed[:SHOWN], start=1):
@@ -179,13 +170,6 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
             with OutputFile(f"{name}.expected") as wanted, OutputFile(f"{name}.observed") as seen:
                 write(expected_record(replace(one.case, specimen="")), wanted)
                 write(observed_record(one.case, observed[one.case]), seen)
-
-
-def _write(files: Opened, result: GateResult) -> int:
-    groups = [{"group": one.group, "outcome": one.outcome} for one in result.cases]
-    verdicts, left_out = [one.verdict for one in result.cases], dict(result.missing)
-    more = {"seed": result.seed, "due": result.due, "left_out": left_out}
-    return files.finish(result.status, verdicts, groups=groups, page=lambda: _page(result), **more)
 
 
 def _page(result: GateResult) -> str:

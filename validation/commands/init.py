@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pipeproof.commands.option_parser import offers
+from pipeproof.commands.option_parser import add, add_flag
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError
@@ -21,11 +21,9 @@ def add_init_command(commands: "argparse._SubParsersAction[Any]") -> None:
     about = "write a test file for your own pipeline, which runs as it is, with three places to change"
     parser = commands.add_parser("init", help=about)
     kinds = f"one of {', '.join(STARTERS)}; --list says what each is for"
-    offers(parser.add_argument("kind", nargs="?", default=STARTERS[0], help=kinds), STARTERS)
-    parser.add_argument(
-        "file", nargs="?", metavar="FILE", help=f"the file to write, or - for standard output (default {_NAME})"
-    )
-    parser.add_argument("--list", action="store_true", help="say what each is for, and write nothing")
+    add(parser, "kind", None, kinds, known=STARTERS, nargs="?", default=STARTERS[0])
+    add(parser, "file", "FILE", f"the file to write, or - for standard output (default {_NAME})", nargs="?")
+    add_flag(parser, "--list", says="say what each is for, and write nothing")
     parser.set_defaults(run=_init)
 
 

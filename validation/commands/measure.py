@@ -4,17 +4,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeproof.cases.case import Case, CaseError
-from pipeproof.cases.observe import assemble
 from pipeproof.commands.campaign import enough_ranks
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Outputs
-from pipeproof.observers.wrappers import AroundStage
+from pipeproof.core.observe.wrappers import AroundStage
+from pipeproof.own.case import Case, CaseError
+from pipeproof.own.observe import assemble
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.boundary import Gradients, Tensors
 from pipeproof.pipeline.costs import costs_of, predict
-from pipeproof.pipeline.simulate import Times
 from pipeproof.pipeline.stage import Goal, Stage
+from pipeproof.pipeline.timeline import Times
 from pipeproof.pipeline.trace import Trace
 from pipeproof.pipeline.transports import Transport
 from pipeproof.reference.data import Shapes, microbatches
@@ -22,10 +22,8 @@ from pipeproof.reference.model import DTYPES
 from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.table import measured_table
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.kinds import SIMULATED
-from pipeproof.worlds.processors import shared
+from pipeproof.worlds.launcher import shared
 from pipeproof.worlds.rank_report import RankFailed
-from pipeproof.worlds.simulation import Timing
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -79,9 +77,9 @@ class Virtual:
 
     def world(self) -> World:
         """The ranks."""
-        world = World(kind=SIMULATED, transport=self.transport.value)
-        world.timing = Timing(self.latency_s, measured=self.times is None)
-        return world
+        from pipeproof.wings.simulated import SimulatedWorld, Timing
+
+        return SimulatedWorld(transport=self.transport.value, timing=Timing(self.latency_s, self.times is None))
 
     def __str__(self) -> str:
         actions = "what the processor needs" if self.times is None else "what --times says"
@@ -98,7 +96,7 @@ def show_measured(case: Case, paths: Paths, outputs: Outputs, *, steps: int, vir
     case, terminal = replace(case, ragged=False, unequal=False), Terminal()
     # Messages are drawn too: two ends for each, of which there are at most as many as of actions.
     drawn = Drawings(paths, actions=2 * sum(map(len, case.built.ranks)))
-    with outputs.opened("show") as files, drawn as drawings, _world(virtual) as world:
+    with outputs.opened("show") as files, drawn as drawings, virtual.world() if virtual else World() as world:
         try:
             with terminal.progress(f"{steps} steps of {case}"), enough_ranks():
                 measured = measure(case, world, steps=steps, times=None if virtual is None else virtual.times)
@@ -112,10 +110,6 @@ def show_measured(case: Case, paths: Paths, outputs: Outputs, *, steps: int, vir
         terminal.say(measured.text(terminal.width, shared_by=0 if virtual is not None else case.ranks))
         spans = {"makespan": measured.typical.makespan, "simulated": measured.predicted.makespan}
         return files.finish(0, measured=spans)
-
-
-def _world(virtual: Virtual | None) -> World:
-    return World() if virtual is None else virtual.world()
 
 
 def measure(case: Case, world: World, *, steps: int, times: Times | None = None) -> Measured:

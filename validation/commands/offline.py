@@ -3,11 +3,11 @@
 from dataclasses import replace
 from functools import partial
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.specimens import specimen
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.outputs import Outputs
 from pipeproof.core.verdict import JUDGED, Verdict
+from pipeproof.own.case import Case
+from pipeproof.own.faults import specimen
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
@@ -33,7 +33,10 @@ def record_case(case: Case, path: str) -> int:
         with terminal.progress(f"the reference of {case}"):
             record = expected_record(case)
         write(record, file)
-    terminal.say(f"{path}: {_contents(record)}")
+    losses = some(sum(len(one.losses) for one in record.operations), "loss")
+    gradients = some(sum(len(one.gradients) for one in record.operations), "gradient")
+    operations = "+".join(one.operation for one in record.operations)
+    terminal.say(f"{path}: {record.kind} of {record.name}: {operations}; {losses}, {gradients}")
     return 0
 
 
@@ -45,7 +48,7 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs) -> int:
         raise RecordError(f"{expected} is of a run, which may be wrong: {wanted}")
     with outputs.opened("compare") as files:
         verdict = compare(first, second, rerun=f"pipeproof compare {expected} {seen}")
-        _tell(verdict)
+        Terminal().verdict(verdict)
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 
 
@@ -59,7 +62,7 @@ def compare_folders(good: str, observed: str, *, also: str | None, until: int | 
     with outputs.opened("compare") as files:
         with Terminal().progress("steps") as progress:
             verdict = compare_runs(good, observed, third=also, until=until, progress=progress)
-        _tell(verdict)
+        Terminal().verdict(verdict)
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 
 
@@ -71,10 +74,10 @@ def diff_files(one: str, other: str, *, outputs: Outputs) -> int:
         verdict, why = _explained(first, second, (one, other))
         rows = [tuple(str(part) or "-" for part in row) for row in differences]
         Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
-        _tell(verdict)
+        Terminal().verdict(verdict)
         status = WRONG if why.reason == "fault" else verdict.exit_status
         reasons = "\n".join(f"  {name:<9} {text}" for name, text in why.rows)
-        (Terminal().detail if status == 0 else Terminal().say)(reasons)
+        Terminal().tell(reasons, passed=status == 0)
         found = {name: values for name, *values in differences}
         shown = partial(page, verdict, configs=differences, why=why.rows)
         return files.finish(status, [verdict], page=shown, config_differences=found, difference=why.as_dict())
@@ -95,15 +98,3 @@ def _explained(first: Record, second: Record, files: tuple[str, str]) -> tuple[V
             if why.reason not in ("asked", "fault"):
                 raise
             return replace(other_steps(error), config=f"{first.name} and {second.name}", rerun=rerun), why
-
-
-def _tell(verdict: Verdict) -> None:
-    terminal = Terminal()
-    terminal.say(verdict.details if terminal.manner.verbose else str(verdict), verdict.word)
-
-
-def _contents(record: Record) -> str:
-    losses = some(sum(len(one.losses) for one in record.operations), "loss")
-    gradients = some(sum(len(one.gradients) for one in record.operations), "gradient")
-    operations = "+".join(one.operation for one in record.operations)
-    return f"{record.kind} of {record.name}: {operations}; {losses}, {gradients}"

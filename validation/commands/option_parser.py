@@ -17,8 +17,7 @@ from pipeproof.pipeline.sizes import is_number, number_wanted
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
-
-Known = Iterable[str] | Callable[[], Iterable[str]]  # of names, or what finds them when they are asked for
+Known = Iterable[str] | Callable[[], Iterable[str]]  # names, or what finds them when they are asked for
 
 
 class UsageError(ValueError):
@@ -61,25 +60,44 @@ class CommandParser(OptionParser):
     def parse_known_args(self, *arguments: Any, **more: Any) -> tuple[Any, list[str]]:
         """As argparse's, with ``prog``, and ``given``: the options that are named. Raises ``UsageError``."""
         options, rest = super().parse_known_args(*arguments, **more)
+        if rest and not rest[0].startswith("-"):
+            self.error(f"unexpected argument {rest[0]!r}")
         if rest:
-            self.error(self._unknown(rest[0]))
+            option = rest[0].partition("=")[0]
+            hint = nearest(option, list(self._option_string_actions))
+            self.error(f"unknown option {option}{': ' * bool(hint)}{hint.rstrip(' ')}")
         options.prog = self.prog
         options.given = frozenset(word.partition("=")[0] for word in arguments[0] if word.startswith("--"))
         return options, rest
 
-    def _unknown(self, word: str) -> str:
-        option = word.partition("=")[0]
-        if not option.startswith("-"):
-            return f"unexpected argument {word!r}"
-        hint = nearest(option, list(self._option_string_actions))
-        return f"unknown option {option}{': ' * bool(hint)}{hint.rstrip(' ')}"
 
-
-def add_count(
-    parser: argparse._ActionsContainer, option: str, letter: str, says: str, *, default: int | None = None
+def add(
+    parser: argparse._ActionsContainer,
+    name: str,
+    letter: str | None,
+    says: str,
+    kind: Callable[[str], Any] = str,
+    *,
+    known: Known = (),
+    **more: Any,
 ) -> None:
-    """An option that takes a whole number."""
-    parser.add_argument(option, type=whole, default=default, metavar=letter, help=says)
+    """An option or a positional argument: ``letter`` stands for its value, which ``kind`` makes of a word.
+
+    A shell that completes it offers the ``known`` names, also behind a comma; ``more`` is as argparse has it.
+    """
+
+    def completer(prefix: str = "", **_: object) -> list[str]:
+        before = prefix[: prefix.rfind(",") + 1]
+        return [before + name for name in (known() if callable(known) else known)]
+
+    action = parser.add_argument(name, type=kind, metavar=letter, help=says, **more)
+    if known:
+        vars(action)["completer"] = completer
+
+
+def add_flag(parser: argparse._ActionsContainer, *names: str, says: str, **more: Any) -> None:
+    """An option without a value."""
+    parser.add_argument(*names, action="store_true", help=says, **more)
 
 
 def whole(word: str) -> int:
@@ -97,24 +115,9 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(whole(word) for word in text.split(","))
 
 
-def add_names(parser: argparse._ActionsContainer, option: str, says: str, *, known: Known, default: str = "") -> None:
-    """An option that takes names with commas between, of those that are ``known``."""
-    offers(parser.add_argument(option, default=default, metavar="NAME,...", help=says), known)
-
-
-def offers(action: argparse.Action, names: Known) -> None:
-    """Let a shell that completes this argument offer ``names``, also behind a comma."""
-
-    def completer(prefix: str = "", **_: object) -> list[str]:
-        before = prefix[: prefix.rfind(",") + 1]
-        return [before + name for name in (names() if callable(names) else names)]
-
-    vars(action)["completer"] = completer
-
-
-def without_effect(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+def without_effect(options: argparse.Namespace, names: Iterable[str], why: str, *, where: bool = True) -> None:
     """Raise ``UsageError`` where the command line names one of these options, which do nothing here."""
-    for name in names:
+    for name in names if where else ():
         if name in options.given:
             raise UsageError(f"{name} has no effect {why}: leave it out; see {options.prog} --help")
 

@@ -1,17 +1,18 @@
 """Where a command's results go besides the terminal: options that commands share, and the document that they write.
 
-A new form of output (a page, say) is a line of ``add_outputs``, a field of ``Outputs`` and of ``Opened``, and a line of
-``Opened.finish``. ``validation/reports/schema.json`` says what the document is.
+A new form of output (a page, say) is a line of ``add_outputs``, a field of ``Outputs`` and a line of ``Opened.finish``.
+``validation/reports/schema.json`` says what the document is.
 """
 
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TypeAlias
 
 from pipeproof.commands.ending import Asked
+from pipeproof.commands.option_parser import add
 from pipeproof.core.verdict import SCHEMA, Verdict
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
@@ -25,19 +26,18 @@ class OutPath(str):
 
 def add_file(parser: argparse.ArgumentParser, option: str, says: str, *, required: bool = False) -> None:
     """An option that names a file to write."""
-    parser.add_argument(option, type=OutPath, metavar="FILE", help=says, required=required)
+    add(parser, option, "FILE", says, OutPath, required=required)
 
 
-def add_outputs(parser: argparse.ArgumentParser, *, what: str = "verdicts", page: bool = False) -> None:
-    """The files that a command writes besides what it prints; ``page``: it has a page to show."""
+def add_outputs(
+    parser: argparse.ArgumentParser, *, what: str = "verdicts", page: bool = False, record: bool = False
+) -> None:
+    """The files that a command writes besides what it prints; ``page``: it has a page to show, ``record``: a record."""
+    if record:
+        add_file(parser, "--record", "write what the ranks gave there, for compare and diff")
     add_file(parser, "--json", f"write {what} there; - is standard output, as for every FILE that is written")
     if page:
         add_file(parser, "--html", f"write {what} there as a page, to look at in a browser")
-
-
-def add_recording(parser: argparse.ArgumentParser) -> None:
-    """Where what the ranks gave is kept."""
-    add_file(parser, "--record", "write what the ranks gave there, for compare and diff")
 
 
 def takes_standard_output(options: argparse.Namespace) -> bool:
@@ -73,27 +73,23 @@ class Outputs:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Outputs":
-        """Those that a command line asks for."""
+        """What the command line asks for."""
         return cls(**{one.name: getattr(options, one.name, None) for one in fields(cls)})
 
     @contextmanager
     def opened(self, command: str) -> Iterator["Opened"]:
         """The files, opened before the work: a path that cannot be written costs nothing."""
-        with ExitStack() as files:
-            yield Opened(
-                command, **{one.name: files.enter_context(OutputFile(getattr(self, one.name))) for one in fields(self)}
-            )
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(OutputFile(path)) for name, path in asdict(self).items()}
+            yield Opened(command, files)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Files that are open until the command ends; each is written once, and whole."""
+    """Files by name that are open until the command ends; each is written once, and whole."""
 
     command: str
-    json: OutputFile
-    record: OutputFile
-    html: OutputFile
-    write: OutputFile
+    files: Mapping[str, OutputFile]
     asked: Asked = field(default_factory=Asked, init=False)
 
     def finish(
@@ -109,26 +105,21 @@ class Opened:
 
         Where the work was to be ended, what was found before is written, and the request raised again.
         """
-        request = self.asked.request
+        request, html = self.asked.request, self.files["html"]
         if request is not None:
             status, more = request.status, more | {"interrupted": True}
-        self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
-        if page is not None and self.html.wanted:
-            self.html.write(page().encode(errors="backslashreplace"))  # a file's name may be no text
-            if self.html.name:
-                Terminal().detail(f"{self.html.name}: a page, to look at in a browser")
+        self.files["json"].write_json(document(self.command, status, verdicts, groups=groups, **more))
+        if page is not None and html.wanted:
+            html.write(page().encode(errors="backslashreplace"))  # a file's name may be no text
+            if html.name:
+                Terminal().detail(f"{html.name}: a page, to look at in a browser")
         if request is not None:
             raise request
         return status
 
 
 def document(
-    command: str,
-    status: int,
-    verdicts: Sequence[Verdict] = (),
-    *,
-    groups: Sequence[Group] = (),
-    **more: object,
+    command: str, status: int, verdicts: Sequence[Verdict] = (), *, groups: Sequence[Group] = (), **more: object
 ) -> dict[str, object]:
     """What every command writes as JSON.
 

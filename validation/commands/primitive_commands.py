@@ -3,20 +3,37 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from pipeproof.cases.config import Config
-from pipeproof.cases.primitives.figures import Figures, figures
-from pipeproof.cases.primitives.primitive import PRIMITIVES, SYMBOLS, VARIANTS, Primitive
-from pipeproof.cases.primitives.stacks import ONE_DEVICE, Stack, alone, known_primitive
-from pipeproof.commands.option_parser import UsageError, add_names, offers, without_effect
+from pipeproof.commands.option_parser import UsageError, add, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import OF_TABLE, device_of, schedule_names, tell_notes
 from pipeproof.core.mismatch import small
+from pipeproof.own.config import Config
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
-from pipeproof.reports.columns import Column, table
+from pipeproof.reports.columns import Column, row, table
+from pipeproof.reports.table import OUTCOME, compared, outcome
 from pipeproof.reports.terminal import Terminal
+from pipeproof.wings.primitives import (
+    ONE_DEVICE,
+    PRIMITIVES,
+    SYMBOLS,
+    VARIANTS,
+    Figures,
+    Primitive,
+    Stack,
+    alone,
+    figures,
+    known_primitive,
+    validate_stack,
+)
 from pipeproof.worlds.launcher import start_fork_server
+
+if TYPE_CHECKING:
+    from pipeproof.commands.campaign import Then
+    from pipeproof.core.verdict import Verdict
+    from pipeproof.worlds.world import World
 
 _SAID = ("schedule", "virtual", "microbatches", "seed")  # what a stack takes of the options that say which case
 _NAMES = max(map(len, PRIMITIVES)) + 2  # the width of their column
@@ -27,8 +44,7 @@ def add_primitives_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command."""
     about = "every kind of parallelism: what it saves and costs, what implements it, how it was validated"
     parser = commands.add_parser("primitives", help=about)
-    named = parser.add_argument("name", nargs="*", help="show only these (default: all)")
-    offers(named, PRIMITIVES)
+    add(parser, "name", None, "show only these (default: all)", nargs="*", known=PRIMITIVES)
     add_outputs(parser, what="the table")
     parser.set_defaults(run=_primitives)
 
@@ -37,14 +53,14 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
     """What is validated in place of a case: primitives."""
     known = [*PRIMITIVES, *VARIANTS]
     each = f"kinds of parallelism, each alone on a small decoder: all, or some of {', '.join(known)}"
-    add_names(parser, "--primitive", each, known=("all", *known))
+    add(parser, "--primitive", "NAME,...", each, known=("all", *known), default="")
     together = f"several kinds together, with the number of ranks of each: pp=2,tp=2,ddp=2; or {ONE_DEVICE}"
-    parser.add_argument("--stack", metavar="NAME=N,...", help=together)
+    add(parser, "--stack", "NAME=N,...", together)
 
 
-def asks_for_primitives(options: argparse.Namespace) -> bool:
-    """Whether ``--primitive`` is said, be it with nothing behind it."""
-    return bool(options.primitive) or "--primitive" in options.given
+def asks_for_stacks(options: argparse.Namespace) -> bool:
+    """Whether stacks are to be validated in place of cases, be it with nothing behind ``--primitive``."""
+    return options.stack is not None or "--primitive" in options.given or bool(options.primitive)
 
 
 def _primitives(options: argparse.Namespace) -> int:
@@ -53,73 +69,53 @@ def _primitives(options: argparse.Namespace) -> int:
     with Outputs.of(options).opened("primitives") as files:
         for one in chosen:
             Terminal().say("\n".join(_lines(one, known[one.name])) + "\n")
-        Terminal().detail(_legend())
+        Terminal().detail(_LEGEND)
         data = [_data(one, known[one.name]) for one in chosen]
         return files.finish(0, primitives=data)
 
 
 def _lines(one: Primitive, found: Figures) -> Iterator[str]:
-    yield f"{one.name:<{_NAMES}}{one.title}"
+    ran = f"{found.passed} of {found.seeds} seeds pass on {some(found.ranks, 'rank')}, torch {found.torch}"
+    worst = f"worst error {small(found.worst)}, rounding {small(found.floor)}" if found.worst else "bit for bit"
     rows = [
         ("  saves", " ".join(one.saves)),
         ("  costs", " ".join(one.costs)),
         ("  by", one.implementation),
-        ("  here", _validated(found)),
+        ("  here", f"{ran}: {found.parameters} gradients each, {worst}"),
         ("  source", one.source),
     ]
+    yield f"{one.name:<{_NAMES}}{one.title}"
     yield table([Column(""), Column("")], rows, Terminal().width)
 
 
-def _validated(found: Figures) -> str:
-    """How it was validated."""
-    ran = f"{found.passed} of {found.seeds} seeds pass on {some(found.ranks, 'rank')}, torch {found.torch}"
-    worst = f"worst error {small(found.worst)}, rounding {small(found.floor)}" if found.worst else "bit for bit"
-    return f"{ran}: {found.parameters} gradients each, {worst}"
-
-
-def _legend() -> str:
-    symbols = "\n".join(f"  {letter} {what}" for letter, what in SYMBOLS.items())
-    return (
-        f"{symbols}\nBytes: 2 a weight, 4 a gradient, 12 for Adam.\n"
-        "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,ddp=2` runs several together."
-    )
+_LEGEND = (
+    "\n".join(f"  {letter} {what}" for letter, what in SYMBOLS.items()) + "\n"
+    "Bytes: 2 a weight, 4 a gradient, 12 for Adam.\n"
+    "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,ddp=2` runs several together."
+)
 
 
 def _data(one: Primitive, found: Figures) -> dict[str, object]:
-    return {
-        "name": one.name,
-        "title": one.title,
-        "axes": list(one.axes),
-        **{what: {"formula": text, "of": of} for what, (text, of) in (("saves", one.saves), ("costs", one.costs))},
-        "implementation": one.implementation,
-        "source": one.source,
-        "validated": asdict(found),
-    }
+    formulas = {what: {"formula": text, "of": of} for what, (text, of) in (("saves", one.saves), ("costs", one.costs))}
+    own = {"name": one.name, "title": one.title, "axes": list(one.axes), **formulas}
+    return {**own, "implementation": one.implementation, "source": one.source, "validated": asdict(found)}
 
 
 def validate_stacks(options: argparse.Namespace) -> int:
     """``validate`` with ``--primitive`` or ``--stack``."""
-    if asks_for_primitives(options) and options.stack is not None:
+    if options.stack is not None and ("--primitive" in options.given or options.primitive):
         raise UsageError("--primitive with --stack: expected one of the two; leave one out")
     what = "--stack" if options.stack is not None else "--primitive"
-    useless = [f"--{name}" for name in OF_TABLE if name not in _SAID]
-    without_effect(options, [*useless, "--config", "--profile", "--record"], f"with {what}, which runs a small decoder")
+    useless = [*(f"--{name}" for name in OF_TABLE if name not in _SAID), "--config", "--profile", "--record"]
+    without_effect(options, useless, f"with {what}, which runs a small decoder")
     return _validate(list(stacks_of(options)), options, options.device)
 
 
 def validate_config(options: argparse.Namespace, config: Config, stack: Stack) -> int:
-    """``validate`` with a config of which ``stack`` is run. Its notes are told."""
+    """``validate`` with a config of which ``stack`` is run. Its notes are said."""
     without_effect(options, ["--profile", "--record"], f"with {options.config}, which is run as a stack")
     tell_notes(config, stack)
     return _validate([stack], options, device_of(options, [config]))
-
-
-def _validate(stacks: Sequence[Stack], options: argparse.Namespace, device: str) -> int:
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting
-    from pipeproof.commands.stack_runs import run_stacks
-
-    return run_stacks(stacks, Setting(device, options.timeout, Outputs.of(options)))
 
 
 def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
@@ -128,19 +124,50 @@ def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
     counted("microbatches", microbatches, most=MOST_MICROBATCHES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     schedules = schedule_names(options.schedule) if "--schedule" in options.given else [_SCHEDULE]
-    lines = _lines_of(options)
+    if options.stack is not None:
+        lines = [options.stack]
+    else:
+        every = options.primitive.strip().lower() == "all"
+        lines = list(map(alone, PRIMITIVES if every else map(str.strip, options.primitive.split(","))))
     found = [Stack.parse(line, microbatches=microbatches, seed=options.seed) for line in lines]
     piped = any(stack.has_pipeline for stack in found)
-    without_effect(options, () if piped else ["--schedule", "--virtual"], f"with {', '.join(lines)}, which has no pp")
+    why = f"with {', '.join(lines)}, which has no pp"
+    without_effect(options, ["--schedule", "--virtual"], why, where=not piped)
     for line, stack in zip(lines, found, strict=True):
         for name in schedules if stack.has_pipeline else [_SCHEDULE]:
             virtual = options.virtual if stack.has_pipeline else None
             yield Stack.parse(line, schedule=name, virtual=virtual, microbatches=microbatches, seed=options.seed)
 
 
-def _lines_of(options: argparse.Namespace) -> list[str]:
-    """What was asked for, as lines of stacks."""
-    if options.stack is not None:
-        return [options.stack]
-    every = options.primitive.strip().lower() == "all"
-    return list(map(alone, PRIMITIVES if every else map(str.strip, options.primitive.split(","))))
+def _validate(stacks: Sequence[Stack], options: argparse.Namespace, device: str) -> int:
+    """Validate each, a line each; returns the exit status."""
+    without_effect(options, ["--world"], "with parallel primitives, which run on real ranks")
+    start_fork_server()
+    from pipeproof.commands.campaign import CaseRun, Setting, run_all
+    from pipeproof.whitebox import WhiteBox
+
+    def judge(stack: Stack, world: "World", _: object) -> "tuple[Verdict, Then]":
+        return validate_stack(stack, WhiteBox(world)), lambda: None
+
+    longest = max(len(str(stack)) for stack in stacks)
+    columns = (Column("stack", longest + 1), *_FIGURES)  # which is never cut: it tells one from another
+    runs = [CaseRun(str(one), one.ranks, partial(judge, one), partial(_row, one, columns)) for one in stacks]
+    return run_all(runs, Setting(device, options.timeout, Outputs.of(options)), columns=columns)
+
+
+_FIGURES = (
+    Column("schedule", 11, drop=7),
+    Column("ranks", 5, right=True, drop=4),
+    Column("M", 3, right=True, drop=6),
+    Column("losses", 6, right=True, drop=8),
+    Column("params", 6, right=True, drop=5),
+    Column("copies", 6, right=True, drop=9),
+    Column("shards", 6, right=True, drop=10),
+    *OUTCOME,
+)
+
+
+def _row(stack: Stack, columns: Sequence[Column], verdict: "Verdict", width: int | None) -> str:
+    cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
+    counts = compared(verdict, "loss", "gradient", "replicas", "shards")
+    return row(columns, [*cells, *counts, *outcome(verdict)], width)

@@ -1,51 +1,50 @@
-"""The commands about schedules themselves, as options: ``show`` and ``plan``. They start without torch."""
+"""The commands about schedules themselves: ``show`` and ``plan``. They start without torch."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from pipeproof.cases.case import MODELS, CaseError
 from pipeproof.commands.check_command import add_check_command, schedule_data
-from pipeproof.commands.drawn import against, lawful, named
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import (
-    add_count,
+    add,
+    add_flag,
     number,
     numbers,
-    offers,
     share,
     shares,
     three_numbers,
+    whole,
     without_effect,
 )
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
-from pipeproof.commands.selection import (
-    MICROBATCHES,
-    RANKS,
-    Shape,
-    add_layers,
-    add_shape,
-    case_of,
-    schedule_in,
-)
+from pipeproof.commands.selection import MICROBATCHES, RANKS, Shape, add_layers, add_shape, case_of, schedule_in
 from pipeproof.commands.simulation_options import add_virtual_time
+from pipeproof.own.case import MODELS, CaseError
 from pipeproof.pipeline.costs import trace_of
-from pipeproof.pipeline.files import is_csv
-from pipeproof.pipeline.grid import draw
-from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.files import is_csv, read_file
+from pipeproof.pipeline.laws import LawBroken, report
+from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.plan import COLUMNS, Needs, plan, row, trade
+from pipeproof.pipeline.program import Program
+from pipeproof.pipeline.program_laws import ANYWHERE
+from pipeproof.pipeline.program_laws import violations as of_program
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.schedules import FAMILIES
-from pipeproof.pipeline.simulate import Timeline, Times, simulate
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, canonical_name
+from pipeproof.pipeline.text_grid import draw
+from pipeproof.pipeline.timeline import Timeline, Times, simulate
 from pipeproof.pipeline.transports import transport_of
 from pipeproof.reports.columns import Column, in_pieces, table
 from pipeproof.reports.drawings import Drawings, Paths
+from pipeproof.reports.panel import in_slots
+from pipeproof.reports.side_by_side import SideBySide
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.launcher import start_fork_server
 
-_UNIT = (1.0, 1.0, 1.0)
 _TIMES = "how long F, I and W of a {} take (default 1,1,1)"
+_TIMED = ("--steps", "--model", "--layers", "--split", "--world", "--transport", "--latency")
 
 
 def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -56,75 +55,119 @@ def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    offers(parser.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv"), FAMILIES)
+    add(parser, "schedule", None, f"one of {', '.join(FAMILIES)}, or a FILE.csv", known=FAMILIES)
     add_shape(parser)
-    parser.set_defaults(run=_show)
-    parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help=_TIMES.format("stage"))
+    add(parser, "--times", "F,I,W", _TIMES.format("stage"), three_numbers)
     other = "another schedule, or a FILE.csv: both on one axis, numbers side by side"
-    offers(parser.add_argument("--against", metavar="NAME", help=other), FAMILIES)
+    add(parser, "--against", "NAME", other, known=FAMILIES)
     add_file(parser, "--svg", "draw the timeline there")
     add_file(parser, "--png", "draw the timeline there (needs the extra 'plot')")
     add_file(parser, "--trace", "write the timeline there for ui.perfetto.dev, as Chrome's JSON")
     add_outputs(parser, what="the timeline")
     on_ranks = "run it on ranks with a small model, and say its times beside the simulated ones"
-    parser.add_argument("--run", dest="real", action="store_true", help=on_ranks)
+    add_flag(parser, "--run", says=on_ranks, dest="real")
     real = parser.add_argument_group("with --run")
-    add_count(real, "--steps", "N", "how many steps are timed", default=5)
-    models = f"one of {', '.join(MODELS)}"
-    offers(real.add_argument("--model", default="gpt", metavar="NAME", help=models), MODELS)
+    add(real, "--steps", "N", "how many steps are timed", whole, default=5)
+    add(real, "--model", "NAME", f"one of {', '.join(MODELS)}", known=MODELS, default="gpt")
     add_layers(real)
     add_virtual_time(real)
-    parser.set_defaults(loss="mean", seed=0)
+    parser.set_defaults(run=_show, loss="mean", seed=0)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    add_count(parser, "--ranks", "P", "how many ranks", default=RANKS)
-    add_count(parser, "--microbatches", "M", "how many microbatches", default=MICROBATCHES)
     most = "the most that a rank may hold; 1 is what a microbatch leaves on a rank, or the unit of --activations"
-    parser.add_argument("--memory", type=number, metavar="N", help=most)
-    parser.add_argument("--times", type=three_numbers, default=_UNIT, metavar="F,I,W", help=_TIMES.format("whole rank"))
-    costs = "the cost of each layer; stages are balanced by it"
-    parser.add_argument("--layers", type=numbers, default=(), metavar="C,C,...", help=costs)
     left = "what a microbatch leaves on each layer, e.g. in MiB; --memory is then of --weights too"
-    parser.add_argument("--activations", type=numbers, default=(), metavar="A,A,...", help=left)
     stays = "what stays on each layer, in the same unit: parameters, gradients, the optimizer's state"
-    parser.add_argument("--weights", type=shares, default=(), metavar="W,W,...", help=stays)
-    held = "how much of an activation is held from the I to the W"
-    parser.add_argument("--weight-memory", type=share, default=1, metavar="SHARE", help=held)
+    kept = "how much of an activation is held from the I to the W"
+    add(parser, "--ranks", "P", "how many ranks", whole, default=RANKS)
+    add(parser, "--microbatches", "M", "how many microbatches", whole, default=MICROBATCHES)
+    add(parser, "--memory", "N", most, number)
+    add(parser, "--times", "F,I,W", _TIMES.format("whole rank"), three_numbers, default=(1.0, 1.0, 1.0))
+    add(parser, "--layers", "C,C,...", "the cost of each layer; stages are balanced by it", numbers, default=())
+    add(parser, "--activations", "A,A,...", left, numbers, default=())
+    add(parser, "--weights", "W,W,...", stays, shares, default=())
+    add(parser, "--weight-memory", "SHARE", kept, share, default=1)
     add_outputs(parser, what="the table")
     parser.set_defaults(run=_plan)
 
 
 def _show(options: argparse.Namespace) -> int:
-    paths = Paths(options.svg, options.png, options.trace)
-    if not options.real:
-        timed = ("--steps", "--model", "--layers", "--split", "--world", "--transport", "--latency")
-        without_effect(options, timed, "without --run")
+    paths, times = Paths(options.svg, options.png, options.trace), Times(*(options.times or ()))
+    without_effect(options, _TIMED, "without --run", where=not options.real)
     if options.against is not None:
-        return _show_against(options, paths)
+        return _show_against(options, times, paths)
     with Terminal().progress(f"show {options.schedule}"):
-        found = named(options.schedule, Shape(options.ranks, options.microbatches, options.virtual))
-        schedule = lawful(found, paths)
+        found = _named(options.schedule, Shape(options.ranks, options.microbatches, options.virtual))
+        schedule = _lawful(found, paths)
     if options.real:
         return _show_real(options, found, paths)
     with Outputs.of(options).opened("show") as files:
-        with Terminal().progress(f"show {options.schedule}"):
-            timeline = show(schedule, Times(*(options.times or _UNIT)), paths)
+        with (
+            Terminal().progress(f"show {options.schedule}"),
+            Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings,
+        ):
+            timeline = simulate(schedule, times)
+            drawings.write({schedule.name: trace_of(timeline)})
         Terminal().detail(_shown(schedule.name, timeline))
-        Terminal().say(described(timeline, Times(*(options.times or _UNIT))))
-        return files.finish(0, schedule=schedule_data(schedule), timeline=_times(timeline))
+        Terminal().say(_described(timeline, times))
+        names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
+        data = {name: getattr(timeline, name) for name in names}
+        return files.finish(0, schedule=schedule_data(schedule), timeline=data)
 
 
-def _show_against(options: argparse.Namespace, paths: Paths) -> int:
+def _named(name: str, shape: Shape) -> Schedule | Program:
+    """The family or the file of this name."""
+    if not is_csv(name):
+        return shape.family(name)
+    found = read_file(name)
+    shape.agree(name, schedule_in(found))
+    return found
+
+
+def _lawful(found: Schedule | Program, paths: Paths) -> Schedule:
+    """The schedule of ``found``. One that breaks a law is drawn, what is to blame in red, and then refused."""
+    schedule = schedule_in(found)
+    broken = of_program(found, laws=ANYWHERE) if isinstance(found, Program) else of_schedule(found)
+    if not broken:
+        return schedule
+    with Drawings(paths, actions=sum(map(len, found.ranks))) as files:
+        files.write_panels([in_slots(schedule.name, schedule, found.ranks, broken)])
+    no_trace = "\nno trace is written, for what breaks a law has no times" if paths.trace else ""
+    raise LawBroken(report(schedule.name, broken, found.ranks) + no_trace)
+
+
+def _show_against(options: argparse.Namespace, times: Times, paths: Paths) -> int:
+    """Both schedules simulated in one unit, after the files at ``paths`` are written."""
     if options.real:
         raise ValueError("--against with --run: expected one of the two, for a run is of one schedule")
     without_effect(options, ["--json"], "with --against")
-    with Terminal().progress(f"show {options.schedule} --against {options.against}"):
-        both = against(options, Times(*(options.times or _UNIT)), paths)
+    names = (options.schedule, options.against)
+    with Terminal().progress(f"show {names[0]} --against {names[1]}"):
+        shapes = _shapes(names, options)
+        both = SideBySide.of([_lawful(_named(*each), paths) for each in zip(names, shapes, strict=True)], times)
+        actions = sum(len(timeline.schedule.columns) for timeline in both.timelines.values())
+        with Drawings(paths, actions=actions) as files:
+            files.write(both.traces, unit=both.unit)
     for name, timeline in both.timelines.items():
         Terminal().detail(f"{_shown(name, timeline)}\n")
     Terminal().say(both.text(Terminal().width))
     return 0
+
+
+def _shapes(names: tuple[str, str], options: argparse.Namespace) -> Iterator[Shape]:
+    """What each of two is built for: a family is as large as the file beside it, where nothing else is said.
+
+    V is for those that can have it; where neither can, both are told so.
+    """
+    read = [schedule_in(read_file(name)) for name in names if is_csv(name)]
+    ranks = read[0].n_ranks if read and options.ranks is None else options.ranks
+    microbatches = read[0].microbatches if read and options.microbatches is None else options.microbatches
+    looped = [not is_csv(name) and canonical_name(name) in LOOPED for name in names]
+    for name, loops in zip(names, looped, strict=True):
+        if is_csv(name):
+            yield Shape(options.ranks, options.microbatches)
+        else:
+            yield Shape(ranks, microbatches, options.virtual if loops or not any(looped) else None)
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
@@ -144,16 +187,8 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
 def _plan(options: argparse.Namespace) -> int:
     if len(options.layers) == 1:
         raise CaseError(f"--layers {options.layers[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
-    needs = Needs(
-        options.ranks,
-        options.microbatches,
-        options.memory,
-        options.times,
-        options.layers,
-        options.weight_memory,
-        options.activations,
-        options.weights,
-    )
+    job = (options.ranks, options.microbatches, options.memory, options.times)
+    needs = Needs(*job, options.layers, options.weight_memory, options.activations, options.weights)
     with Outputs.of(options).opened("plan") as files:
         with Terminal().progress("plan") as show_progress:
             found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
@@ -170,25 +205,16 @@ def _planned() -> list[Column]:
     return [Column(name, right=name not in left, drop=drop) for name, drop in drops.items()]
 
 
-def _times(timeline: Timeline) -> dict[str, object]:
-    names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
-    return {name: getattr(timeline, name) for name in names}
-
-
-def show(schedule: Schedule, times: Times, paths: Paths) -> Timeline:
-    """``schedule`` simulated with ``times``, after the files at ``paths`` are written."""
-    with Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings:
-        timeline = simulate(schedule, times)
-        drawings.write({schedule.name: trace_of(timeline)})
-    return timeline
-
-
 def _shown(name: str, timeline: Timeline) -> str:
     """The grid, as wide as the terminal, below its name and sizes."""
-    return f"{name}: {timeline.schedule.sizes}\n{in_pieces(_grid(timeline), Terminal().width)}"
+    try:
+        grid = draw(timeline)
+    except ScheduleError as error:  # a grid has whole units only; a picture has any
+        grid = f"({error}; --svg or --png draws it)"
+    return f"{name}: {timeline.schedule.sizes}\n{in_pieces(grid, Terminal().width)}"
 
 
-def described(timeline: Timeline, times: Times) -> str:
+def _described(timeline: Timeline, times: Times) -> str:
     """What a timeline comes to."""
     f, i, w = times.forward, times.backward_input, times.backward_weight
     equal = f"T_F = T_I = T_W = {f:g} per stage" if f == i == w else f"T_F = {f:g}, T_I = {i:g}, T_W = {w:g} per stage"
@@ -202,10 +228,3 @@ def described(timeline: Timeline, times: Times) -> str:
             f"messages {timeline.messages}",
         ]
     )
-
-
-def _grid(timeline: Timeline) -> str:
-    try:
-        return draw(timeline)
-    except ScheduleError as error:  # a grid has whole units only; a picture has any
-        return f"({error}; --svg or --png draws it)"

@@ -5,14 +5,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
-from pipeproof.cases.config import Config, read_config
-from pipeproof.cases.own_schedule import own_schedule
-from pipeproof.cases.work import Work, notes_of
-from pipeproof.commands.option_parser import add_count, add_names, offers, without_effect
+from pipeproof.commands.option_parser import add, whole, without_effect
+from pipeproof.commands.work import Work, notes_of
+from pipeproof.own.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
+from pipeproof.own.config import Config, read_config
+from pipeproof.own.own_schedule import own_schedule
 from pipeproof.pipeline.files import is_csv
-from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
+from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, known_are, virtuals
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
@@ -21,6 +21,7 @@ from pipeproof.worlds.accelerator import AUTO, COMMON, parsed
 from pipeproof.worlds.timeout import parsed_seconds
 
 RANKS, MICROBATCHES = 4, 8
+COMPOSED = "composed"  # of --check: steps are held against themselves
 Fits = Callable[[int], object]
 
 
@@ -91,7 +92,11 @@ def selected(text: str, shape: Shape, *, fits: Fits) -> Selection:
         except ScheduleError as error:
             left_out[name] = str(error)
     if not chosen:
-        raise CaseError(_nothing(left_out))
+        groups = defaultdict[str, list[str]](list)
+        for name, reason in left_out.items():
+            groups[reason].append(name)
+        each = "; ".join(f"{', '.join(group)}: {reason}" for reason, group in groups.items())
+        raise CaseError(next(iter(groups)) if len(groups) == 1 else f"no schedule can be: {each}")
     return Selection(chosen, left_out)
 
 
@@ -106,16 +111,6 @@ def _named(name: str, shape: Shape, fits: Fits) -> Schedule | Program:
 def schedule_in(found: Schedule | Program) -> Schedule:
     """What is computed, of a schedule or a program."""
     return found.schedule if isinstance(found, Program) else found
-
-
-def _nothing(left_out: Mapping[str, str]) -> str:
-    """Why no family can be: each reason once."""
-    names = defaultdict(list)
-    for name, reason in left_out.items():
-        names[reason].append(name)
-    if len(names) == 1:
-        return next(iter(names))
-    return "no schedule can be: " + "; ".join(f"{', '.join(group)}: {reason}" for reason, group in names.items())
 
 
 def schedule_names(text: str) -> list[str]:
@@ -137,36 +132,35 @@ DTYPE_NAMES = f"some of {', '.join(DTYPES)}"
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """How many ranks, stages and microbatches a family of schedules is built for."""
-    add_count(parser, "--ranks", "P", f"how many ranks (default {RANKS})")
-    add_count(parser, "--virtual", "V", f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)")
-    add_count(parser, "--microbatches", "M", f"how many microbatches (default {MICROBATCHES})")
+    add(parser, "--ranks", "P", f"how many ranks (default {RANKS})", whole)
+    add(parser, "--virtual", "V", f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)", whole)
+    add(parser, "--microbatches", "M", f"how many microbatches (default {MICROBATCHES})", whole)
 
 
 def add_layers(parser: argparse._ActionsContainer) -> None:
     """How many layers a model has, and how stages share them."""
-    add_count(parser, "--layers", "L", "layers of the model", default=8)
-    parser.add_argument(
-        "--split", default="even", metavar="L,...", help="layers of each stage: even, or such as 3,1,2,2"
-    )
+    add(parser, "--layers", "L", "layers of the model", whole, default=8)
+    add(parser, "--split", "L,...", "layers of each stage: even, or such as 3,1,2,2", default="even")
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
     """Which cases: schedules, models and dtypes, each with each."""
-    own = "a FILE.csv, which has ranks, stages and microbatches of its own"
-    known = f"all, or some of {', '.join(SCHEDULES)}, or {own}"
-    add_names(parser, "--schedule", known, known=("all", *SCHEDULES), default="all")
+    every = ("all", *SCHEDULES)
+    names = (
+        f"all, or some of {', '.join(SCHEDULES)}, or a FILE.csv, which has ranks, stages and microbatches of its own"
+    )
+    add(parser, "--schedule", "NAME,...", names, known=every, default="all")
     add_shape(parser)
     add_layers(parser)
-    add_names(parser, "--model", f"some of {', '.join(MODELS)}", known=MODELS, default="gpt,gpt-tied")
-    add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default="fp32")
-    parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
-    add_count(parser, "--seed", "N", "the seed of weights and data", default=0)
+    add(parser, "--model", "NAME,...", f"some of {', '.join(MODELS)}", known=MODELS, default="gpt,gpt-tied")
+    add(parser, "--dtype", "NAME,...", DTYPE_NAMES, known=DTYPES, default="fp32")
+    add(parser, "--loss", None, "mean over microbatches, or sum over tokens", choices=LOSSES, default="mean")
+    add(parser, "--seed", "N", "the seed of weights and data", whole, default=0)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """A step's config in place of all of that."""
-    says = "run what this JSON file says, a step's config; no option may then say which case"
-    parser.add_argument("--config", metavar="FILE", help=says)
+    add(parser, "--config", "FILE", "run what this JSON file says, a step's config; no option may then say which case")
 
 
 OF_TABLE = ("schedule", "ranks", "virtual", "microbatches", "layers", "split", "model", "dtype", "loss", "seed")
@@ -196,13 +190,13 @@ def tell_notes(config: Config, work: Work) -> None:
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
     hang = "a case that takes longer counts as a hang; on simulated ranks, one in which nothing moves for so long"
-    parser.add_argument("--timeout", type=parsed_seconds, default=120, metavar="SECONDS", help=hang)
+    add(parser, "--timeout", "SECONDS", hang, parsed_seconds, default=120)
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
     where = "where ranks compute: cpu, cuda, or what else torch names (default auto: the accelerator if there is one)"
-    offers(parser.add_argument("--device", type=parsed, default=AUTO, metavar="TYPE", help=where), (AUTO, *COMMON))
+    add(parser, "--device", "TYPE", where, parsed, known=(AUTO, *COMMON), default=AUTO)
     add_timeout(parser)
 
 

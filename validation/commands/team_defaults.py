@@ -5,7 +5,7 @@ A key is an option of any command, ``timeout = 60``; in ``[tool.pipeproof.fuzz]`
 
 import argparse
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +39,24 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _apply(table: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentParser], where: str) -> None:
+    options = [
+        (option[2:], command, action)
+        for command in commands.values()
+        for action in command._actions
+        for option in action.option_strings
+        if option.startswith("--") and option != "--help"
+    ]
     for key, value in table.items():
-        actions = [(command, action) for command in commands.values() for action in _options(command, key)]
+        actions = [(command, action) for option, command, action in options if option == key]
         if not actions and isinstance(value, dict):
             raise UsageError(f"{where[:-1]}.{key}] is of no command: {known_are(key, list(commands))}")
         if not actions:
-            names = sorted({name for command in commands.values() for name in _names(command)})
-            raise UsageError(f"{where} has {key!r}, which is no option: {known_are(key, names)}")
+            hint = known_are(key, sorted({option for option, *_ in options}))
+            raise UsageError(f"{where} has {key!r}, which is no option: {hint}")
         for command, action in actions:
             command.set_defaults(**{action.dest: _converted(action, value, f"{where} {key} = {value!r}")})
             said = (action.help or "").partition("(default")[0].rstrip()
             action.help = f"{said} (default {_text(value)}, by {_FILE})".lstrip().replace("%", "%%")
-
-
-def _options(command: argparse.ArgumentParser, key: str) -> Iterator[argparse.Action]:
-    yield from (action for action in command._actions if f"--{key}" in action.option_strings and key != "help")
-
-
-def _names(command: argparse.ArgumentParser) -> Iterator[str]:
-    options = (option for action in command._actions for option in action.option_strings)
-    yield from (option[2:] for option in options if option.startswith("--") and option != "--help")
 
 
 def _text(value: Any) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from types import MappingProxyType
 
+from pipeproof.core.observe.stack import Line
 from pipeproof.pipeline.sizes import digits, first_few
-from pipeproof.worlds.stack import Line
 
 # Each kind of fault and its sentence. One word per fault: specimens plant these, diagnosis names them.
 KINDS: Mapping[str, str] = MappingProxyType(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import precision_of
+from pipeproof.core.observe.elements import all_finite, any_nan, any_nonzero
+from pipeproof.core.observe.observed import Claim
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor, may_be_rounded, same_bits, stands_for_none, update_floor
-from pipeproof.observers.elements import all_finite, any_nan, any_nonzero
-from pipeproof.observers.observed import Claim
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.step import Expected, Gradient, Site

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from pipeproof.core.ledger import NOWHERE, Heading, Ledger
-from pipeproof.core.requirements import Conditions
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Crossing, Observed
+from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from pipeproof.core.oracle import Conditions
 from pipeproof.core.verdict import What
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
-from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.step import Site

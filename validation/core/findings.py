@@ -8,8 +8,8 @@ from pipeproof.core.cause import Cause, Cells, RuledOut
 from pipeproof.core.hints import hints
 from pipeproof.core.measured import Measured
 from pipeproof.core.mismatch import Mismatch, small
+from pipeproof.core.observe.stack import Line
 from pipeproof.core.reason import Reason
-from pipeproof.worlds.stack import Line
 
 Tier = Literal["bitwise", "fp32", "TF32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]

@@ -23,6 +23,7 @@ from pipeproof.core.limits import (
 )
 from pipeproof.core.makeup import Makeup
 from pipeproof.core.nudged import Nudged, Sums
+from pipeproof.core.observe.elements import is_rounded
 from pipeproof.core.tolerance import (
     Floor,
     error,
@@ -34,7 +35,6 @@ from pipeproof.core.tolerance import (
 )
 from pipeproof.core.updates import Pending, Updates, gradients_off
 from pipeproof.core.verdict import raised
-from pipeproof.observers.elements import is_rounded
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import Made, in_double, made_of, one_place_off

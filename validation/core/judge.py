@@ -17,17 +17,15 @@ from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import NOWHERE, Ledger
 from pipeproof.core.limits import FP32, Precision, precision_of
 from pipeproof.core.measured import Measured
-from pipeproof.core.measured_floors import MeasuredFloors, is_wider
-from pipeproof.core.measuring import ran_of
+from pipeproof.core.measuring import MeasuredFloors, is_wider, ran_of
 from pipeproof.core.nudged import doubt_rounding
-from pipeproof.core.oracle import Answer
+from pipeproof.core.observe.elements import any_nonzero
+from pipeproof.core.observe.observed import Observed
+from pipeproof.core.oracle import Answer, Requirements
 from pipeproof.core.reason import Reason
-from pipeproof.core.requirements import Requirements
 from pipeproof.core.routes import RouteJudge
 from pipeproof.core.tolerance import error, rounded_to, same_bits
 from pipeproof.core.verdict import Crash, Mismatch, Tier, Verdict, overall
-from pipeproof.observers.elements import any_nonzero
-from pipeproof.observers.observed import Observed
 from pipeproof.reference.step import Expected, Site
 
 LAWS = (

@@ -11,12 +11,12 @@ from torch import Tensor
 from pipeproof.core.leads import Leads
 from pipeproof.core.limits import FP32, FP64, Precision
 from pipeproof.core.measured import Compared
+from pipeproof.core.observe.elements import any_nonzero, is_rounded
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.reason import Doubt, Reason, reasons_of
 from pipeproof.core.sizes import brief_sizes, sizes
 from pipeproof.core.tolerance import Floor, same_bits
 from pipeproof.core.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What
-from pipeproof.observers.elements import any_nonzero, is_rounded
-from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.sizes import first_few
 
 HELD = "what came before was bit for bit, so that rounding in {} does not excuse this"

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeproof.observers.elements import is_rounded
+from pipeproof.core.observe.elements import is_rounded
 
 
 @dataclass(frozen=True)

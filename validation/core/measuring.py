@@ -1,11 +1,17 @@
-"""Of what the ranks were seen to do: the numbers that a verdict rests on."""
+"""The numbers that a verdict rests on, of what the ranks did; the floors that were measured for it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from pipeproof.core.floors import Floors
+from pipeproof.core.limits import Precision, precision_of
 from pipeproof.core.measured import Done, Ran, Sight
-from pipeproof.observers.likeness import Likeness
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
-from pipeproof.observers.recording import (
+from pipeproof.core.observe.likeness import Likeness
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Crossing, Observed
+from pipeproof.core.observe.recording import (
     FLOWED,
     FORWARD_POINTS,
     GIVEN,
@@ -19,7 +25,9 @@ from pipeproof.observers.recording import (
     USED,
     Point,
 )
+from pipeproof.core.tolerance import Floor
 from pipeproof.pipeline.action import COMPUTE, Action
+from pipeproof.reference.step import Site
 
 MADE_THERE = (MADE, OUTPUT, LOSS, HANDED_ON)  # points at which an action made the tensor; it took the others
 
@@ -91,3 +99,45 @@ def _maker(point: Point) -> str:
     beside = {GIVEN: -1, USED: -1, KEPT: -1, RECEIVED: 1, FLOWED: 1, LATE: 1}.get(point.where, 0)
     stage = point.stage + beside
     return f"{stage}{'F' if forward else 'B'}{point.microbatch}" if stage >= 0 <= point.microbatch else ""
+
+
+def is_wider(seen: Tensor, due: Tensor) -> bool:
+    """Whether ``seen`` is of a type that has more digits than that of ``due``."""
+    alike = seen.is_floating_point() and due.is_floating_point() and seen.shape == due.shape
+    return alike and torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
+
+
+@dataclass(frozen=True)
+class MeasuredFloors:
+    """``Allowed`` of a comparison, by the floors of a training step.
+
+    ``wide`` are gradients that were added up in a wider type.
+    """
+
+    floors: Floors | None
+    precision: Precision
+    sites: Mapping[str, Site]
+    wide: Mapping[str, Tensor]
+
+    def loss(self, microbatch: int) -> Floor:
+        return self._least if self.floors is None else self.floors.loss(microbatch)
+
+    def total(self) -> Floor:
+        return self._least if self.floors is None else self.floors.total()
+
+    def norm(self) -> Floor:
+        return self._least if self.floors is None else self.floors.norm()
+
+    def gradient(self, name: str) -> Floor:
+        if name in self.wide:
+            return Floor(0.0, 0.0, 0.0, precision_of(self.wide[name].dtype))
+        return self._least if self.floors is None else self.floors.gradient_by_microbatch(self.sites[name])
+
+    @property
+    def _least(self) -> Floor:
+        return Floor(0.0, 0.0, 0.0, self.precision)
+
+    def update(self, name: str) -> Floor:
+        if name in self.wide or self.floors is None:
+            return self.gradient(name)
+        return self.floors.settled(self.sites[name])

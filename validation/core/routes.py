@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.observe.observed import Observed, Routed
+from pipeproof.core.observe.routes import Route
 from pipeproof.core.oracle import Answer
 from pipeproof.core.tolerance import Floor
-from pipeproof.observers.observed import Observed, Routed
-from pipeproof.observers.routes import Route
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.choices import Choice, of_experts, same_T
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.mismatch import Size
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.tolerance import pieces
-from pipeproof.observers.sketch import Sketch
 
 
 def sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:

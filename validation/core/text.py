@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pipeproof.core.cause import KINDS, Cause, Cells, listed
 from pipeproof.core.findings import Findings, LawResult
 from pipeproof.core.mismatch import Mismatch, Size, Value, small
+from pipeproof.core.observe.stack import Line
 from pipeproof.pipeline.sizes import digits, shortened, some
-from pipeproof.worlds.stack import Line
 
 _LINES, _COLUMNS, _LABEL = 14, 100, 14
 _FEW = 3  # microbatches that a sentence names

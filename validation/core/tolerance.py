@@ -25,7 +25,7 @@ from pipeproof.core.limits import (
     Precision,
     precision_of,
 )
-from pipeproof.observers.elements import any_nonzero, bits, has_fp64, in_fp64, is_rounded
+from pipeproof.core.observe.elements import any_nonzero, bits, has_fp64, in_fp64, is_rounded
 
 Key = TypeVar("Key")
 

@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from pipeproof.core.cause import Cause, OwnLine
 from pipeproof.core.findings import JUDGED as JUDGED
 from pipeproof.core.findings import Findings
 from pipeproof.core.findings import LawResult as LawResult
@@ -21,8 +20,6 @@ from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
 from pipeproof.core.text import CAUSES, brief, details, headline, sentence
 from pipeproof.pipeline.sizes import shortened
-from pipeproof.worlds import rank_report
-from pipeproof.worlds.rank_report import Race, RankFailed, RankReport
 
 SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
 _LONGEST = 300  # characters of what was raised
@@ -104,21 +101,6 @@ class Verdict(Findings):
             return self
         outcome: Literal["fail", "unknown"] = "fail" if self.verdict == "fail" else "unknown"
         return replace(self, verdict=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
-
-    def of_failure(self, failure: RankFailed) -> "Verdict":
-        """This verdict, where ranks failed and there is nothing to judge. A race is a fault all the same."""
-        told = self.with_reports(failure.reports)
-        if isinstance(race := failure.cause, Race):
-            lines = tuple(OwnLine(what, line) for what, line in race.lines)
-            cause = Cause(race.kind, rank=race.rank, detail=race.said, lines=lines)
-            return replace(told, verdict="fail", headline=race.said, cause=(cause,))
-        ended: Literal["error", "hang"] = "hang" if failure.hang else "error"
-        return replace(told, headline=rank_report.headline(failure.reports), ended=ended)
-
-    def with_reports(self, reports: Sequence[RankReport]) -> "Verdict":
-        """This verdict, with what became of ranks."""
-        failed_at, ranks = rank_report.summarise(reports)
-        return replace(self, failure=rank_report.details(reports), failed_at=failed_at, ranks=ranks)
 
     def raise_if_failed(self) -> None:
         """Raise ``PipelineMismatch`` or ``NoVerdict``, with the whole screen as its text, unless this is a pass."""

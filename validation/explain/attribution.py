@@ -10,6 +10,7 @@ from functools import cache
 
 from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.core.limits import precision_of
+from pipeproof.core.observe.likeness import Label
 from pipeproof.explain.atoms import Term, Update, Wrong
 from pipeproof.explain.cause_rules import name_causes
 from pipeproof.explain.explanation import Explanation
@@ -17,7 +18,6 @@ from pipeproof.explain.gradient_fit import GradientFit
 from pipeproof.explain.known import Known
 from pipeproof.explain.played import Played, Setup
 from pipeproof.explain.tied import Shares, explain_tied
-from pipeproof.observers.likeness import Label
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.pairing import Pairing
 from pipeproof.reference.step import Expected, Gradient, Site, Stage

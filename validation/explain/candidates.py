@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from pipeproof.core.limits import FP32
+from pipeproof.core.observe.likeness import NARROWER
 from pipeproof.explain.limits import CLOSE
-from pipeproof.observers.likeness import NARROWER
 
 
 class Candidate(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause, RuledOut, listed
+from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.tolerance import error, stands_for_none
 from pipeproof.explain.atoms import Term, Update
 from pipeproof.explain.chains import swaps
@@ -17,7 +18,6 @@ from pipeproof.explain.microbatch_weights import Fault, faults_in_counts, unifor
 from pipeproof.explain.mixed_gradients import gradient_of, mixed
 from pipeproof.explain.solver import told_within
 from pipeproof.explain.tied import Shares, of_copies
-from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Stage
 
 _NOTHING = "no multiple of what the others say"

@@ -7,12 +7,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.shards import Shard
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error
 from pipeproof.explain.limits import ALIKE
 from pipeproof.explain.members import HeldGradient, Members
 from pipeproof.explain.solver import counts_of, limit_of, residual_of, told_within
-from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Expected
 
 Counts = tuple[float, ...]  # how often each microbatch is in a gradient

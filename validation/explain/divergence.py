@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeproof.core.tolerance import agrees
-from pipeproof.explain.known import Known
-from pipeproof.explain.likeness import likeness
-from pipeproof.explain.limits import MANY
-from pipeproof.observers.likeness import Label, Likeness
-from pipeproof.observers.recording import (
+from pipeproof.core.observe.likeness import Label, Likeness
+from pipeproof.core.observe.recording import (
     BACKWARD_POINTS,
     FLOWED,
     FORWARD_POINTS,
@@ -29,6 +25,10 @@ from pipeproof.observers.recording import (
     Point,
     Recording,
 )
+from pipeproof.core.tolerance import agrees
+from pipeproof.explain.known import Known
+from pipeproof.explain.likeness import likeness
+from pipeproof.explain.limits import MANY
 
 Tensors = Sequence[Tensor | None]
 _ACTION = {**dict.fromkeys(FORWARD_POINTS, "F"), **dict.fromkeys(BACKWARD_POINTS, "B"), LATE: "W"}

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from pipeproof.core.limits import PRECISIONS
+from pipeproof.core.observe.observed import Observed, Passed
+from pipeproof.core.observe.recording import RECEIVED, Recording, Site
 from pipeproof.core.old_weights import StaleCall, WithWeights
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
@@ -18,8 +20,6 @@ from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.members import Members
 from pipeproof.explain.model_beside import ModelBeside
 from pipeproof.explain.played import Played, Setup, beside_of, play
-from pipeproof.observers.observed import Observed, Passed
-from pipeproof.observers.recording import RECEIVED, Recording, Site
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Expected, Gradient
 

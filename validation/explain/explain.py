@@ -12,6 +12,9 @@ from dataclasses import replace
 
 from pipeproof.core.cause import RuledOut
 from pipeproof.core.judge import one_thread
+from pipeproof.core.observe.observed import Observed
+from pipeproof.core.observe.recording import LATE
+from pipeproof.core.observe.sketch import UNSOUGHT
 from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.explain.evidence import Evidence, of_run
 from pipeproof.explain.own_lines import with_lines
@@ -31,9 +34,6 @@ from pipeproof.explain.rules.update import update
 from pipeproof.explain.rules.weights import old_weights, other_weights, stale, weights
 from pipeproof.explain.sights import measured
 from pipeproof.explain.uncovered import with_uncovered
-from pipeproof.observers.observed import Observed
-from pipeproof.observers.recording import LATE
-from pipeproof.observers.sketch import UNSOUGHT
 
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:

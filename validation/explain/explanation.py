@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pipeproof.core.observe.likeness import Likeness
 from pipeproof.explain.atoms import Atom, Term, Wrong
 from pipeproof.explain.limits import CLEARLY
-from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Gradient, Stage
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import LEAD, LED, precision_of
+from pipeproof.core.observe.likeness import Label, Likeness
 from pipeproof.core.tolerance import error, rounding_of, stands_for_none
 from pipeproof.explain.atoms import Atom, Atoms, Term, Update, Wrong
 from pipeproof.explain.explanation import Explanation
@@ -30,7 +31,6 @@ from pipeproof.explain.solver import (
     simple,
     weights,
 )
-from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 
 _WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once

@@ -7,10 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.elements import bits
+from pipeproof.core.observe.likeness import Label
 from pipeproof.core.tolerance import error
 from pipeproof.explain.limits import LITTLE, MOST, TELLING
-from pipeproof.observers.elements import bits
-from pipeproof.observers.likeness import Label
 
 _ROUNDING = 1 + 1e-12  # of the comparison itself
 _SMALL = 1000  # whole numbers up to this are equal by chance

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import precision_of
+from pipeproof.core.observe.likeness import MEAN, SAME_NUMBER, Elements, Label, Likeness
+from pipeproof.core.observe.recording import Point
 from pipeproof.core.tolerance import agrees, error, stands_for_none
 from pipeproof.explain.known import Known, form, nearest
 from pipeproof.explain.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW
@@ -25,8 +27,6 @@ from pipeproof.explain.solver import (
     simple,
     told_within,
 )
-from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Elements, Label, Likeness
-from pipeproof.observers.recording import Point
 
 Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
 

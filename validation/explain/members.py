@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pipeproof.core.cause import Cause, listed
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.shards import Shard
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import scalar_error
 from pipeproof.explain.limits import ALIKE, CLOSE
-from pipeproof.observers.calls import Call
-from pipeproof.observers.shards import Shard
-from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.step import Contribution, Gradient
 
 

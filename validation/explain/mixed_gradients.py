@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import cache
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.likeness import Label
 from pipeproof.core.tolerance import error
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.explanation import Explanation
 from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import summed
 from pipeproof.explain.solver import limit_of
-from pipeproof.observers.likeness import Label
 from pipeproof.reference.step import Gradient, Site, Stage
 
 Predicted = Mapping[Site, Gradient]

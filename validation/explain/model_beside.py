@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.observers.sketch import Sketch
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.outputs import Place, module_of, order_of_use, outputs_noted

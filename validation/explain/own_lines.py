@@ -6,13 +6,13 @@ from functools import cached_property
 from itertools import islice
 
 from pipeproof.core.cause import Cause, OwnLine
+from pipeproof.core.observe.observed import Passed
+from pipeproof.core.observe.posted_messages import Came
+from pipeproof.core.observe.recording import GIVEN, KEPT, RECEIVED
+from pipeproof.core.observe.stack import Line, Stack
 from pipeproof.explain.evidence import Evidence
-from pipeproof.observers.observed import Passed
-from pipeproof.observers.recording import GIVEN, KEPT, RECEIVED
 from pipeproof.pipeline.action import Action, ActionError, Kind
 from pipeproof.pipeline.sizes import SHOWN
-from pipeproof.worlds.posted_messages import Came
-from pipeproof.worlds.stack import Line, Stack
 
 # What kinds of cause are about, where they name no action.
 _PAIRED = frozenset({"swapped-activations", "swapped-gradients", "mispaired"})

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.observers.observed import Observed
-from pipeproof.observers.recording import (
+from pipeproof.core.observe.observed import Observed
+from pipeproof.core.observe.recording import (
     FLOWED,
     GIVEN,
     HANDED_ON,
@@ -22,6 +21,7 @@ from pipeproof.observers.recording import (
     USED,
     Point,
 )
+from pipeproof.explain.model_beside import ModelBeside
 from pipeproof.reference.boundary import Boundary, boundary
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import Model

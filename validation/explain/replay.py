@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.cause import Cause, listed
+from pipeproof.core.observe.recording import Site
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, CLOSE, DECIDED
 from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.explain.rules.order import or_zeros
+from pipeproof.explain.rules.place import or_zeros
 from pipeproof.explain.substitutions import Substitution, between, inside, kept_otherwise, of_data
-from pipeproof.observers.recording import Site
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Gradient
 

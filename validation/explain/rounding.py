@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.likeness import NARROWER, ROUNDED_TO
 from pipeproof.core.tolerance import error
 from pipeproof.explain.limits import LEFT, ROUNDED
-from pipeproof.observers.likeness import NARROWER, ROUNDED_TO
 
 _CHANCE = 1e-4  # how likely numbers may be to lie on a grid, or beside it, by chance
 

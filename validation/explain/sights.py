@@ -8,13 +8,8 @@ from torch import Tensor
 from pipeproof.core.cause import Cell
 from pipeproof.core.measured import Measured, Sight, Weights
 from pipeproof.core.measuring import ran_of, sight
-from pipeproof.core.tolerance import error
-from pipeproof.core.verdict import Verdict
-from pipeproof.explain.divergence import Divergence, Ground, is_right
-from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.explanation import Explanation
-from pipeproof.observers.likeness import Likeness
-from pipeproof.observers.recording import (
+from pipeproof.core.observe.likeness import Likeness
+from pipeproof.core.observe.recording import (
     FLOWED,
     FORWARD_POINTS,
     GIVEN,
@@ -26,6 +21,11 @@ from pipeproof.observers.recording import (
     Point,
     Recording,
 )
+from pipeproof.core.tolerance import error
+from pipeproof.core.verdict import Verdict
+from pipeproof.explain.divergence import Divergence, Ground, is_right
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.explanation import Explanation
 from pipeproof.pipeline.action import Action, Kind
 
 _ALWAYS = (

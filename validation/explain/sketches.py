@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 
+from pipeproof.core.observe.likeness import Label, Likeness
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.explain.limits import CLEARLY, HALF, ROUNDED
-from pipeproof.observers.likeness import Label, Likeness
-from pipeproof.observers.sketch import Sketch
 
 
 def of_sketches(seen: Sketch, due: Sketch, at: Label | None = None) -> Likeness | None:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.likeness import ROUNDED_TO, narrower
+from pipeproof.core.observe.recording import Site
 from pipeproof.explain.model_beside import ModelBeside, Planted
-from pipeproof.observers.likeness import ROUNDED_TO, narrower
-from pipeproof.observers.recording import Site
 from pipeproof.reference.data import Batch
 from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage, Values, passing

@@ -8,14 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.core.verdict import raised
-from pipeproof.foreign.frameworks.framework import shown
-from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.task import pair_of
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import AdapterNames, Rename
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
+from pipeproof.whitebox.handed_back import Gradient
+from pipeproof.whitebox.task import pair_of, shown
 from pipeproof.worlds.timeout import seconds
 
 

@@ -6,20 +6,20 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.data import data_for, max_norm_of, model_for
-from pipeproof.cases.judgement import setup_of
-from pipeproof.cases.stages import owners
 from pipeproof.core.comparison import due_of
 from pipeproof.core.floors import Floors
 from pipeproof.core.judge import one_thread
 from pipeproof.core.measured import versions
+from pipeproof.core.observe.observed import Observed, RankOperation
 from pipeproof.core.tolerance import same_bits
 from pipeproof.core.updates import Pending
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.attribution import update_of
 from pipeproof.explain.played import play
-from pipeproof.observers.observed import Observed, RankOperation
+from pipeproof.own.case import Case
+from pipeproof.own.data import data_for, max_norm_of, model_for
+from pipeproof.own.judgement import setup_of
+from pipeproof.own.stages import owners
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT
 from pipeproof.records.record import (
     RankStage,

@@ -1,23 +1,22 @@
 """What every check of a step in a running job is: it begins on all ranks, tells nobody but them, and ends no job."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from pipeproof.core.contract import ContractError
 from pipeproof.core.ledger import Ledger
+from pipeproof.core.observe.wrappers import AroundGradients
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Crash, Verdict
-from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.task import WhiteBoxError
-from pipeproof.observers.wrappers import AroundGradients
-from pipeproof.pipeline.step import Parts
 from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.records.as_given import bound_of, named_by, pairs_of, stages_of
 from pipeproof.records.rank_part import Arrival, RankStages, Rename, Run, own_name
@@ -25,9 +24,14 @@ from pipeproof.records.record import ContentError, RecordError, microbatch_diges
 from pipeproof.records.step_parts import not_compared
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.unsharded import let_go
+from pipeproof.whitebox.handed_back import Gradient
+from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 from pipeproof.worlds.timeout import END_S
+
+if TYPE_CHECKING:
+    from pipeproof.pipeline.step import Parts
 
 
 class CheckError(ValueError):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from pipeproof.cases.data import max_norm_of
 from pipeproof.core.comparison import leave_out
 from pipeproof.core.judge import Where, concluded
 from pipeproof.core.ledger import Ledger
@@ -16,6 +15,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import JUDGED, Crash, Verdict
 from pipeproof.explain.evidence import Evidence, failing
 from pipeproof.explain.explain import explained, sought
+from pipeproof.own.data import max_norm_of
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from pipeproof.cases.case import Case
 from pipeproof.core.judge import one_thread
 from pipeproof.core.measured import versions
 from pipeproof.core.mismatch import small
 from pipeproof.core.verdict import Verdict
+from pipeproof.own.case import Case
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import OtherSteps, Record, config_differences
 from pipeproof.records.side import Side, side_of

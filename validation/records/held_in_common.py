@@ -13,18 +13,18 @@ from torch import Tensor
 
 from pipeproof.core.comparison import hold_claim
 from pipeproof.core.ledger import Ledger
+from pipeproof.core.observe.digest import digest
+from pipeproof.core.observe.observed import Claim
+from pipeproof.core.observe.recording import Site
+from pipeproof.core.observe.shards import InShards, Shard, flat_shard, in_flat_parts, sized, untiled
 from pipeproof.core.reason import Reason
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import stands_for_none
-from pipeproof.foreign.handed_back import FlatShard, Gradient, HandBackError
-from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import ModulePart, in_parts
-from pipeproof.foreign.shared_stages import claims, whole_gradient
-from pipeproof.observers.digest import digest
-from pipeproof.observers.observed import Claim
-from pipeproof.observers.recording import Site
-from pipeproof.observers.shards import InShards, Shard, flat_shard, in_flat_parts, sized, untiled
 from pipeproof.records.record import RankStage, RecordError
+from pipeproof.whitebox.claims import claims, whole_gradient
+from pipeproof.whitebox.handed_back import FlatShard, Gradient, HandBackError, in_parts
+from pipeproof.whitebox.matching import Local
+from pipeproof.whitebox.rank import ModulePart
 from pipeproof.worlds.side_store import Exchange
 
 LAWS = (

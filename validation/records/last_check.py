@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeproof.core.ledger import COMPUTED
+from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_record import Pairs
-from pipeproof.worlds.belongings import belongs_to_rank
 
 Forms = tuple[tuple[int, ...], ...]  # the shapes of the tensors of all microbatches
 

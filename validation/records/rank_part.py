@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeproof.core.judge import Where
+from pipeproof.core.observe.recording import Gradients
+from pipeproof.core.observe.shards import Shard, held_here, is_plain, shard_of
 from pipeproof.core.reason import Doubt, reasons_of
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import Floor, same_bits
-from pipeproof.observers.recording import Gradients
-from pipeproof.observers.shards import Shard, held_here, is_plain, shard_of
 from pipeproof.records.record import (
     RankStage,
     RecordedOperation,

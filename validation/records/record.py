@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.cases.case import AXES
 from pipeproof.core.comparison import Comparison, Due
 from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import Precision, precision_among, precision_of
 from pipeproof.core.nudged import Nudged
+from pipeproof.core.observe.elements import bits
+from pipeproof.core.observe.recording import Gradients
+from pipeproof.core.observe.shards import Shard
 from pipeproof.core.tolerance import Floor, error, same_bits
-from pipeproof.observers.elements import bits
-from pipeproof.observers.recording import Gradients
-from pipeproof.observers.shards import Shard
+from pipeproof.pipeline.mesh import AXES
 from pipeproof.reference.step import Expected
 
 _PIECE = 1 << 20  # bytes that are copied at once

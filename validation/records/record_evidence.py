@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.nudged import Nudges, OtherProducts, doubt_rounding
+from pipeproof.core.observe.shards import Shard
 from pipeproof.core.old_weights import WithWeights, hold_to_old_weights
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
@@ -16,16 +17,15 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.explain import explained as explained_evidence
 from pipeproof.explain.explain import sought
 from pipeproof.explain.members import Members
-from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import ModulePart
-from pipeproof.foreign.stages_in_order import PlacedStage
-from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
 from pipeproof.reference.accumulation import added_onto
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Expected, Gradient, Site
 from pipeproof.reference.sums import Sums
+from pipeproof.whitebox.matching import Local
+from pipeproof.whitebox.rank import ModulePart
+from pipeproof.whitebox.stages_in_order import PlacedStage
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNKNOWN = Batch((), torch.empty(0), 0)  # nobody kept what the microbatches were

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.cases.config import FORMAT as CONFIG
 from pipeproof.core.limits import BY_NAME
 from pipeproof.core.nudged import Nudged
+from pipeproof.core.observe.elements import bits
+from pipeproof.core.observe.recording import Gradients
 from pipeproof.core.tolerance import Floor
-from pipeproof.observers.elements import bits
-from pipeproof.observers.recording import Gradients
 from pipeproof.pipeline.files import cannot_read, open_regular
 from pipeproof.records.record import (
     RankStage,
@@ -230,7 +229,7 @@ def _moved(data: Mapping[str, Any]) -> Nudged:
 
 def _is_config(path: Path) -> bool:
     with open_regular(path) as file:
-        return f'"{CONFIG}"'.encode() in file.read(1000)
+        return b'"pipeproof/config"' in file.read(1000)
 
 
 def _metadata(path: Path) -> dict[str, str]:

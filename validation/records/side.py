@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from pipeproof.cases.case import Case
 from pipeproof.core.measured import versions
 from pipeproof.core.verdict import Crash, Verdict
+from pipeproof.own.case import Case
 from pipeproof.records.case_record import expected_record, own_case
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError

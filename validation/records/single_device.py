@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +11,10 @@ from torch import Tensor, nn
 from pipeproof.core.contract import DEFAULTS, Contract, ContractError
 from pipeproof.core.ledger import NOWHERE
 from pipeproof.core.nudged import Nudged
+from pipeproof.core.observe.shards import Shard, gathered, untiled
 from pipeproof.core.old_weights import Given
-from pipeproof.explain.atoms import Update
-from pipeproof.foreign.frameworks.framework import form
-from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.reference_run import computed_in
-from pipeproof.foreign.task import (
-    WhiteBoxError,
-    check_builds,
-    check_loss_fn,
-    check_module,
-    name_of,
-    repeated,
-)
-from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
-from pipeproof.records.record_evidence import RecordedStep
 from pipeproof.records.record_file import described, restored
 from pipeproof.records.step_record import LossFn, Pairs, check_repeated, loss_of, moved, recipe_of, recorded
 from pipeproof.reference.accumulation import Accumulation
@@ -36,10 +23,24 @@ from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.data import Batch
 from pipeproof.reference.snapshot import Snapshot, unchanged
 from pipeproof.reference.step import Loss, Recipe
-from pipeproof.reference.traced import Traced
+from pipeproof.whitebox.reference_run import computed_in
+from pipeproof.whitebox.task import (
+    LossOfAll,
+    WhiteBoxError,
+    check_builds,
+    check_loss_fn,
+    check_module,
+    form,
+    name_of,
+    repeated,
+)
 from pipeproof.worlds.accelerator import CPU
-from pipeproof.worlds.drawing import drawing_apart
+from pipeproof.worlds.settings import drawing_apart
 from pipeproof.worlds.side_store import Exchange
+
+if TYPE_CHECKING:
+    from pipeproof.explain.atoms import Update
+    from pipeproof.records.record_evidence import RecordedStep
 
 _NO_ROOM = "; SingleDevice(..., device='cpu') runs it on the host, and check_step(against=Composed(...)) needs none"
 
@@ -186,11 +187,13 @@ class ReferenceBeside:
         self._exchange.clear(self._laid_out)
         self._start = None
 
-    def update(self, step: RecordedStep) -> Update:
+    def update(self, step: "RecordedStep") -> "Update":
         """The step as attribution sees it, on rank 0. The model is made to run each microbatch once more.
 
         Raises ``RecordError`` for microbatches that only their loop can tell how to use.
         """
+        from pipeproof.reference.traced import Traced  # it is for explaining, as all that knows updates
+
         model = self._there
         held = [step.site(name) for name in step.places]
         batches = [self._batch(number) for number in range(len(self.microbatches))]

@@ -15,17 +15,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
 
 from pipeproof.core.comparison import Comparison
-from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.nudged import OtherProducts
+from pipeproof.core.observe.shards import Shard
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.handed_back import Gradient
-from pipeproof.observers.shards import Shard
 from pipeproof.records.as_given import (
     check_operation,
     gradients_of,
@@ -51,14 +49,14 @@ from pipeproof.records.rank_part import (
     told,
 )
 from pipeproof.records.record import Record, Recorded, RecordedOperation, RecordError, against, upstream
-from pipeproof.records.record_evidence import RecordedStep, checked, explained
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.unchecked import Unchecked
+from pipeproof.records.unchecked import check_of
 from pipeproof.reference.products import products_in
+from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.side_store import RanksAbsent
@@ -67,6 +65,9 @@ _TOTAL_OF_SOME = (
     "what the losses of some of the replicas are together may be theirs or that of all: report the losses alone, each "
     "replica those of its microbatches"
 )
+
+if TYPE_CHECKING:
+    from pipeproof.records.record_evidence import RecordedStep
 
 
 class StepCheck(CheckedStep):
@@ -199,7 +200,16 @@ class StepCheck(CheckedStep):
                 parts = self._settled(parts)
             except RanksAbsent as absent:
                 self._obstacle = f"what rounding does to the step is not known: {absent}"
-        return self._explained(self._joined(parts), parts)
+        verdict = joined(
+            parts,
+            None if self._record is None or self._expected is None else (self._record, self._number),
+            absent=self._absent,
+            obstacle=self._obstacle,
+            replicas=self._run.count,
+            rerun=f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}",
+            seconds=perf_counter() - self._began,
+        )
+        return self._explained(verdict, parts)
 
     def _settled(self, parts: Sequence[StepPart]) -> Sequence[StepPart]:
         """The parts once floors are measured, and all is compared: every rank calls this."""
@@ -319,21 +329,12 @@ class StepCheck(CheckedStep):
             raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
         return found
 
-    def _joined(self, parts: Sequence[StepPart]) -> Verdict:
-        return joined(
-            parts,
-            None if self._record is None or self._expected is None else (self._record, self._number),
-            absent=self._absent,
-            obstacle=self._obstacle,
-            replicas=self._run.count,
-            rerun=f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}",
-            seconds=perf_counter() - self._began,
-        )
-
     def _explained(self, verdict: Verdict, parts: Sequence[StepPart]) -> Verdict:
         """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""
         if not verdict.mismatches:
             return verdict
+        from pipeproof.records.record_evidence import explained  # loaded where something is wrong
+
         assert self._record is not None, "there was something to compare with"
         with nullcontext() if self._beside is None else self._beside.apart():
             return explained(
@@ -346,7 +347,9 @@ class StepCheck(CheckedStep):
                 bound_s=self._bound_s,
             )
 
-    def _checked(self, parts: Sequence[StepPart]) -> RecordedStep:
+    def _checked(self, parts: Sequence[StepPart]) -> "RecordedStep":
+        from pipeproof.records.record_evidence import checked
+
         assert self._record is not None, "there was something to compare with"
         found = checked(
             self._record,
@@ -383,17 +386,5 @@ def check_step(
     ranks, and so for the reference.
     """
     if isinstance(against, StepExpectation):
-        if (turn := against.turn()) is None:
-            return Unchecked()
-        check = against.check_of(modules, microbatches, rename=rename, timeout_s=timeout_s, turn=turn)
-        if operation:
-            check.refuse(
-                f"operation is {operation}: a step that is held against itself is one, so leave operation= out"
-            )
-        said = against.contract if isinstance(against.contract, Contract) else DEFAULTS
-        if said.names is not None:
-            check.refuse("names of the contract is not read by check_step: give rename=, from stage and name")
-        if said.stages:
-            check.refuse("stages of the contract is not read by check_step: its modules are given by their numbers")
-        return check
+        return check_of(against, modules, microbatches, rename=rename, operation=operation, timeout_s=timeout_s)
     return StepCheck(modules, microbatches, against=against, rename=rename, operation=operation, timeout_s=timeout_s)

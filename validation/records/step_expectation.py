@@ -1,14 +1,14 @@
 """What a step of a running job may be held against that is neither a record nor a model beside the job."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
-from pipeproof.foreign.expectation import Expectation
 from pipeproof.reference.accumulation import Accumulation
+from pipeproof.whitebox.expectation import Expectation
 
 if TYPE_CHECKING:  # what a check is, only it needs to load
     from pipeproof.records.checked_step import CheckedStep
@@ -17,7 +17,13 @@ if TYPE_CHECKING:  # what a check is, only it needs to load
 
 
 class StepExpectation(Expectation):
-    """It checks some of a job's steps, as it is told, each with a check of its own."""
+    """It checks some of a job's steps, as it is told, each with a check of its own.
+
+    build: makes the whole model, if the user says how. generators: what stages draw from.
+    """
+
+    build: Callable[[], nn.Module] | None
+    generators: Sequence[Any]
 
     @abstractmethod
     def turn(self) -> int | None:
@@ -39,6 +45,13 @@ class StepExpectation(Expectation):
     @abstractmethod
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All of this rank's; none where nobody says."""
+
+    @abstractmethod
+    def in_framework(self, claims: Mapping[str, Any], **known: Any) -> Self:
+        """The same, with what the adapter of a framework knows of its job.
+
+        ``claims`` stand in place of the contract's, ``known`` in place of what the user said beside it.
+        """
 
     @abstractmethod
     def for_framework(self, accumulation: Accumulation | None) -> Self:

@@ -14,7 +14,7 @@ from pipeproof.core.verdict import Crash, LawResult, Verdict
 from pipeproof.records.held_in_common import LAWS as IN_COMMON
 from pipeproof.records.rank_part import Notes, told
 from pipeproof.records.record import LAWS, Record, RecordedOperation, against
-from pipeproof.worlds.rank_report import Ending, RankReport, headline
+from pipeproof.worlds.rank_report import Ending, RankReport, headline, with_reports
 from pipeproof.worlds.side_store import RanksAbsent
 
 EVERY_LAW = (*LAWS, *IN_COMMON)
@@ -71,7 +71,7 @@ def not_compared(obstacle: str, ended: Ended | None = None) -> Verdict:
     if ended is None:
         return blank
     known, how = ended
-    return replace(blank.with_reports(known), headline=headline(known), ended=how)
+    return replace(with_reports(blank, known), headline=headline(known), ended=how)
 
 
 def ended_otherwise(reports: Sequence[RankReport], absent: RanksAbsent | None) -> Ended | None:

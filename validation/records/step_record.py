@@ -29,7 +29,7 @@ from pipeproof.records.record_file import write
 from pipeproof.reference.accumulation import PLAIN
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.settings_off import settings_off
+from pipeproof.reference.products import settings_off
 from pipeproof.reference.snapshot import unchanged
 from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile

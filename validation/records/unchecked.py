@@ -1,14 +1,24 @@
-"""A step that is not checked: it runs as it would, and there is no verdict."""
+"""A step that is held against itself where it is its turn; a step that is not checked runs as it would."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.handed_back import Gradient
-from pipeproof.pipeline.step import Parts
 from pipeproof.records.checked_step import CheckedStep, CheckError
+from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.worlds.rank_report import RankReport
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeproof.pipeline.step import Parts
+    from pipeproof.records.rank_part import Rename
+    from pipeproof.records.step_expectation import StepExpectation
+    from pipeproof.records.step_record import Pairs
 
 
 class Unchecked(CheckedStep):
@@ -65,3 +75,28 @@ class Unchecked(CheckedStep):
 
     def _clear(self) -> None:
         """Nothing was laid out."""
+
+
+def check_of(
+    against: StepExpectation,
+    modules: nn.Module | Mapping[int, nn.Module],
+    microbatches: Pairs | None,
+    *,
+    rename: Rename,
+    operation: int,
+    timeout_s: float,
+) -> CheckedStep:
+    """The check of a step by ``against``, where it is the turn of this one; else none. All is as for ``check_step``."""
+    if (turn := against.turn()) is None:
+        return Unchecked()
+    check = against.check_of(modules, microbatches, rename=rename, timeout_s=timeout_s, turn=turn)
+    if operation:
+        check.refuse(f"operation is {operation}: a step that is held against itself is one, so leave operation= out")
+    said = against.contract if isinstance(against.contract, Contract) else DEFAULTS
+    for word, cure in (
+        ("names", "give rename=, from stage and name"),
+        ("stages", "its modules are given by their numbers"),
+    ):
+        if getattr(said, word):
+            check.refuse(f"{word} of the contract is not read by check_step: {cure}")
+    return check

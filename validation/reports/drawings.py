@@ -53,13 +53,10 @@ class Drawings:
         ``unit`` says what their times are counted in, where they are not seconds and not those of a stage.
         """
         panels = [timed(name, timeline, unit=unit) for name, timeline in timelines.items()]
-        self._write(panels, chrome_trace(timelines) if self._paths.trace else None)
+        self.write_panels(panels, chrome_trace(timelines) if self._paths.trace else None)
 
-    def write_panel(self, panel: Panel) -> None:
-        """One panel of what has no times, so that it is no trace."""
-        self._write([panel])
-
-    def _write(self, panels: Sequence[Panel], trace: object = None) -> None:
+    def write_panels(self, panels: Sequence[Panel], trace: object = None) -> None:
+        """``panels`` as pictures; of what has no times there is no ``trace``."""
         drawing = picture(panels) if self._paths.svg or self._paths.png else None
         writers = (self._paths.svg and svg, self._paths.png and png)
         contents = [writer(drawing) if writer and drawing else b"" for writer in writers]

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeproof.cases.case import Case
 from pipeproof.core.text import sentence
 from pipeproof.core.verdict import Verdict
+from pipeproof.own.case import Case
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.columns import ROWS
 from pipeproof.reports.table import outcome

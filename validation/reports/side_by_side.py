@@ -7,7 +7,7 @@ from math import lcm
 
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.simulate import Timeline, Times, simulate
+from pipeproof.pipeline.timeline import Timeline, Times, simulate
 from pipeproof.pipeline.trace import Trace
 from pipeproof.reports.columns import Column, table
 

@@ -1,13 +1,10 @@
-"""Tables of what commands found: a line per verdict, and of planted faults how often each was named what."""
+"""Tables of what commands found: a line per verdict, and where the time of ranks went."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import median
+from collections.abc import Sequence
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.trial import Named, Trial
 from pipeproof.core.verdict import Verdict, small
-from pipeproof.pipeline.profile import Profile
+from pipeproof.own.case import Case
+from pipeproof.pipeline.trace import Profile
 from pipeproof.reports.columns import Column, row, table
 
 OUTCOME = (  # of ``outcome``
@@ -70,9 +67,13 @@ def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:
     return f"{said}; {bitwise} of {len(verdicts)} bit for bit{missing}"
 
 
+_RANK = Column("rank", right=True)
+
+
 def profile_table(profiles: Sequence[Profile], width: int | None = None) -> str:
     """A line per rank: milliseconds, and the share of the step."""
-    return table([_RANK, *_spent("step"), _OTHER], [[str(one.rank), *_times(one)] for one in profiles], width)
+    columns = [_RANK, *_spent("step"), Column("other", right=True, drop=4)]
+    return table(columns, [[str(one.rank), *_times(one)] for one in profiles], width)
 
 
 def measured_table(measured: Sequence[Profile], simulated: Sequence[Profile], width: int | None = None) -> str:
@@ -83,67 +84,13 @@ def measured_table(measured: Sequence[Profile], simulated: Sequence[Profile], wi
     return table([_RANK, Column(""), *_spent("makespan")], rows, width)
 
 
-_RANK = Column("rank", right=True)
-_OTHER = Column("other", right=True, drop=4)
-
-
-def _spent(whole: str) -> Iterator[Column]:
+def _spent(whole: str) -> list[Column]:
     """The columns of what a step took; idle time stays."""
-    for name, drop in ((whole, 2), ("compute", 1), ("communication", 3), ("idle", 0)):
-        yield Column(name, right=True, drop=drop)
+    drops = {whole: 2, "compute": 1, "communication": 3, "idle": 0}
+    return [Column(name, right=True, drop=drop) for name, drop in drops.items()]
 
 
 def _times(profile: Profile) -> list[str]:
     parts = (profile.compute_s, profile.communication_s, profile.idle_s, profile.other_s)
-    shares = (f"{part / profile.step_s if profile.step_s else 0.0:6.1%}" for part in parts)
-    told = (f"{1e3 * part:.1f} ms {share}" for part, share in zip(parts, shares, strict=True))
-    return [f"{1e3 * profile.step_s:.1f} ms", *told]
-
-
-_NAMED = (
-    Column("planted"),
-    Column("right", right=True, drop=1),
-    Column("unknown", right=True, drop=2),
-    Column("named otherwise"),
-)
-
-
-def confusion(pairs: Iterable[tuple[str, str | None]], width: int | None = None) -> str:
-    """A row for each planted kind: how often it was named right, not named, and named as another kind."""
-    rows: dict[str, Counter[str]] = {}
-    for planted, kind in pairs:
-        rows.setdefault(planted, Counter())[kind or ""] += 1
-    cells = []
-    for planted, found in sorted(rows.items()):
-        others = ", ".join(f"{kind} {count}" for kind, count in sorted(found.items()) if kind not in ("", planted))
-        cells.append([planted, str(found[planted]), str(found[""]), others])
-    return table(_NAMED, cells, width) if cells else ""
-
-
-def totals(trials: Sequence[Trial], which: str) -> str:
-    """Caught, named right, located, unknown, wrong, and what a diagnosis took; ``which`` is "recorded" or "final"."""
-    found = [one for trial in trials if (one := getattr(trial, which)) is not None]
-    text = f"{len(trials)} tried: {sum(trial.caught for trial in trials)} caught; {counts(found)}"
-    took = [one.seconds for one in found if one.seconds]
-    return f"{text}; a diagnosis took {median(took):.2f} s, at most {max(took):.2f} s" if took else text
-
-
-def counts(found: Sequence[Named]) -> str:
-    """Of those diagnosed: named right, located, unknown and wrong, with shares."""
-    numbers: Mapping[str, int] = {
-        "named right": sum(one.right for one in found),
-        "located too": sum(one.located for one in found),
-        "unknown": sum(one.kind is None for one in found),
-        "wrong": sum(one.wrong for one in found),
-    }
-    shares = (f" ({100 * count / len(found):.1f} %)" if found else "" for count in numbers.values())
-    told = (f"{count} {what}{share}" for (what, count), share in zip(numbers.items(), shares, strict=True))
-    return f"of {len(found)} diagnosed {', '.join(told)}"
-
-
-def pairs_of(trials: Iterable[Trial], which: str) -> Iterator[tuple[str, str | None]]:
-    """The planted kind and the named one of every trial that was diagnosed so; one that will do counts as right."""
-    for trial in trials:
-        one: Named | None = getattr(trial, which)
-        if one is not None:
-            yield trial.planted, trial.planted if one.right else one.kind
+    shares = (f"{1e3 * part:.1f} ms {part / profile.step_s if profile.step_s else 0.0:6.1%}" for part in parts)
+    return [f"{1e3 * profile.step_s:.1f} ms", *shares]

@@ -1,16 +1,19 @@
 """What a person sees while commands run: lines and progress. Only rank 0 of a launcher speaks."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.launcher import reports
+
+T = TypeVar("T")
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
 _STYLES |= {"error": "bold red", "hang": "bold red", "same": "green", "different": "bold yellow"}
@@ -82,6 +85,24 @@ class Terminal:
         """As ``say``, of what nobody misses who wants to see only what is wrong, and how it ended."""
         if not self.manner.quiet:
             self.say(text, outcome)
+
+    def tell(self, text: str, outcome: str = "", *, passed: bool) -> None:
+        """A detail where it ``passed``, and said in any case where it did not."""
+        (self.detail if passed else self.say)(text, outcome)
+
+    def verdict(self, verdict: Verdict) -> None:
+        """The screen of a verdict, or all that it has where more is asked for."""
+        self.say(verdict.details if self.manner.verbose else str(verdict), verdict.word)
+
+    def in_turn(self, runs: Sequence[tuple[str, Callable[[], T]]], *, start: str = "", of: int = 0) -> Iterator[T]:
+        """What each of ``runs`` gives, one after the other; its title and number show meanwhile.
+
+        ``start``: what stands before the number. ``of``: how many there are, if more than these.
+        """
+        for number, (title, run) in enumerate(runs, start=1):
+            with self.progress(f"{start}{number} of {of or len(runs)}: {title}"):
+                found = run()
+            yield found
 
     @contextmanager
     def progress(self, text: str) -> Iterator[Callable[[str], None]]:

@@ -1,1 +1,19 @@
-"""Capabilities that stand on the core and that the core does not know: each lies in a folder of its own."""
+"""Capabilities that stand on the core and that the core does not know: each folder is one, and may be taken away."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+_ADAPTERS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers")
+# What each wing gives at an extension point, by its name there; ``pipeproof.extensions`` loads it when it is asked for.
+GIVEN: Mapping[str, Mapping[str, str]] = {
+    "adapters": {name: f"pipeproof.wings.adapters.{name}" for name in _ADAPTERS},
+    "expectations": {"composed": "pipeproof.wings.composed:Composed"},
+    "faults": {"specimens": "pipeproof.wings.specimens:CATALOGUE"},
+    "whitebox": {name: f"pipeproof.wings.mutate:{name}" for name in ("LetPass", "Mutated", "mutate", "under_test")},
+    "worlds": {"simulated": "pipeproof.wings.simulated:SimulatedWorld"},
+}
+
+
+def is_present(wing: str) -> bool:
+    """Whether ``wing`` is here: a command offers what a wing does only then."""
+    return find_spec(f"{__name__}.{wing}") is not None

@@ -16,10 +16,12 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 
+from pipeproof.pipeline.sizes import some
 from pipeproof.worlds.accelerator import FORKED_LATER
 
 CONTEXT = multiprocessing.get_context("forkserver")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+_CROWD = 8  # ranks on a processor: with more, it takes long until all have begun
 _PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_")
 
 
@@ -34,6 +36,19 @@ def reports() -> bool:
     A RANK that some other program left behind makes nobody silent.
     """
     return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def shared(ranks: int) -> str:
+    """``4 ranks share 2 processors here``; nothing where each has its own."""
+    processors = os.cpu_count() or 1
+    return f"{ranks} ranks share {some(processors, 'processor')} here" if ranks > processors else ""
+
+
+def crowded(ranks: int) -> str:
+    """What to say before so many ranks start; nothing where they are few enough."""
+    if under_torchrun() or ranks <= _CROWD * (os.cpu_count() or 1):
+        return ""
+    return f"{shared(ranks)}: this takes long"
 
 
 def launch_environment() -> dict[str, str]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from textwrap import indent
 
-from pipeproof.worlds.stack import Line, Stack
+from pipeproof.core.cause import Cause, OwnLine
+from pipeproof.core.observe.stack import Line, Stack
+from pipeproof.core.verdict import Verdict
 
 
 def unfreed(waits: Mapping[int, Collection[int]]) -> list[tuple[int, ...]]:
@@ -308,3 +310,19 @@ class RankFailed(WorldError):
 
     def __str__(self) -> str:
         return describe(self.reports)
+
+
+def of_failure(verdict: Verdict, failure: RankFailed) -> Verdict:
+    """``verdict``, where ranks failed and there is nothing to judge. A race is a fault all the same."""
+    reported = with_reports(verdict, failure.reports)
+    if isinstance(race := failure.cause, Race):
+        lines = tuple(OwnLine(what, line) for what, line in race.lines)
+        cause = Cause(race.kind, rank=race.rank, detail=race.said, lines=lines)
+        return replace(reported, verdict="fail", headline=race.said, cause=(cause,))
+    return replace(reported, headline=headline(failure.reports), ended="hang" if failure.hang else "error")
+
+
+def with_reports(verdict: Verdict, reports: Sequence[RankReport]) -> Verdict:
+    """``verdict``, with what became of ranks."""
+    failed_at, ranks = summarise(reports)
+    return replace(verdict, failure=details(reports), failed_at=failed_at, ranks=ranks)

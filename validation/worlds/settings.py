@@ -1,12 +1,15 @@
-"""What code may set for all that its process computes: put back, so that no job computes as an earlier one did."""
+"""What code may set or draw for all that its process computes: put back, so that no job computes as an earlier one."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
-from pipeproof.worlds.accelerator import CPU
+from pipeproof.worlds.accelerator import CPU, drawing
 
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # what asks for it, and what sets it
 
@@ -62,3 +65,25 @@ class Settings:
         for (ask, put), value in self._values:
             if ask() != value:
                 put(value)
+
+
+@contextmanager
+def drawing_apart(seed: int | None = None) -> Iterator[None]:
+    """While this is open, what is drawn or seeded changes nothing for what is drawn later; it follows from ``seed``."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(drawing()):
+        if seed is not None:
+            for begin in (random.seed, numpy.random.seed, torch.manual_seed):
+                begin(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
+
+
+def draw_some() -> None:
+    """Draw a number from each source."""
+    random.random()
+    numpy.random.random_sample()
+    torch.rand(())

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeproof.pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
-from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.program import Program
 from pipeproof.worlds.rank_report import Ending, RankReport
 
 _WAITED = re.compile(r"(?P<action>\d+RECV_[FB]\d+) with rank (?P<peer>\d+)")

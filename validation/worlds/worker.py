@@ -14,22 +14,21 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
+from pipeproof.core.observe.posted_messages import awaited, is_ours, parting, progress
+from pipeproof.core.observe.stack import stack_of
 from pipeproof.pipeline import waiting
 from pipeproof.worlds import accelerator, at_terminal
-from pipeproof.worlds.gloo_device import share_gloo_device
 from pipeproof.worlds.launcher import Seat
-from pipeproof.worlds.posted_messages import awaited, is_ours, parting, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.settings import Settings
 from pipeproof.worlds.shipping import pack, unpack_job
-from pipeproof.worlds.stack import stack_of
 
 # The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
 # the only thing that ends a wait inside gloo.
@@ -227,3 +226,36 @@ def _collective(innermost: FrameType) -> tuple[str, tuple[int, ...] | None] | No
     ranks = dist.get_process_group_ranks(group)
     others = tuple(one for one in ranks if one != dist.get_rank())
     return f"{name} of the group of ranks {', '.join(map(str, ranks))}", others
+
+
+def share_gloo_device() -> None:
+    """Give all gloo groups that this process makes from now on one device."""
+    if dist.is_gloo_available():
+        gloo: Any = dist.ProcessGroupGloo
+        own = gloo.__init__
+        devices = functools.cache(_devices)
+
+        @functools.wraps(own)
+        def made(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> Any:
+            options = gloo._Options()
+            apart = [name for name in named if name != "timeout" and not hasattr(options, name)]
+            more = [*given]
+            if len(more) == 1 and isinstance(more[0], timedelta) and "timeout" not in named:
+                named["timeout"] = more.pop()
+            if more or apart or not isinstance(named.get("timeout"), timedelta):  # not as torch's groups are made
+                return own(self, store, rank, size, *more, **named)
+            options._timeout, options._devices = named.pop("timeout"), [*devices()]
+            options._threads = 2 * len(options._devices)
+            for name, value in named.items():
+                setattr(options, name, value)
+            return own(self, store, rank, size, options)
+
+        gloo.__init__ = made
+
+
+def _devices() -> tuple[Any, ...]:
+    """Those that torch would choose: of each interface that the environment names, or of the host's name."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces:
+        return (dist.ProcessGroupGloo.create_default_device(),)
+    return tuple(dist.ProcessGroupGloo.create_device(interface=one) for one in interfaces.split(","))

@@ -1,34 +1,55 @@
 """Run a function on several ranks and get every rank's result, wherever the ranks are."""
 
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
 
-from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
-from pipeproof.worlds.accelerator import CPU, refusal, split, too_old
-from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
+from pipeproof.extensions import extension
+from pipeproof.worlds.accelerator import refusal, split
+from pipeproof.worlds.kinds import KINDS, REAL
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import FIRST, pack, unpack, unshippable
-from pipeproof.worlds.simulated.exploration import Course, Exploration
-from pipeproof.worlds.simulated.guide import Guide
-from pipeproof.worlds.simulation import SLEEP_ALONE, Manner, Simulation
 from pipeproof.worlds.timeout import seconds
-from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
 
 if TYPE_CHECKING:
-    from pipeproof.worlds.simulated.place import Simulated
+    from pipeproof.pipeline.transports import Transport
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 
 Result = TypeVar("Result")
-_MOST_ROOM = 1 << 40  # bytes: more than ranks of one process can send
+
+
+class Place(Protocol):
+    """Where ranks are: each does its part of a packed job, and there is one report of each, in rank order."""
+
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[RankReport]: ...
+
+    def close(self) -> None: ...
+
+
+class Decision(Protocol):
+    """What decides a run where the machine does not: a seed, say.
+
+    ``decider``: who does, in words. ``options``, ``pytest_options``: how a command line and pytest's say all of it.
+    """
+
+    @property
+    def transport(self) -> "Transport": ...
+    @property
+    def first(self) -> object: ...
+    @property
+    def decider(self) -> str: ...
+    @property
+    def options(self) -> str: ...
+    @property
+    def pytest_options(self) -> str: ...
 
 
 class World:
@@ -36,7 +57,13 @@ class World:
 
     Under torchrun they are the ranks that it started, and every one of them must call ``run`` alike; anywhere else they
     are processes of this machine, started when first needed and used again. A world is not for several threads.
+
+    Other kinds of worlds are subclasses, in which something else than the machine may decide how a run goes.
+    ``own_modules``: packages that keep a rank's state, which ranks that share a process have one each of.
+    ``seed_option``: pytest's, where a replay of a test has to say it.
     """
+
+    kind = REAL
 
     def __init__(
         self,
@@ -45,100 +72,58 @@ class World:
         timeout_s: float = 120.0,
         silent: bool = False,
         most_groups: int | None = None,
-        kind: str = REAL,
-        seed: int = 0,
-        transport: str = "gloo",
     ) -> None:
         """``device``: of a type such as ``cpu`` or ``cuda``, which the ranks of a host share in turn, or ``cuda:0``, on
-        which they all are. ``timeout_s`` bounds each run, in seconds; one of simulated ranks may take five times as
-        long while it moves on. Others raise ValueError.
+        which they all are. ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
 
         ``silent``: what ranks print is not shown, but for the last lines of one that dies. ``most_groups``: processes
         in which jobs have left more process groups than this are replaced after a run, and what jobs changed there is
         gone; None: never. A group cannot be ended for torch caches what uses it, and each of gloo's keeps two threads.
         Not under torchrun.
-
-        ``kind``: ``real``, or ``simulated``: all ranks are threads of one process, of which one runs at a time, also
-        under torchrun. ``seed`` then decides who is next and when messages move, within what ``transport`` allows, a
-        name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
-        for races runs each case. With ``most`` it runs all interleavings that differ, but no more than so many, and
-        adds to ``explorations`` what is known of them. ``noted``: keep the ``course`` of the next run. ``timing``: what
-        takes time besides sleep, which takes none of the machine's. ``fine``: another rank may also be next wherever
-        one calls a function of torch. ``room``: how many bytes of what one rank sends to another are kept until they
-        are received, where messages keep their order. Modules are shared by such ranks: what code keeps there is not
-        one rank's, but for packages that ``own_modules`` names.
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
-        if kind == SIMULATED and device != CPU:
-            raise ValueError(f"device is {device!r}: simulated ranks are on {CPU}, there is no other device in there")
-        if why := refusal(split(device)[0]) or (too_old() if kind == SIMULATED else ""):
+        if why := refusal(split(device)[0]):
             raise ValueError(why)
         self.device = device
         self.timeout_s = seconds(timeout_s)
+        self.seed_option = ""
+        self.own_modules: frozenset[str] = frozenset()
         self._silent = silent
         self._most_groups = most_groups
-        self.kind = kind
-        self.seed: int | Guide = seed
-        self.transport = transport_of(transport)
-        self.seeds: Sequence[int | Guide] = ()
-        self.most: int | None = None
-        self.timing = SLEEP_ALONE
-        self.fine = False
-        self.room = 0
-        self.explorations: list[Exploration] = []
-        self.course: Course | None = None
-        self.noted = False
-        self.seed_option = ""  # pytest's, where a replay of a test has to say it
-        self.own_modules: frozenset[str] = frozenset()
-        self._again: Callable[[], Sequence[RankReport]] | None = None  # the last run, on simulated ranks
-        self._source: Processes | Torchrun | Simulated | None = None
+        self._place: Place | None = None
 
     @property
-    def simulation(self) -> Simulation | None:
+    def decision(self) -> Decision | None:
         """What decides the next run; None where the machine does."""
-        if self.kind != SIMULATED:
-            return None
-        return Simulation(self.transport, self.seed, fine=self.fine, room=self.room)
-
-    def decide(self, simulation: Simulation) -> None:
-        """Let ``simulation`` say what decides the next runs."""
-        self.transport, self.seed = simulation.transport, simulation.first
-        self.seeds, self.most = simulation.seeds, simulation.most
-        self.fine, self.room = simulation.fine, simulation.room
-
-    @property
-    def room(self) -> int:
-        """How many bytes of what one rank sends to another are kept."""
-        return self._room
-
-    @room.setter
-    def room(self, room: int) -> None:
-        """Raises ValueError for what is no number of bytes."""
-        if not isinstance(room, int) or isinstance(room, bool) or room < 0:
-            raise ValueError(f"room is {room!r}: expected a number of bytes, as 4096, or 0 for none")
-        self._room = room
+        return None
 
     @property
     def searches(self) -> bool:
-        """Whether a case is to be run under more than one interleaving."""
-        return self.kind == SIMULATED and (self.most is not None or len(self.seeds) > 1)
+        """Whether a case is to be run in more than one way."""
+        return False
+
+    @property
+    def searched(self) -> str:
+        """What the search was, in a sentence; empty where there was none."""
+        return ""
+
+    def decide(self, decision: Any) -> None:
+        """Let ``decision`` say what decides the next runs."""
+        raise AssertionError(f"the machine decides about real ranks, and not {decision}")
+
+    def set_transport(self, transport: "Transport") -> None:
+        """Let messages of the next runs go by the rules of ``transport``."""
+        raise AssertionError(f"messages of real ranks go as they do, and not by {transport}")
 
     def interleavings(self) -> Iterator[None]:
-        """Once for each seed that a case is to be run under, which is then this world's; real ranks have no seed.
+        """Once for each way in which a case is to be run, which is then this world's: real ranks have one."""
+        yield
 
-        Where all are to be had, what the first run is like says which are left.
-        """
-        if self.most is None:
-            for seed in self.seeds or (self.seed,):
-                self.seed = seed
-                yield
-            return
-        self.explorations.append(exploration := Exploration(self.most))
-        for guide in exploration.guides():
-            self.seed, self.noted = guide, True
-            yield
-            exploration.learn(self.course)
+    def reduce(self, fails: Callable[[], bool]) -> None:
+        """Leave in this world the least of what decides its runs with which ``fails`` still is true."""
+
+    def complete(self, verdict: Any) -> Any:
+        """``verdict``, which is on the last run, with what else this world knows of that."""
+        return verdict
 
     def run(
         self,
@@ -165,87 +150,23 @@ class World:
         if ranks < 1:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
-        if self.room and self.kind == SIMULATED and (why := keeps_none(self.transport)):
-            raise ValueError(f"room is {self.room}: {why}, or room 0")
         order = _order(job, args)
-        if self._source is None:
-            self._source = self._started()
-        if (simulated := self._simulated) is not None:
-            simulated.manner = self._manner(self.transport, noted=self.noted)
-        run = partial(self._source.run, order, label=_label(job), ranks=ranks, timeout_s=bound_s)
-        answers = run(meanwhile=meanwhile)
-        if simulated is not None:
-            self._again = partial(run, meanwhile=()) if simulated.in_time else None
-            self.course, self.noted = simulated.course if self.noted else self.course, False
-        return _results(answers)
+        if self._place is None:
+            self._place = self._started()
+        return _results(self._place.run(order, label=_label(job), ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
-    def hangs_on(self) -> Mapping[Transport, bool]:
-        """Whether the last run hangs, by the transport: it runs again on each.
-
-        Empty where ranks are real, and where some rank computes or sleeps for ever, of which nobody knows that.
-        """
-        found = {}
-        for transport in Transport:
-            if (reports := self._run_again(transport, self.room)) is None:
-                return {}
-            found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
-        return found
-
-    def least_room(self) -> int | None:
-        """With room for how many bytes at least the last run, which failed on its transport, is one that ends.
-
-        None where no room helps, and where nothing is known. Another seed may want another room.
-        """
-        if RULES[self.transport].by_name or not self._ends_with(_MOST_ROOM):
-            return None
-        powers = [2**power for power in range(self.room.bit_length(), _MOST_ROOM.bit_length())]
-        enough: int = powers[bisect_left(powers[:-1], True, key=self._ends_with)]
-        least = range(max(enough // 2, self.room) + 1, enough)
-        return least.start + bisect_left(least, True, key=self._ends_with)
-
-    def may_end(self) -> bool:
-        """Whether the last run, which hangs, may end on NCCL: it does where programs go on while their devices wait.
-
-        With what numbers, or whether none of them would have waited for one, is not known.
-        """
-        self._run_again(self.transport, self.room)
-        return self._simulated is not None and self._simulated.may_end
-
-    def _ends_with(self, room: int) -> bool:
-        reports = self._run_again(self.transport, room)
-        return reports is not None and not any(report.failed for report in reports)
-
-    def _run_again(self, transport: Transport, room: int) -> Sequence[RankReport] | None:
-        """How ranks end in the last run if it is on ``transport``; None where that cannot be known."""
-        if (simulated := self._simulated) is None or self._again is None:
-            return None
-        simulated.manner = replace(self._manner(transport), room=room)
-        reports = self._again()
-        return reports if simulated.in_time else None
-
-    @property
-    def _simulated(self) -> "Simulated | None":
-        """Where simulated ranks are, once some are started."""
-        return cast("Simulated | None", self._source) if self.kind == SIMULATED else None
-
-    def _manner(self, transport: Transport, *, noted: bool = False) -> Manner:
-        own = tuple(sorted(self.own_modules))
-        return Manner(self.seed, transport, self.timing, noted, own, self.fine, self.room)
-
-    def _started(self) -> "Processes | Torchrun | Simulated":
-        if self.kind == SIMULATED:
-            from pipeproof.worlds.simulated.place import Simulated
-
-            return Simulated(silent=self._silent)
+    def _started(self) -> Place:
         if under_torchrun():
+            from pipeproof.worlds.torchrun import Torchrun  # elsewhere nothing of it is needed
+
             return Torchrun(self.device, silent=self._silent)
         return Processes(self.device, silent=self._silent, most_groups=self._most_groups)
 
     def close(self) -> None:
         """End the processes of this world, whatever they do, within a bound. A later run starts fresh ones."""
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
     def __enter__(self) -> Self:
         return self
@@ -254,6 +175,14 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def open_world(kind: str, **options: Any) -> World:
+    """A world of this kind, of which ``options`` are its own. Raises ValueError for a kind that there is not."""
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
+    make: Callable[..., World] = World if kind == REAL else cast("Callable[..., World]", extension("worlds", kind))
+    return make(**options)
 
 
 def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:

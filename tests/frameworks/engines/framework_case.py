@@ -6,7 +6,7 @@ from dataclasses import Field, dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.cases.case import CaseError
+from pipeproof.own.case import CaseError
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, counted
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from pipeproof.cases.case import CaseError
+from pipeproof.own.case import CaseError
 from tests.frameworks.engines.framework_case import LAYOUTS, FrameworkCase
 from tests.frameworks.engines.framework_layout import FrameworkLayout
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.world import World
 from tests.frameworks.engines.framework_case import FrameworkCase
 

@@ -17,9 +17,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.frameworks import megatron
-from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
+from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.wings.adapters import megatron
+from pipeproof.wings.adapters.megatron_whole import MEGATRON
 from tests.frameworks.engines.groups import groups_given_back
 from tests.frameworks.engines.megatron_layout import MegatronLayout
 

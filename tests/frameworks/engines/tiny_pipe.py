@@ -10,9 +10,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.frameworks import deepspeed as adapter
-from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED
+from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.wings.adapters import deepspeed as adapter
+from pipeproof.wings.adapters.deepspeed import DEEPSPEED
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
 from tests.frameworks.engines.groups import groups_given_back
 

@@ -20,10 +20,10 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools.utils import set_default_dtype
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.foreign.frameworks import torchtitan as adapter
-from pipeproof.foreign.frameworks.framework import replaced
-from pipeproof.foreign.torch_pipelining import by_microbatches
+from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox.torch_pipelining import by_microbatches
+from pipeproof.wings.adapters import torchtitan as adapter
+from pipeproof.wings.adapters.framework import replaced
 from tests.frameworks.engines.groups import groups_given_back
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 
@@ -165,7 +165,8 @@ def step(layout: TorchtitanLayout, model: nn.Module, microbatches: Data) -> Hand
     with groups_given_back():
         trainer = made(layout, model, len(microbatches))
         if layout.second:
-            adapter.load(trainer.model_parts, model)  # what a verdict is about begins here
+            own = adapter.Torchtitan(trainer.pp_schedule, trainer.model_parts)
+            own.load(own.step(), (), model)  # what a verdict is about begins here
             schedule = trainer.pp_schedule
             call = schedule.step if layout.whole_batch else partial(by_microbatches, schedule.step, schedule)
             with replaced(schedule, "step", call):  # as observed does

@@ -6,7 +6,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pipeproof.cases.runtimes import TORCH, TORCH_CLASSES, why_not
+from pipeproof.own.runtimes import TORCH, TORCH_CLASSES, why_not
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, can_have, virtuals
 from tests.frameworks.engines.framework_layout import FrameworkLayout, offers

@@ -2,39 +2,41 @@
 
 import json
 import re
-import shlex
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.config import Config, read_config
-from pipeproof.cases.work import case_of, stack_of
 from pipeproof.commands.advise import _config
-from pipeproof.commands.cli import main
-from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
-from pipeproof.pipeline.layouts.layout import Job
-from pipeproof.pipeline.layouts.transformer import MODELS
+from pipeproof.commands.work import case_of
+from pipeproof.own.config import read_config
 from pipeproof.reports.terminal import Terminal
-from tests.pipeline.layouts.every_layout import every_layout
+from pipeproof.wings.advise.cluster import ACCELERATORS, Cluster
+from pipeproof.wings.advise.layout import Job
+from pipeproof.wings.advise.transformer import MODELS
+from pipeproof.wings.primitives import stack_of
 from tests.support.golden import golden
 from tests.support.json_schema import documented
 from tests.support.sweeps import SWEEP, sampled
-from tests.support.warm_start import Ended
+from tests.support.typed import Typed
+from tests.validation.wings.advise.every_layout import every_layout
 
-SMALL = ["--model", "llama-3-8b", "--devices", "8", "--sequence", "8192"]
+SMALL = "advise --model llama-3-8b --devices 8 --sequence 8192"
+AMONG_64 = "advise --model gpt-3-175b --devices 64"
+LARGE = "advise --model llama-3-405b --devices 16384 --batch 2048 --sequence 8192"
+LARGE_LINE = "--stack pp=2,ddp=2,tp=2,recompute-selective --schedule interleaved --virtual 4"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.long
-def test_steps_and_layouts_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "advice.json"
-    assert main(["advise", *SMALL, "--json", str(file)]) == 0
-    text = capsys.readouterr().out
-    golden(text)
-    line = "pipeproof validate --stack zero-2=2 --microbatches 4 --seed 0"
-    data = documented(file.read_text())
-    assert data["next"] == line
+def test_steps_and_layouts_are_written(typed: Typed) -> None:
+    out = typed(f"{SMALL} --json advice.json --html advice.html")
+    data = documented(Path("advice.json").read_text())
+    assert data["next"] == "pipeproof validate --stack zero-2=2 --microbatches 4 --seed 0"
     assert [step["outcome"] for step in data["steps"][:4]] == ["not enough", "not enough", "not enough", "taken"]
     assert len(data["layouts"]) == 3
     times = [layout["seconds"]["total"] for layout in data["layouts"]]
@@ -43,71 +45,48 @@ def test_steps_and_layouts_are_printed_and_written(tmp_path: Path, capsys: pytes
         parts = one["bytes"]
         assert parts["total"] == sum(parts[name] for name in ("weights", "gradients", "optimizer", "activations"))
         assert parts["total"] <= 0.9 * 80 * 2**30
+    shown, last = Path("advice.html").read_text(), out.splitlines()[-2]
+    begin, ask, line = re.fullmatch(r"(.*?\.) (.*:) (.*)", last).groups()  # type: ignore[union-attr]
+    for part in (f"{begin}</h1>", f"{ask}</p>", f">{line}</code>", f"<title>llama-3-8b: {begin[:-1]}</title>"):
+        assert part in shown
+    assert "http" not in shown.replace("http://www.w3.org", "")
 
 
-def test_where_nothing_fits_it_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "a.json"
-    assert main(["advise", "--model", "llama-3-405b", "--devices", "8", "--write", str(file)]) == 1
-    said = capsys.readouterr().out
-    golden(said)
-    assert not file.exists()
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--model llama-3-405b --devices 8 --write a.json",
+        "--model llama-3-8b --devices 127 --batch 1",  # no layout is legal: more devices are no cure
+    ],
+)
+def test_where_nothing_fits_it_ends_with_1(line: str, typed: Typed) -> None:
+    typed(f"advise {line}", 1)
+    assert not Path("a.json").exists()
 
 
 @pytest.mark.long
-def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
+def test_a_config_or_sizes_stand_for_a_name(typed: Typed) -> None:
     sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config.write_text(json.dumps({**sizes, "vocab_size": 128256, "intermediate_size": 14336}))
-    assert main(["advise", "--model", str(config), *SMALL[2:], "--write", str(tmp_path / "a.json")]) == 0
-    golden(capsys.readouterr().out)
-    assert json.loads((tmp_path / "a.json").read_text())["model"] == "config.json", "no folder of this machine"
-    assert (
-        main(["advise", "--layers", "32", "--hidden", "4096", "--heads", "32", "--experts", "8", "--devices", "64"])
-        == 0
-    )
-    out = capsys.readouterr().out
-    golden(out)
+    Path("config.json").write_text(json.dumps({**sizes, "vocab_size": 128256, "intermediate_size": 14336}))
+    typed(f"advise --model {Path.cwd()}/config.json --devices 8 --sequence 8192 --write a.json")
+    assert json.loads(Path("a.json").read_text())["model"] == "config.json", "no folder of this machine"
+    typed("advise --layers 32 --hidden 4096 --heads 32 --experts 8 --devices 64")
 
 
-AMONG_64 = ["--model", "gpt-3-175b", "--devices", "64"]
-
-
-def test_what_is_written_is_the_layout_to_begin_with_or_one_of_the_list(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "step.json"
-    for more in ([], ["--layout", "2"]):
-        assert main(["advise", *AMONG_64, "--write", str(file), *more]) == 0
-        out = capsys.readouterr().out
+def test_a_layout_is_written_as_a_config(typed: Typed) -> None:
+    for more in ("", " --layout 2"):
+        out, _ = typed.only(f"{AMONG_64} --write step.json{more}")
         begin = re.search(r"Begin with (.*?)\. ", out)
         second = out.partition("\nlayout  ")[2].splitlines()[2].partition("   ")[0]
         words = second if more else begin[1]  # type: ignore[index]
-        schedule = read_config(str(file))["schedule"]
-        typed = f"pipeproof validate --config {file}"
-        assert out.endswith(f"\n{file}: {words}, {schedule}; {typed} runs it small\n")
-    assert main(["advise", *AMONG_64, "--write", "-"]) == 0
-    assert "runs it small" not in capsys.readouterr().err, "standard output is no file"
-
-
-@pytest.mark.parametrize(("devices", "status", "sizes"), [(64, 0, (4, 8, 2, 1)), (8, 1, ())])
-def test_the_layout_to_begin_with_is_written_as_a_config(
-    devices: int, status: int, sizes: tuple[int, ...], tmp_path: Path
-) -> None:
-    file = tmp_path / "step.json"
-    assert main(["advise", "--model", "gpt-3-175b", "--devices", str(devices), "--write", str(file)]) == status
-    assert file.exists() == bool(sizes), "where nothing fits, nothing is written"
-    if sizes:
-        config = read_config(str(file))
-        assert (config["tp"], config["pp"], config["dp"], config["cp"]) == sizes
+        config = read_config("step.json")
+        typed_next = "pipeproof validate --config step.json"
+        assert out.endswith(f"\nstep.json: {words}, {config['schedule']}; {typed_next} runs it small\n")
         assert (sum(config["split"]), config["model"]) == (96, "gpt-3-175b")
         assert case_of(config).schedule == config["schedule"]
-
-
-def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--list"]) == 0
-    text = capsys.readouterr().out
-    assert "deepseek-v3" in text
-    assert "h100" in text
+        if not more:
+            assert (config["tp"], config["pp"], config["dp"], config["cp"]) == (4, 8, 2, 1)
+    assert "runs it small" not in typed.only(f"{AMONG_64} --write -")[1], "standard output is no file"
 
 
 @pytest.mark.parametrize(
@@ -140,50 +119,31 @@ def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         "--layers 8 --hidden 64 --heads 8 --experts 1",
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(
-    line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["advise", *shlex.split(line)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    golden(err)
-    assert "Traceback" not in err
+def test_bad_input(line: str, typed: Typed) -> None:
+    typed.refused(f"advise {line}")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
-def test_a_config_that_is_none_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
-    config.write_bytes(text.encode("latin-1"))
-    assert main(["advise", "--model", str(config)]) == 2
-    golden(capsys.readouterr().err)
+def test_a_config_that_is_none_is_refused(text: str, typed: Typed) -> None:
+    Path("config.json").write_bytes(text.encode("latin-1"))
+    typed.refused("advise --model config.json")
 
 
-def test_it_needs_no_torch(tmp_path: Path, new_python: Callable[..., Ended]) -> None:
-    code = (
-        "import sys; from pipeproof.commands.cli import main; "
-        "status = main(['advise', '--model', 'gpt-1.7b', '--html', 'page.html']); "
-        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
-    )
-    done = new_python(tmp_path, "-c", code)
-    assert done.returncode == 0, done.stdout
+@pytest.mark.parametrize("option", ["--html", "--write", "--json"])
+@pytest.mark.parametrize("place", [".", "nowhere/file", "''"])
+def test_what_cannot_be_written(option: str, place: str, typed: Typed) -> None:
+    typed.refused(f"{SMALL} {option} {place}", "cannot write")
+    assert list(Path().iterdir()) == []
 
 
-LARGE = ["--model", "llama-3-405b", "--devices", "16384", "--batch", "2048", "--sequence", "8192"]
-
-
-def next_line(asked: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def next_line(asked: str, typed: Typed) -> str:
     """What is said to type next, behind the program's name."""
-    assert main(["advise", *asked, "--most", "1"]) == 0
-    return capsys.readouterr().out.splitlines()[-1].partition("pipeproof ")[2]
-
-
-LARGE_LINE = "--stack pp=2,ddp=2,tp=2,recompute-selective --schedule interleaved --virtual 4"
+    return typed.only(f"{asked} --most 1")[0].splitlines()[-1].partition("pipeproof ")[2]
 
 
 @pytest.mark.long
-def test_what_it_says_to_type_next_of_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert next_line(LARGE, capsys).startswith(f"validate {LARGE_LINE} ")
+def test_the_next_line_of_the_largest(typed: Typed) -> None:
+    assert next_line(LARGE, typed).startswith(f"validate {LARGE_LINE} ")
 
 
 @pytest.mark.long
@@ -193,88 +153,40 @@ def test_what_it_says_to_type_next_of_the_largest(capsys: pytest.CaptureFixture[
     ("asked", "line"),
     [
         pytest.param(LARGE, LARGE_LINE, marks=SWEEP),  # eight ranks: that such a line runs, a guide shows
-        (["--model", "gpt-1.7b", "--sequence", "2048", "--zero", "0"], "--stack ddp=2"),
-        (
-            ["--model", "llama-3-8b", "--devices", "7", "--batch", "3"],
-            "--schedule zb-h1 --ranks 4 --virtual 1 --layers 4",
-        ),
+        ("advise --model gpt-1.7b --sequence 2048 --zero 0", "--stack ddp=2"),
+        ("advise --model llama-3-8b --devices 7 --batch 3", "--schedule zb-h1 --ranks 4 --virtual 1 --layers 4"),
     ],
 )
-def test_what_it_says_to_type_next_can_be_typed(
-    asked: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = next_line(asked, capsys)
-    assert typed.startswith(f"validate {line} ")
-    assert main(typed.split()) == 0, capsys.readouterr().err
+def test_the_next_line_can_be_typed(asked: str, line: str, typed: Typed) -> None:
+    found = next_line(asked, typed)
+    assert found.startswith(f"validate {line} ")
+    typed.only(found)
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "llama-3-8b"])
 def test_every_layout_has_a_line_to_type(model: str) -> None:
     job = Job(MODELS[model], 64, 32768)
     every = every_layout(job, Cluster(ACCELERATORS["h100"], 8))
-    lines = {_line_of(_config(layout, job)) for layout in every}
+    lines = {str(stack_of(_config(layout, job)) or "") for layout in every}
     assert {"pp=2,tp=2,recompute-selective", "zero-1=2", "cp=2", "", "pp=2,ddp=2,tp=2"} <= lines | {""}
     assert any("zero-3" in line for line in lines)
-
-
-def _line_of(config: Config) -> str:
-    return str(stack_of(config) or "")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sequence", [8192, 131072])
 @pytest.mark.parametrize("model", sampled(["deepseek-v3", "llama-3-405b"], 2))
-def test_the_largest_are_answered_at_once(model: str, sequence: int) -> None:
+def test_the_largest_are_answered_at_once(model: str, sequence: int, typed: Typed) -> None:
     """Seconds of computing, for machines that do other things too; it took 1 to 4.5 where it was measured."""
     began = time.process_time()
-    asked = ["--model", model, "--devices", "16384", "--batch", "2048", "--sequence", str(sequence), "--quiet"]
-    assert main(["advise", *asked]) == 0
+    typed.only(f"advise --model {model} --devices 16384 --batch 2048 --sequence {sequence} --quiet")
     assert time.process_time() - began < 15
 
 
-@pytest.mark.long
-def test_a_page_has_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "advice.html"
-    assert main(["advise", *SMALL, "--html", str(file)]) == 0
-    *_, last, written = capsys.readouterr().out.splitlines()
-    shown = file.read_text()
-    begin, ask, line = re.fullmatch(r"(.*?\.) (.*:) (.*)", last).groups()  # type: ignore[union-attr]
-    assert f"{begin}</h1>" in shown
-    assert f"{ask}</p>" in shown
-    assert f">{line}</code>" in shown
-    assert f"<title>llama-3-8b: {begin[:-1]}</title>" in shown
-    golden(written)
-    assert "http" not in shown.replace("http://www.w3.org", "")
-
-
-@pytest.mark.parametrize("option", ["--html", "--write", "--json"])
-@pytest.mark.parametrize("place", [".", "nowhere/file", ""])
-def test_what_cannot_be_written_is_said_before_anything_is_sought(
-    option: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["advise", *SMALL, option, place]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "cannot write" in err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_where_no_layout_is_legal_more_devices_are_no_cure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--model", "llama-3-8b", "--devices", "127", "--batch", "1"]) == 1
-    out = capsys.readouterr().out
-    golden(out)
-
-
 @pytest.mark.parametrize("width", [80, 120])
-def test_tables_are_whole_in_a_terminal(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["advise", *SMALL]) == 0
-    whole = capsys.readouterr().out
+def test_tables_are_whole_in_a_terminal(width: int, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = typed.only(SMALL)
     monkeypatch.setattr(Terminal, "width", width)
-    assert main(["advise", *SMALL]) == 0
-    shown = capsys.readouterr().out
+    shown, _ = typed.only(SMALL)
     assert max(map(len, shown.splitlines()[:-1])) <= width
     assert sorted(shown.split()) == sorted(whole.split()), "only the places of words are others"
     _, steps, _, _, _ = shown.split("\n\n")
@@ -282,11 +194,11 @@ def test_tables_are_whole_in_a_terminal(
     golden(rows[-1])
 
 
-def test_of_what_is_known_a_column_goes_before_any_is_cut(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_column_goes_before_any_is_cut(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, _ = typed.only("advise --list")
+    assert "deepseek-v3" in text
+    assert "h100" in text
     monkeypatch.setattr(Terminal, "width", 30)
-    assert main(["advise", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = typed.only("advise --list")[0].splitlines()
     assert max(map(len, lines)) <= 30
     assert not [line for line in lines if "\N{HORIZONTAL ELLIPSIS}" in line]

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipeproof.cases.timings import FEWEST, Turn
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.cli import main
+from pipeproof.own.timings import FEWEST, Turn
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from tests.support.golden import golden
 from tests.support.json_schema import documented
+from tests.support.typed import Typed
 
 DECODER = {"schedule": "1f1b", "pp": 1, "virtual": 1, "microbatches": 2, "split": [4], "model": "decoder"}
 MLP = {**DECODER, "pp": 2, "split": [1, 1], "model": "mlp"}
@@ -42,9 +42,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.pipeproof_ranks
-def test_configs_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_take_turns(typed: Typed) -> None:
     assert main(["bench", "one.json", "one.json", "dp.json", "job.json", "--rounds", "3", "--json", "x.json"]) == 0
-    out = capsys.readouterr().out
+    out = typed.said()
     note, head, first, *lines = out.splitlines()
     golden(note)
     assert head.split() == ["config", "ranks", "step", "spread", "ratio", "memory", "runs"]
@@ -97,38 +97,29 @@ def rounds(*seconds: float, loss: float = 1.0) -> list[list[Turn]]:
     return [counted, counted] + [[Turn((one,), (loss,)), Turn((one,), ())] for one in seconds]
 
 
-def test_no_difference_is_called_one_that_noise_explains(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seconds", "loss", "more", "status"),
+    [
+        ((1.0, 1.1, 1.2, 1.1, 1.1, 1.2), 1.0, "", 0),
+        ((1.0, 2.0, 9.0, 18.0, 1.1, 2.2), 1.0, "-q", 0),
+        ((1.0,) * 6, math.nan, "", 1),
+    ],
+    ids=["noise", "difference", "not finite"],
+)
+def test_what_is_said_of_two(
+    seconds: Sequence[float], loss: float, more: str, status: int, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretending(rounds(1.0, 1.1, 1.2, 1.1, 1.1, 1.2), monkeypatch)
-    assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3"]) == 0
-    out = capsys.readouterr().out
-    golden(out)
-
-
-def test_a_difference_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pretending(rounds(1.0, 2.0, 9.0, 18.0, 1.1, 2.2), monkeypatch)
-    assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "-q"]) == 0
-    out = capsys.readouterr().out
-    golden(out)
-
-
-def test_a_loss_that_is_not_finite_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pretending(rounds(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, loss=math.nan), monkeypatch)
-    assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "--json", "x.json"]) == 1
-    golden(capsys.readouterr().out)
-    assert documented(Path("x.json").read_text())["timings"][0]["strange"] == ["nan"] * 4
+    pretending(rounds(*seconds, loss=loss), monkeypatch)
+    typed(f"bench mlp.json gpipe.json --rounds 3 --json x.json {more}", status)
+    strange = documented(Path("x.json").read_text())["timings"][0]["strange"]
+    assert strange == (["nan"] * 4 if status else [])
 
 
 @pytest.mark.parametrize("whole", [0, 1])
-def test_ranks_that_fail_end_it_without_a_verdict(
-    whole: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_fail_end_it_without_a_verdict(whole: int, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = RankFailed([RankReport(0, Ending.STUCK, "did not finish within 120 s")], None)
     pretending([*rounds(*(1.0, 1.0) * whole, 1.0), failure], monkeypatch)
-    assert main(["bench", "mlp.json", "gpipe.json", "--json", "x.json"]) == 3
-    out = capsys.readouterr().out
-    golden(out)
+    typed(["bench", "mlp.json", "gpipe.json", "--json", "x.json"], 3)
     data = documented(Path("x.json").read_text())
     assert (data["rounds"], [len(one["rounds"]) for one in data["timings"]]) == (whole, [whole] * 2)
 
@@ -136,26 +127,18 @@ def test_ranks_that_fail_end_it_without_a_verdict(
 @pytest.mark.parametrize(
     "line",
     [
-        "bench",
-        "bench nowhere.json",
-        "bench mlp.json --rounds 2",
-        "bench torch.json",
-        "bench planted.json",
-        "bench mlp.json large.json",
-        "bench mlp.json bf16.json",
-        "bench there.json",
-        "bench here.json there.json",
-        "bench mlp.json --json /no/such/folder/x",
+        "",
+        "nowhere.json",
+        "mlp.json --rounds 2",
+        "torch.json",
+        "planted.json",
+        "mlp.json large.json",
+        "mlp.json bf16.json",
+        "there.json",
+        "here.json there.json",
+        "mlp.json --json /no/such/folder/x",
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(
-    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_timed(line: str, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     pretending([], monkeypatch)
-    try:
-        status = main(shlex.split(line))
-    except SystemExit as error:
-        status = int(error.code or 0)
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, ""), err
-    golden(err)
+    typed.refused(f"bench {line}")

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.case import Case
 from pipeproof.commands import campaign
 from pipeproof.commands.campaign import Impossible, Setting, exit_status, validate_all
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.fuzzing import Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
 from pipeproof.core.verdict import LawResult, Verdict
+from pipeproof.own.case import Case
 from pipeproof.worlds.rank_report import NeedsMoreRanks
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented
 from tests.support.page_text import PageText
+from tests.support.typed import Typed
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
 WRONG = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",), specimen="stage-negated")
@@ -33,15 +34,15 @@ def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_crash_is_unknown_and_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_does_not_stop_the_others(tmp_path: Path, typed: Typed) -> None:
     assert run([CRASHES, SOUND], tmp_path / "x.json") == (3, ["unknown", "pass"])
-    out = capsys.readouterr().out
+    out = typed.said()
     golden(re.sub("(ValueError): .*", r"\1", out), lines="^ERROR|^  again|bit for bit$")
     assert "batch_size" in out
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_page_of_one_case_is_its_own_and_of_several_a_table(tmp_path: Path) -> None:
+def test_the_page_of_one_case_and_of_several(tmp_path: Path) -> None:
     path = tmp_path / "x.html"
     path.write_text("what was there before")
     setting = Setting("cpu", outputs=Outputs(html=str(path)))
@@ -55,13 +56,13 @@ def test_a_page_of_one_case_is_its_own_and_of_several_a_table(tmp_path: Path) ->
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_fault_that_the_case_cannot_show_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_cannot_show_its_fault(tmp_path: Path, typed: Typed) -> None:
     assert run([replace(SOUND, microbatches=1, specimen="activation-nan")], tmp_path / "x.json") == (0, ["pass"])
-    golden(capsys.readouterr().out, lines="cannot show|^1 pass")
+    golden(typed.said(), lines="cannot show|^1 pass")
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_wrong_answer_is_not_hidden_by_a_crash(tmp_path: Path) -> None:
+def test_a_crash_hides_no_wrong_answer(tmp_path: Path) -> None:
     assert run([WRONG, CRASHES], tmp_path / "x.json") == (1, ["fail", "unknown"])
 
 
@@ -71,7 +72,7 @@ def test_the_exit_status_is_that_of_the_worst() -> None:
     assert [exit_status(vs) for vs in ([passed], [passed, unknown], [unknown, failed], [])] == [0, 3, 1, 3]
 
 
-def test_a_world_that_is_too_small_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_a_world_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(*_: object, **__: object) -> None:
         raise NeedsMoreRanks(4, 2)
 
@@ -98,13 +99,11 @@ LAWS = tuple(LawResult(name, "pass", 1, 1) for name in ("loss", "gradient", "gra
 PASSED = Verdict("c", "pass", "bitwise", LAWS)
 
 
-def test_what_was_found_before_an_interruption_is_told_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_found_before_an_interruption(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
     monkeypatch.setattr(campaign, "validated", asked_at(2, answers=[]))
     with pytest.raises(AskedToEnd):
         validate_all([SOUND] * 5, Setting("cpu", outputs=Outputs(str(path))))
-    golden(capsys.readouterr().out.splitlines()[-1])
+    golden(typed.said().splitlines()[-1])
     data = documented(path.read_text())
     assert (len(data["verdicts"]), data["interrupted"], data["status"]) == (2, True, 130)

@@ -7,40 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.fuzz import SmallestFailure, Tally
-from pipeproof.commands import campaign_file, fuzzing
+from pipeproof.commands import fuzzing
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
-from pipeproof.commands.fuzzing import Parts, Wish, fuzz_all
+from pipeproof.commands.fuzzing import Drawn, Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
+from pipeproof.own.case import Case
+from pipeproof.own.fuzz import SmallestFailure, Tally
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented
+from tests.support.typed import Typed
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
 LAWS = tuple(LawResult(name, "pass", 1, 1) for name in ("loss", "gradient", "grad-norm"))
 PASSED = Verdict("c", "pass", "bitwise", LAWS)
 
 
-def test_cases_that_rounding_leaves_undecided_are_told_and_there_is_no_verdict(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undecided_cases_are_no_verdict(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
         tally.undecided += [SmallestFailure(SOUND, replace(PASSED, verdict="unknown"), None)] * 2
 
     monkeypatch.setattr(fuzzing, "fuzz", fuzz)
     status = fuzz_all(Setting("cpu"), Wish(9, 0, ("1f1b",), ("fp32",), 4))
     assert status == 3
-    golden(capsys.readouterr().out)
+    golden(typed.said())
 
 
-def test_a_failure_that_was_still_being_shrunk_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_that_was_not_shrunk_yet(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
         tally.failures += [
             SmallestFailure(replace(SOUND, microbatches=m), replace(PASSED, verdict="fail"), None) for m in (9, 3)
@@ -52,27 +50,25 @@ def test_a_failure_that_was_still_being_shrunk_is_told(
     setting = Setting("cpu", outputs=Outputs(str(path)))
     with pytest.raises(AskedToEnd):
         fuzz_all(setting, Wish(9, 0, ("1f1b",), ("fp32",), 4))
-    golden(capsys.readouterr().out)
+    golden(typed.said())
     data = documented(path.read_text())
     assert (len(data["verdicts"]), data["status"]) == (1, 130)
 
 
-def test_composed_cases_are_drawn_and_judged_link_by_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_composed_cases_are_drawn(typed: Typed) -> None:
     options = ["--check", "composed", "--world", "simulated", "--cases", "2", "--max-ranks", "2"]
-    assert main(["fuzz", *options]) == 0
-    golden(capsys.readouterr().out)
+    typed(["fuzz", *options])
 
 
-def test_a_composed_case_that_is_wrong_is_found_and_can_be_replayed(simulated: World) -> None:
+def test_a_wrong_composed_case_can_be_replayed(simulated: World) -> None:
     case = Case.parse("1f1b r2 s2 m2 split=1,1 model=mlp plan=train seed=0 specimen=loss-undivided")
-    found = Parts(0, None, composed=True).judged(case, simulated)
+    found = Drawn(st.nothing(), (), "", None, composed=True).judged(case, simulated)
     assert found.verdict == "fail"
     assert found.replay.endswith("--check composed")
 
 
-def test_what_only_our_runtime_can_is_refused_for_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fuzz", "--check", "composed", "--runtime", "torch"]) == 2
-    golden(capsys.readouterr().err)
+def test_only_our_runtime_can_be_composed(typed: Typed) -> None:
+    typed.refused(["fuzz", "--check", "composed", "--runtime", "torch"])
 
 
 class Judge:
@@ -81,11 +77,11 @@ class Judge:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **at: int) -> None:
         self.at = {number: what for what, number in at.items()}
         self.ran: list[str] = []
-        monkeypatch.setattr(campaign_file, "PART", 4)
+        monkeypatch.setattr(fuzzing, "PART", 4)
         monkeypatch.setattr(fuzzing, "judged", self)
 
     def __call__(self, case: Case, world: World) -> Verdict:
-        self.ran.append(f"{case} {world.simulation}")
+        self.ran.append(f"{case} {world.decision}")
         verdict: Any = self.at.get(len(self.ran), "pass")
         if verdict == "interrupted":
             raise AskedToEnd(signal.SIGINT)
@@ -98,17 +94,17 @@ def campaign(file: Path, *, cases: int = 10, more: str = "") -> int:
 
 
 def test_a_campaign_goes_on_where_it_was_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, whole = tmp_path / "a.json", Judge(monkeypatch)
     assert campaign(tmp_path / "whole.json") == 0
-    capsys.readouterr()
+    typed.said()
     first = Judge(monkeypatch, interrupted=7)
     assert campaign(file) == 130
     rest = Judge(monkeypatch)
     assert campaign(file) == 0
     assert first.ran[:4] + rest.ran == whole.ran, "the part that was interrupted runs again, and those before it do not"
-    golden(capsys.readouterr().out)
+    golden(typed.said())
     once_more = Judge(monkeypatch)
     assert campaign(file) == 0
     assert once_more.ran == []
@@ -126,12 +122,12 @@ def test_a_part_that_found_something_is_not_done(tmp_path: Path, monkeypatch: py
 
 
 def test_what_was_left_open_earlier_is_still_open(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Judge(monkeypatch, unknown=2)
     for cases in (4, 8):
         assert campaign(tmp_path / "a.json", cases=cases) == 3
-        assert "rounding" in (said := capsys.readouterr().out)
+        assert "rounding" in (said := typed.said())
         assert "--world simulated --transport" in said
 
 

@@ -9,15 +9,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeproof.cases.case import Case
 from pipeproof.commands import gate
 from pipeproof.commands.cli import main
 from pipeproof.core.verdict import LawResult, Verdict
+from pipeproof.own.case import Case
 from pipeproof.records.record_file import read
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented
 from tests.support.page_text import PageText
+from tests.support.typed import Typed
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 SMALL = ["--schedule", "1f1b", "--ranks", "1", "--microbatches", "2", "--layers", "1", "--model", "mlp"]
@@ -38,46 +39,36 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_the_table_the_pinned_lines_the_drawn_cases_and_the_planted_one_are_all_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_cases_of_a_gate_are_counted(tmp_path: Path, typed: Typed) -> None:
     path = tmp_path / "gate.json"
-    assert main(["gate", *SMALL, "--cases", "20", "--seed", "3", "--case", PINNED, "--json", str(path)]) == 0
-    golden(capsys.readouterr().out, lines="planted|^gate")
+    typed(
+        ["gate", *SMALL, "--cases", "20", "--seed", "3", "--case", PINNED, "--json", str(path)], lines="planted|^gate"
+    )
     groups = [one["group"] for one in documented(path.read_text())["verdicts"]]
     assert groups == ["table", "pinned", *["fuzz"] * 20, "planted"]
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_a_family_that_cannot_run_makes_the_gate_short(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gate_without_a_family_is_short(typed: Typed) -> None:
     arguments = ["gate", "--microbatches", "3", "--model", "mlp", "--cases", "0", "--annotations", "github"]
-    assert main(arguments) == 3
-    golden(capsys.readouterr().out, lines="^gate|^::error")
+    typed(arguments, 3, lines="^gate|^::error")
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_fuzzing_that_ends_early_makes_the_gate_short(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fuzzing_that_ends_early_makes_the_gate_short(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.setattr(gate, "fuzz", lambda *_, **__: None)
-    assert main(["gate", *SMALL, "--cases", "5"]) == 3
-    golden(capsys.readouterr().out, lines="^gate")
+    typed(["gate", *SMALL, "--cases", "5"], 3, lines="^gate")
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_a_gate_that_cannot_fail_proves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gate_that_cannot_fail_proves_nothing(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     blind = gate.validated
     monkeypatch.setattr(gate, "validated", lambda case, *_, **__: blind(replace(case, specimen=""), None))  # type: ignore[arg-type]
-    assert main(["gate", *SMALL, "--cases", "1"]) == 3
-    golden(capsys.readouterr().out, lines="planted|^gate")
+    typed(["gate", *SMALL, "--cases", "1"], 3, lines="planted|^gate")
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_a_drawn_case_that_fails_is_shrunk_and_what_was_not_drawn_is_no_pass(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drawn_case_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     sound = gate.validated
 
     def wrong_with_three(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, None]:
@@ -85,23 +76,17 @@ def test_a_drawn_case_that_fails_is_shrunk_and_what_was_not_drawn_is_no_pass(
         return replace(sound(faulty, world)[0], config=str(case)), None
 
     monkeypatch.setattr(gate, "validated", wrong_with_three)
-    assert main(["gate", *SMALL, "--cases", "50"]) == 1
-    out = capsys.readouterr().out
-    golden(out, lines="^FAIL|^  again")
+    out = typed(["gate", *SMALL, "--cases", "50"], 1, lines="^FAIL|^  again")
     ran, due = map(int, re.findall(r"(\d+) of (\d+) cases ran", out)[0])
     assert ran < due == 52
 
 
 @pytest.mark.pipeproof_ranks
-def test_a_failing_gate_leaves_the_records_of_its_case(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_gate_leaves_records(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     files = ["--junit", "kept/gate.xml", "--summary", "kept/gate.md", "--artifacts", "kept", "--annotations", "github"]
     files += ["--html", "gate.html"]
-    assert main(["gate", *SMALL, "--cases", "1", "--case", WRONG, *files]) == 1
-    out = capsys.readouterr().out
-    golden(out, lines="^gate")
+    out = typed(["gate", *SMALL, "--cases", "1", "--case", WRONG, *files], 1, lines="^gate")
     assert out.count("::error ") == 1
     suite = ElementTree.parse("kept/gate.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "1", "0")
@@ -111,8 +96,9 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
     golden(PageText(shown).lines, lines="^Of ")
     assert all(group in shown for group in ("pinned", "fuzz", "planted"))
     assert read("kept/1-naive.observed").kind == "observed"
-    assert main(["compare", "kept/1-naive.expected", "kept/1-naive.observed"]) == 1
-    golden(capsys.readouterr().out, lines="^  (first seen|again) ", numbers=False)
+    typed(
+        ["compare", "kept/1-naive.expected", "kept/1-naive.observed"], 1, lines="^  (first seen|again) ", numbers=False
+    )
     assert sorted(path.name for path in Path("kept").iterdir()) == [
         "1-naive.expected", "1-naive.json", "1-naive.observed", "1-naive.txt", "gate.md", "gate.xml",
     ]  # fmt: skip

@@ -6,15 +6,15 @@ import pytest
 
 from pipeproof.commands.cli import main
 from pipeproof.commands.init import STARTERS, summary, text, write_new
-from pipeproof.foreign.frameworks.colossalai_whole import COLOSSALAI
-from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED
-from pipeproof.foreign.frameworks.framework import Framework
-from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
-from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON
-from pipeproof.foreign.frameworks.torchtitan_whole import TORCHTITAN
-from pipeproof.foreign.frameworks.transformers_whole import TRANSFORMERS
+from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI
+from pipeproof.wings.adapters.deepspeed import DEEPSPEED
+from pipeproof.wings.adapters.framework import Framework
+from pipeproof.wings.adapters.megatron_whole import MEGATRON
+from pipeproof.wings.adapters.nanotron import NANOTRON
+from pipeproof.wings.adapters.torchtitan import TORCHTITAN
+from pipeproof.wings.adapters.transformers_whole import TRANSFORMERS
 from pipeproof.worlds.output_file import OutputError
-from tests.support.golden import golden
+from tests.support.typed import Typed
 
 FRAMEWORKS = (MEGATRON, DEEPSPEED, TORCHTITAN, NANOTRON, COLOSSALAI, TRANSFORMERS)
 
@@ -26,21 +26,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", STARTERS)
-def test_a_file_is_written_and_the_next_command_said(
-    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_written(kind: str, folder: Path, typed: Typed) -> None:
     assert main(["init", kind, "test_mine.py"]) == 0
     assert (folder / "test_mine.py").read_text() == text(kind)
-    said = capsys.readouterr().out
+    said = typed.said()
     assert summary(kind) in said
     assert "pytest test_mine.py\n" in said
 
 
 @pytest.mark.parametrize("one", FRAMEWORKS, ids=lambda one: one.adapter)
-def test_what_a_framework_needs_is_said(one: Framework, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_framework_needs_is_said(one: Framework, typed: Typed) -> None:
     kind = one.adapter.rpartition(".")[2]
     assert main(["init", kind]) == 0
-    assert f"It needs {kind}: {one.install}\n" in capsys.readouterr().out
+    assert f"It needs {kind}: {one.install}\n" in typed.said()
 
 
 @pytest.mark.parametrize("kind", STARTERS)
@@ -50,46 +48,34 @@ def test_every_file_has_three_marked_places(kind: str) -> None:
     assert "CHANGE 4" not in text(kind)
 
 
-def test_kind_and_file_may_be_left_out(folder: Path) -> None:
-    assert main(["init"]) == 0
-    assert main(["init", "test_other.py"]) == 0
-    names = ("test_my_pipeline.py", "test_other.py")
-    assert {(folder / name).read_text() for name in names} == {text("custom")}
-
-
-def test_a_file_can_be_standard_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "torch", "-"]) == 0
-    assert capsys.readouterr() == (text("torch"), "")
-    assert main(["init", "-"]) == 0
-    assert capsys.readouterr() == (text("custom"), "")
-    assert list(folder.iterdir()) == []
-
-
-def test_the_list_names_all_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(STARTERS)
-    assert list(folder.iterdir()) == []
-
-
-def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "test_mine.py").write_text("mine")
-    assert main(["init", "own", "test_mine.py"]) == 2
-    golden(capsys.readouterr().err)
-    assert (folder / "test_mine.py").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
-    "words", [("tprch",), ("own", "mine.py"), ("own", "no/test_mine.py")], ids=["kind", "name", "folder"]
+    ("words", "file", "kind"),
+    [
+        ("", "test_my_pipeline.py", "custom"),
+        ("test_other.py", "test_other.py", "custom"),
+        ("-", "", "custom"),
+        ("torch -", "", "torch"),
+        ("--list", "", ""),
+    ],
 )
-def test_what_cannot_be_is_a_sentence_and_nothing_is_written(
-    words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["init", *words]) == 2
-    golden(capsys.readouterr().err)
-    assert list(folder.iterdir()) == []
+def test_kind_and_file_may_be_left_out(words: str, file: str, kind: str, folder: Path, typed: Typed) -> None:
+    said, err = typed.only(f"init {words}")
+    assert [one.name for one in folder.iterdir()] == ([file] if file else [])
+    if kind:
+        assert text(kind) == ((folder / file).read_text() if file else said)
+    else:
+        assert [line.split()[0] for line in said.splitlines()] == list(STARTERS)
+    assert err == ""
 
 
-def test_a_folder_of_that_name_and_a_link_are_left_alone(folder: Path) -> None:
+@pytest.mark.parametrize("words", ["own test_mine.py", "tprch", "own mine.py", "own no/test_mine.py"])
+def test_what_cannot_be_written(words: str, folder: Path, typed: Typed) -> None:
+    (folder / "test_mine.py").write_text("mine")
+    typed.refused(f"init {words}")
+    assert [(one.name, one.read_text()) for one in folder.iterdir()] == [("test_mine.py", "mine")]
+
+
+def test_folders_and_links_are_left_alone(folder: Path) -> None:
     (folder / "test_folder.py").mkdir()
     (folder / "test_link.py").symlink_to(folder / "elsewhere.py")
     for name in ("test_folder.py", "test_link.py"):

@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.case import Case
-from pipeproof.commands.cli import main
 from pipeproof.commands.measure import Measured, measure, show_measured
 from pipeproof.commands.outputs import Outputs
+from pipeproof.own.case import Case
 from pipeproof.pipeline import Kind, lower
 from pipeproof.pipeline.action import COMPUTE, SENDS
-from pipeproof.pipeline.deliveries import deliveries
+from pipeproof.pipeline.program import deliveries
 from pipeproof.pipeline.trace import Trace
 from pipeproof.reports.drawings import Paths
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.world import World
 from tests.pipeline.test_trace import TRACE
 from tests.support.golden import golden
+from tests.support.typed import Typed
 
 CASE = Case("zb-h1", 2, 2, 5, (1, 1, 1, 1))
 
 
-def test_a_measured_step_has_every_action_of_every_rank_in_order_on_one_clock(world: World) -> None:
+def test_a_measured_step_has_every_action_in_order(world: World) -> None:
     measured = measure(CASE, world, steps=3)
     assert len(measured.steps) == 3
     for step in measured.steps:
@@ -40,7 +40,7 @@ def test_a_measured_step_has_every_action_of_every_rank_in_order_on_one_clock(wo
             assert step.by_action[delivery.send].began < step.by_action[delivery.user].worked_from
 
 
-def test_a_step_of_middling_length_is_shown_with_the_simulation_under_it() -> None:
+def test_a_typical_step_is_shown_beside_the_simulation() -> None:
     def lasting(seconds: float) -> Trace:
         *most, last = TRACE.spans[1]
         return replace(TRACE, spans=(TRACE.spans[0], (*most, last._replace(ended=TRACE.began + seconds))))
@@ -58,23 +58,19 @@ def test_no_steps_are_refused() -> None:
         show_measured(CASE, Paths(), Outputs(), steps=0)
 
 
-def test_ranks_that_fail_give_no_verdict_and_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_fail_leave_no_file(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> Measured:
         raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])
 
     monkeypatch.setattr("pipeproof.commands.measure.measure", fail)
     assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), Outputs(), steps=1) == 3
-    golden(capsys.readouterr().out)
+    golden(typed.said())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_simulated_ranks_are_timed_by_clocks_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_ranks_have_clocks_of_their_own(typed: Typed) -> None:
     run = ["show", "1f1b", "--ranks", "3", "--microbatches", "4", "--run", "--steps", "1", "--model", "mlp"]
-    assert main([*run, "--world", "simulated", "--times", "1,1,1", "--latency", "0.5"]) == 0
-    out = capsys.readouterr().out
-    golden(out)
+    out = typed([*run, "--world", "simulated", "--times", "1,1,1", "--latency", "0.5"])
     assert "share" not in out, "no processor is shared"
 
 
@@ -87,6 +83,5 @@ def test_simulated_ranks_are_timed_by_clocks_of_their_own(capsys: pytest.Capture
         "--run --world simulated --latency -1",
     ],
 )
-def test_what_of_virtual_time_makes_no_sense_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "1f1b", "--ranks", "2", "--microbatches", "2", *shlex.split(line)]) == 2
-    golden(capsys.readouterr().err)
+def test_virtual_time_that_makes_no_sense(line: str, typed: Typed) -> None:
+    typed.refused(["show", "1f1b", "--ranks", "2", "--microbatches", "2", *shlex.split(line)])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.config import Config
 from pipeproof.commands.cli import main
+from pipeproof.own.case import Case
+from pipeproof.own.config import Config
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.record_file import write
 from pipeproof.worlds.output_file import OutputFile
@@ -17,6 +17,7 @@ from tests.support.golden import golden
 from tests.support.json_schema import documented
 from tests.support.long_runs import Loop, faster
 from tests.support.page_text import PageText
+from tests.support.typed import Typed
 
 ONE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=0"
 OTHER = "gpipe r1 s1 m3 split=2 model=mlp plan=train seed=0"
@@ -40,29 +41,29 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def test_record_writes_what_is_expected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["record", *ONE.split(), "--out", "again"]) == 0
-    golden(capsys.readouterr().out)
+def test_record_writes_what_is_expected(typed: Typed) -> None:
+    typed(["record", *ONE.split(), "--out", "again"])
     assert main(["compare", "one", "again"]) == 0
 
 
-def test_records_of_two_schedules_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "one", "other", "--json", "verdict.json"]) == 0
-    golden(capsys.readouterr().out, lines="^PASS")
+def test_records_of_two_schedules_agree(typed: Typed) -> None:
+    typed(["compare", "one", "other", "--json", "verdict.json"], lines="^PASS")
     assert documented(Path("verdict.json").read_text())["verdicts"][0]["verdict"] == "pass"
 
 
-def test_runs_of_many_steps_are_compared_by_their_folders(capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_of_runs_are_compared(typed: Typed) -> None:
     Loop().train(Path("runs/good"), range(4))
     Loop([3, 2, 1, 0], faster, 2).train(Path("runs/seen"), range(4))
     Loop([2, 0, 3, 1]).train(Path("runs/third"), range(3))
     compare = ["compare", "runs/good", "runs/seen"]
     assert main(compare) == 3
     assert main([*compare, "--also", "runs/third", "--until", "1"]) == 0
-    capsys.readouterr()
-    assert main([*compare, "--also", "runs/third", "--json", "run.json", "--html", "run.html"]) == 1
-    out = capsys.readouterr().out
-    golden(out, lines="^FAIL|^  (first seen|again) ")
+    typed.said()
+    out = typed(
+        [*compare, "--also", "runs/third", "--json", "run.json", "--html", "run.html"],
+        1,
+        lines="^FAIL|^  (first seen|again) ",
+    )
     assert documented(Path("run.json").read_text())["verdicts"][0]["mismatches"][0]["step"] == 2
     assert out.splitlines()[0].removeprefix("FAIL the ").partition(",")[0] in Path("run.html").read_text()
 
@@ -76,42 +77,38 @@ def test_runs_of_many_steps_are_compared_by_their_folders(capsys: pytest.Capture
         "one other --also run",
     ],
 )
-def test_what_is_no_pair_of_runs_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_pair_of_runs_is_refused(line: str, typed: Typed) -> None:
     Path("run").mkdir(exist_ok=True)
-    assert main(["compare", *shlex.split(line)]) == 2
-    golden(capsys.readouterr().err)
+    typed.refused(["compare", *shlex.split(line)])
 
 
-def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_says_first_how_the_configs_differ(typed: Typed) -> None:
     assert main(["diff", "one", "other", "--html", "diff.html"]) == 0
-    out = capsys.readouterr().out
+    out = typed.said()
     lines = [line.split() for line in out.splitlines()]
     assert lines[4][0] == "PASS", "one of the two is what was expected"
     assert [line[0] for line in lines[-5:]] == ["why", "most", "one", "other", "diff.html:"]
     golden(out, lines="^(config|schedule|pp|split) |^PASS|^  why")
     golden(PageText(Path("diff.html").read_text()).lines, lines="^schedule|Not recorded|differ")
-    assert main(["diff", "one", "one"]) == 0
-    golden(capsys.readouterr().out)
+    typed(["diff", "one", "one"])
 
 
-def test_diff_says_which_field_asks_for_another_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "one", "seeded", "--json", "seeds.json", "--html", "seeds.html"]) == 1
-    golden(capsys.readouterr().out, lines="^DIFFERENT|^  why")
+def test_diff_says_which_field_asks_for_another_answer(typed: Typed) -> None:
+    typed(["diff", "one", "seeded", "--json", "seeds.json", "--html", "seeds.html"], 1, lines="^DIFFERENT|^  why")
     assert "seed differs" in Path("seeds.html").read_text()
     told = documented(Path("seeds.json").read_text())["difference"]
     assert (told["reason"], told["fields"], told["next"]) == ("asked", ["seed"], [])
     assert [side["outcome"] for side in told["sides"]] == ["pass", "pass"]
 
 
-def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_number_ends_with_1(typed: Typed) -> None:
     record = expected_record(Case.parse(ONE))
     doubled = {name: None if g is None else 2 * g for name, g in record.operations[0].gradients.items()}
     vars(record.operations[0])["gradients"] = doubled
     with OutputFile("wrong") as file:
         write(record, file)
-    assert main(["compare", "one", "wrong"]) == 1
-    assert main(["diff", "one", "wrong"]) == 1
-    golden(capsys.readouterr().out, lines="^(FAIL|DIFFERENT)|^  (first seen|why|try|one|other) ")
+    for verb in ("compare", "diff"):
+        typed([verb, "one", "wrong"], 1, lines="^(FAIL|DIFFERENT)|^  (first seen|why|try|one|other) ")
 
 
 @pytest.mark.parametrize(
@@ -136,13 +133,10 @@ def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(
-    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, folder: Path, typed: Typed
 ) -> None:
     before = sorted(folder.iterdir())
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert words in err
+    typed.refused(arguments, words)
     assert sorted(folder.iterdir()) == before
 
 

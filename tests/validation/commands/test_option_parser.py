@@ -32,6 +32,6 @@ def test_what_is_no_value_is_left_alone() -> None:
         parsed("--times", "-q")
 
 
-def test_a_mistake_is_an_error_that_says_where_help_is() -> None:
+def test_a_mistake_says_where_help_is() -> None:
     with pytest.raises(UsageError, match="unrecognized arguments: --rank; see x --help"):
         OptionParser(prog="x").parse_args(["--rank"])

@@ -1,17 +1,16 @@
 """``primitives``, and ``validate --primitive`` and ``--stack``, as a user types them."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.config import Config
-from pipeproof.cases.primitives.primitive import PRIMITIVES
 from pipeproof.commands.cli import main
+from pipeproof.own.config import Config
+from pipeproof.wings.primitives.primitive import PRIMITIVES
 from tests.support.golden import golden
 from tests.support.json_schema import documented
-from tests.support.warm_start import Ended
+from tests.support.typed import Typed
 
 LARGE = {
     **{"schedule": "interleaved", "pp": 16, "virtual": 2, "microbatches": 32, "split": [2] * 32, "dtype": "bf16"},
@@ -19,29 +18,26 @@ LARGE = {
 }
 
 
-def test_the_table_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed_and_written(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "table.json"
-    assert main(["primitives", "--json", str(file)]) == 0
-    golden(capsys.readouterr().out, lines=r"^\S|^  (saves|costs|by|source)|^$")
+    typed(["primitives", "--json", str(file)], lines=r"^\S|^  (saves|costs|by|source)|^$")
     data = documented(file.read_text())
     validated = [one["validated"] for one in data["primitives"]]
     assert all(one["passed"] == one["seeds"] > 0 for one in validated if one)
     assert [one["name"] for one in data["primitives"]] == list(PRIMITIVES)
 
 
-def test_some_of_it_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["primitives", "TP", "dp", "-q"]) == 0
-    golden(capsys.readouterr().out, lines=r"^\S")
-    assert main(["primitives", "tpp"]) == 2
-    golden(capsys.readouterr().err)
+def test_some_of_it_by_name(typed: Typed) -> None:
+    typed(["primitives", "TP", "dp", "-q"], lines=r"^\S")
+    typed.refused(["primitives", "tpp"])
 
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
-def test_primitives_are_validated_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_primitives_are_validated_one_by_one(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "x.json"
     assert main(["validate", "--primitive", "dp,pp", "--schedule", "gpipe,1f1b", "--json", str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = typed.said().splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["ddp=2", "pp=2", "pp=2"]
     golden(lines[-1])
     data = documented(file.read_text())
@@ -51,34 +47,20 @@ def test_primitives_are_validated_one_by_one(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
-def test_a_verdict_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verdict_says_how_to_run_it_again(typed: Typed) -> None:
     assert main(["validate", "--stack", "pp=2,dp=2", "--seed", "2", "-v"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  replay"))
+    (line,) = (line for line in typed.said().splitlines() if line.startswith("  replay"))
     golden(line)
     assert main(shlex.split(line)[2:]) == 0
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_torch_is_imported(
-    tmp_path: Path, new_python: Callable[..., Ended]
-) -> None:
-    code = (
-        "import sys; from pipeproof.commands.cli import main; "
-        "status = main(['validate', '--stack', 'tp=2', '--json', 'nowhere/x.json']); "
-        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
-    )
-    done = new_python(tmp_path, "-c", code)
-    assert (done.returncode, "cannot write nowhere/x.json" in done.stdout) == (2, True), done.stdout
-
-
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
-def test_many_ranks_are_said_before_they_start(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeproof.worlds.processors._CROWD", 0)
+def test_many_ranks_are_said_before_they_start(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeproof.worlds.launcher._CROWD", 0)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert main(["validate", "--stack", "dp=2"]) == 0
-    note, head, *_ = capsys.readouterr().out.splitlines()
+    note, head, *_ = typed.said().splitlines()
     golden(f"{note}\n{head}")
 
 
@@ -94,6 +76,7 @@ def test_many_ranks_are_said_before_they_start(
         "--stack tp=2 --schedule gpipe",
         "--stack pp=2 --model mlp",
         "--stack pp=2 --record x",
+        "--stack pp=2 --world simulated",
         "--stack pp=2 --config x",
         "--stack pp=2 --microbatches 0",
         "--stack pp=2 --seed -1",
@@ -101,32 +84,23 @@ def test_many_ranks_are_said_before_they_start(
         "--stack pp=2,fsdp=2 --microbatches 3",
     ],
 )
-def test_what_cannot_be_asked_is_a_sentence(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", *shlex.split(line)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    golden(err)
-    assert err.count("\n") == 1
+def test_what_cannot_be_asked_is_a_sentence(line: str, typed: Typed) -> None:
+    typed.refused(["validate", *shlex.split(line)])
 
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
-def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_is_run_as_a_stack(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "large.json"
     file.write_bytes(Config(LARGE).text())
     assert main(["validate", "--config", str(file)]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
+    first, *lines = typed.said().splitlines()
     golden(f"{first}\n{lines[-1]}")
     assert main(["validate", "--config", str(file), "--profile"]) == 2
 
 
-def test_a_fault_that_no_stack_has_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stack_has_no_such_fault(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "planted.json"
     planted = {"schedule": "1f1b", "pp": 2, "virtual": 1, "microbatches": 4, "split": [2, 2], "model": "decoder"}
     file.write_bytes(Config({**planted, "specimen": "layernorm-zero"}).text())
-    assert main(["validate", "--config", str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    golden(err)
+    typed.refused(["validate", "--config", str(file)])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.case import CaseError
 from pipeproof.commands.selection import Selection, Shape, selected
+from pipeproof.own.case import CaseError
 from pipeproof.pipeline.partition import even
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES
@@ -23,7 +23,7 @@ def test_all_is_every_family() -> None:
     assert select("all").left_out == {}
 
 
-def test_of_all_what_cannot_be_is_left_out_with_the_smallest_number_that_works() -> None:
+def test_all_leaves_out_what_cannot_be() -> None:
     found = select("all", microbatches=3)
     reason = "microbatches is 3: dualpipev on 4 ranks needs at least 8 (twice the ranks)"
     assert found.left_out == {"dualpipev": reason}
@@ -38,7 +38,7 @@ def test_what_is_asked_for_by_name_is_refused() -> None:
         select("zb-v", layers=4)
 
 
-def test_where_nothing_can_be_each_reason_is_said_once() -> None:
+def test_each_reason_is_said_once() -> None:
     with pytest.raises(CaseError, match=r"^ranks is 0: expected at least 1$"):
         select("all", ranks=0)
     with pytest.raises(CaseError, match=r"^no schedule can be: naive, gpipe, .*: 1 layer cannot fill 4 stages"):

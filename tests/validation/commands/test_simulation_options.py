@@ -7,6 +7,7 @@ import pytest
 
 from pipeproof.commands.cli import main
 from tests.support.golden import golden
+from tests.support.typed import Typed
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +21,6 @@ ONCE = ["--ranks", "2", "--microbatches", "1", "--layers", "2", "--model", "mlp"
 BOTH = ["--schedule", "1f1b,zb-h1", *RIGHT[2:], *SIMULATED, "--exhaust", "-v"]
 RUNS = {
     "several": ["validate", *RIGHT, *SIMULATED, "--transport", "nccl", "--interleavings", "2", "-v"],
-    "every-function": ["validate", *RIGHT, *SIMULATED, "--interleaving", "4", "--fine", "-v"],
     "all-gloo": ["validate", *BOTH, "--transport", "gloo"],
     "all-nccl": ["validate", *BOTH, "--transport", "nccl"],
     "fuzz": ["fuzz", "--cases", "2", "--max-ranks", "2", *NAIVE],
@@ -30,17 +30,16 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_right_is_so_on_simulated_ranks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(RUNS[name]) == 0
-    golden(capsys.readouterr().out, lines=r"^\d+ pass|^gate|^seed|^  replay|transports: pair|that differ")
+def test_what_is_right_is_so_on_simulated_ranks(name: str, typed: Typed) -> None:
+    typed(RUNS[name], lines=r"^\d+ pass|^gate|^seed|^  replay|transports: pair|that differ")
 
 
-def test_a_replay_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_line_is_exact(typed: Typed) -> None:
     seen = []
     line = ["replay", LOST, *SIMULATED, "--transport", "buffered", "--interleaving", "7"]
     for _ in range(2):
         assert main(line) == 3
-        out = capsys.readouterr().out
+        out = typed.said()
         found = re.search(r"replay +pipeproof (.*)", out)
         assert found is not None, out
         line = shlex.split(found[1])
@@ -53,30 +52,30 @@ def test_a_replay_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
 SMALLEST = "gpipe r2 s2 m1 split=1,1 model=mlp plan=train"
 
 
-def test_what_fails_is_told_with_the_fewest_preemptions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_is_told_with_the_fewest_preemptions(typed: Typed) -> None:
     for words in (["--exhaust", "5"], ["--interleavings", "20"]):
         assert main(["replay", LOST, *SIMULATED, *words]) == 3
-        golden(capsys.readouterr().out, lines="^HANG|^  replay")
+        golden(typed.said(), lines="^HANG|^  replay")
 
 
-def test_a_hang_ends_with_the_room_that_it_is_told_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_ends_with_enough_room(typed: Typed) -> None:
     line = ["replay", f"{SMALLEST} specimen=both-send-first", *SIMULATED, "--transport", "nccl"]
     assert main(line) == 3
     told = re.search(
-        r"; with room for ([\d,]+) bytes from one rank to another it ends, under this seed\n", capsys.readouterr().out
+        r"; with room for ([\d,]+) bytes from one rank to another it ends, under this seed\n", typed.said()
     )
     assert told is not None
     room = int(told[1].replace(",", ""))
     assert main([*line, "--room", str(room - 1)]) == 3
-    assert f"--room {room - 1} --interleaving" in capsys.readouterr().out
+    assert f"--room {room - 1} --interleaving" in typed.said()
     assert main([*line, "--room", str(room)]) == 0
     hidden = f"this case cannot show both-send-first, which needs --room below {room}: who sends does not wait for what"
-    assert hidden in capsys.readouterr().out
+    assert hidden in typed.said()
 
 
-def test_a_campaign_draws_transports_unless_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_campaign_draws_transports_unless_they_are_given(typed: Typed) -> None:
     assert main(["fuzz", "--cases", "6", "--max-ranks", "1", *NAIVE, "--transport", "any"]) == 0
-    assert len(re.findall(r"(\w+) \d+", capsys.readouterr().out.partition("transports: ")[2].partition(";")[0])) > 1
+    assert len(re.findall(r"(\w+) \d+", typed.said().partition("transports: ")[2].partition(";")[0])) > 1
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,10 @@ def test_a_campaign_draws_transports_unless_they_are_given(capsys: pytest.Captur
         "--world simulated --exhaust --interleavings 2",
         "--world simulated --exhaust 0",
         "--exhaust",
-        "--fine",
         "--room 64",
         "--world simulated --room 64",
         "--world simulated --room -1 --transport nccl",
     ],
 )
-def test_what_makes_no_sense_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", *RIGHT, *shlex.split(line)]) == 2
-    golden(capsys.readouterr().err)
+def test_what_makes_no_sense_is_refused(line: str, typed: Typed) -> None:
+    typed.refused(["validate", *RIGHT, *shlex.split(line)])

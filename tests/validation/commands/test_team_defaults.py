@@ -14,6 +14,7 @@ from pipeproof.commands.cli import main
 from pipeproof.commands.option_parser import UsageError
 from pipeproof.commands.outputs import OutPath, Outputs, takes_standard_output
 from tests.support.golden import golden
+from tests.support.typed import Typed
 
 SHARED = """
 [tool.pipeproof]
@@ -32,17 +33,15 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "inner")
 
 
-def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_file_gives_defaults(typed: Typed) -> None:
     Path("../pyproject.toml").write_text(SHARED)
-    assert main(["show", "1f1b"]) == 0
-    golden(capsys.readouterr().out)
-    assert main(["show", "1f1b", "--ranks", "3"]) == 0
-    golden(capsys.readouterr().out)
+    typed(["show", "1f1b"])
+    typed(["show", "1f1b", "--ranks", "3"])
     assert vars(cli._parser().parse_args(["fuzz"]))["dtype"] == "fp32,bf16"
     assert vars(cli._parser().parse_args(["validate"]))["microbatches"] is None, "that was for show"
     with pytest.raises(SystemExit):
         main(["validate", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(typed.said().split())
     golden(said)
 
 
@@ -63,24 +62,19 @@ def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytes
         ("x = [", "cannot read "),
     ],
 )
-def test_what_cannot_be_is_a_sentence(table: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_a_sentence(table: str, words: str, typed: Typed) -> None:
     Path("pyproject.toml").write_text(f"[tool.pipeproof]\n{table}\n")
-    assert main(["show", "1f1b"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert words in err
-    assert "pyproject.toml" in err
+    typed.refused("show 1f1b", words)
 
 
-def test_a_file_without_our_table_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_our_table_changes_nothing(typed: Typed) -> None:
     Path("pyproject.toml").write_text("[project]\nname = 'x'\n")
     assert main(["show", "1f1b"]) == 0
     Path("pyproject.toml").write_text("[tool]\npipeproof = 3\n")
-    assert main(["show", "1f1b"]) == 2
-    golden(capsys.readouterr().err)
+    typed.refused(["show", "1f1b"])
 
 
-def test_a_shell_that_asks_what_comes_next_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_asks_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def autocomplete(parser: object) -> None:
         raise UsageError(f"asked for {parser.prog}")  # type: ignore[attr-defined]
 
@@ -111,7 +105,7 @@ def test_what_comes_from_a_list_is_completed(command: str, argument: str, prefix
 
 
 @pytest.mark.parametrize("other", ["x", "./x", "link"])
-def test_two_results_in_one_file_are_refused_before_the_work(other: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_results_in_one_file_are_refused(other: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("link").symlink_to("x")
     assert main(["show", "1f1b", "--json", "x", "--svg", other]) == 2
     said = capsys.readouterr().err

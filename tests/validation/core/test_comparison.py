@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.judgement import judge
-from pipeproof.cases.observe import observe
 from pipeproof.core.comparison import Comparison, Due
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import FP32
+from pipeproof.core.observe.observed import Observed
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor, error
 from pipeproof.core.verdict import Mismatch, Verdict
-from pipeproof.foreign import WhiteBox, watch
-from pipeproof.observers.observed import Observed
+from pipeproof.own.case import Case
+from pipeproof.own.judgement import judge
+from pipeproof.own.observe import observe
 from pipeproof.pipeline import PipelineSchedule
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
@@ -29,7 +28,8 @@ from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
-from pipeproof.wings.composed.held_gradients import Unmeasured
+from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.wings.composed.rounding import Unmeasured
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.two_ranks import (

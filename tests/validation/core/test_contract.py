@@ -10,8 +10,8 @@ from torch import nn
 
 from pipeproof import Contract, ContractError
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.reference.accumulation import Accumulation
+from pipeproof.whitebox import HandedBack, WhiteBox, watch
 from tests.support.pipeline_here import DATA, Job, checked, layers
 from tests.support.steps import blocks, loss_fn, pairs
 

@@ -8,11 +8,11 @@ import torch
 
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32
+from pipeproof.core.observe.observed import Routed
+from pipeproof.core.observe.routes import Route
 from pipeproof.core.routes import LAW, RouteJudge, explained
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import LawResult
-from pipeproof.observers.observed import Routed
-from pipeproof.observers.routes import Route
 from pipeproof.reference.choices import Choice
 from tests.support.golden import golden
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.cases.stages import owners
 from pipeproof.core.floors import Floors
 from pipeproof.core.limits import BF16, FP32, PRECISIONS
 from pipeproof.core.tolerance import error, may_be_rounded, scalar_error, update_floor
 from pipeproof.core.updates import Pending
+from pipeproof.own.stages import owners
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import DTYPES, build_model
 from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference

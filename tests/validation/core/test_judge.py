@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.cases.case import FULL_PLAN, Case
-from pipeproof.cases.data import max_norm_of, model_for
-from pipeproof.cases.judgement import judge
-from pipeproof.cases.observe import observe
-from pipeproof.cases.stages import owners
 from pipeproof.core.judge import LAWS, one_thread, scenarios
+from pipeproof.core.observe.observed import Observed, RankOperation
+from pipeproof.core.observe.recording import Site
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, watch
-from pipeproof.observers.observed import Observed, RankOperation
-from pipeproof.observers.recording import Site
+from pipeproof.own.case import FULL_PLAN, Case
+from pipeproof.own.data import max_norm_of, model_for
+from pipeproof.own.judgement import judge
+from pipeproof.own.observe import observe
+from pipeproof.own.stages import owners
 from pipeproof.reference.model import DTYPES, Model, build_model
 from pipeproof.reference.step import Recipe, Reference, clip_factor
+from pipeproof.whitebox import HandedBack, WhiteBox, watch
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
@@ -233,7 +233,7 @@ def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], Non
         change(model)
         return model
 
-    monkeypatch.setattr("pipeproof.cases.judgement.model_for", changed)
+    monkeypatch.setattr("pipeproof.own.judgement.model_for", changed)
 
 
 def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) ->
 def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that move nothing: parameters agree, and that says nothing."""
     idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    monkeypatch.setattr("pipeproof.cases.judgement.Recipe", lambda **given: replace(idle, **given))
+    monkeypatch.setattr("pipeproof.own.judgement.Recipe", lambda **given: replace(idle, **given))
 
     def still(seen: RankOperation) -> RankOperation:
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())

@@ -11,9 +11,9 @@ from torch import Tensor
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import BF16, FP32, FP64
 from pipeproof.core.measured import Compared
+from pipeproof.core.observe.sketch import brief
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import Mismatch, Size
-from pipeproof.observers.sketch import brief
 from tests.support.golden import golden
 
 FLOOR = Floor(1e-7, 1e-7, 0.1)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipeproof.core.limits import BF16
 from pipeproof.core.makeup import Makeup, most_of
-from pipeproof.foreign import WhiteBox, watch
 from pipeproof.reference.accumulation import PLAIN
+from pipeproof.whitebox import WhiteBox, watch
 
 COUNT = 64
 

@@ -8,9 +8,9 @@ import pytest
 from pipeproof.core.cause import Cell
 from pipeproof.core.measured import Compared, Measured, Weights, versions
 from pipeproof.core.measuring import ran_of, sight
-from pipeproof.observers.likeness import Label, Likeness
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed, RankOperation
-from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, USED, Point
+from pipeproof.core.observe.likeness import Label, Likeness
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Crossing, Observed, RankOperation
+from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, USED, Point
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.schedule import Schedule
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from pipeproof.core.measured import Compared, Measured
 from pipeproof.core.nudged import Nudged, OtherProducts, doubt_rounding
 from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.products import CONVOLUTION, MATRICES
 from pipeproof.reference.step import Expected
+from pipeproof.whitebox import HandedBack, WhiteBox, watch
 from tests.support import steps
 from tests.support.golden import golden
 from tests.support.in_halves import InHalves, build

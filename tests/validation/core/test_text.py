@@ -6,11 +6,11 @@ import pytest
 
 from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine
 from pipeproof.core.mismatch import Mismatch, Size
+from pipeproof.core.observe.stack import Line
 from pipeproof.core.reason import Reason
 from pipeproof.core.text import brief, cause_sentence
 from pipeproof.core.verdict import LawResult, Verdict
-from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
-from pipeproof.worlds.stack import Line
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport, of_failure
 from tests.support.golden import golden
 
 LAWS = (
@@ -48,8 +48,8 @@ VERDICTS = {
     "another explanation": replace(FAILED, alternatives=((Cause("scale", stage=1),),)),
     "a pass": Verdict("my_step", "pass", "bitwise", (LAWS[0], LAWS[3])),
     "unknown": replace(FAILED, verdict="unknown", laws=(LAWS[0], LAWS[2]), mismatches=(), cause=(), cells=None),
-    "a hang": BLANK.of_failure(RankFailed(HANG)),
-    "a crash": BLANK.of_failure(RankFailed(CRASH)),
+    "a hang": of_failure(BLANK, RankFailed(HANG)),
+    "a crash": of_failure(BLANK, RankFailed(CRASH)),
     "two runs": replace(FAILED, cause=(), cells=None, sides=("A", "B")),
     "crowded": CROWDED,
     "two crowded runs": replace(CROWDED, sides=("A", "B")),

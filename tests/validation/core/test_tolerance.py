@@ -22,7 +22,7 @@ from pipeproof.core.tolerance import (
     update_floor,
 )
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.steps import blocks, loss_fn, pairs
 
 

@@ -12,10 +12,10 @@ from pipeproof.core.limits import BF16
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.updates import gradients_off
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.step import Site
+from pipeproof.whitebox import HandedBack, WhiteBox, watch
 from tests.support.in_halves import InHalves, build
 from tests.support.steps import Pairs, pairs
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 from tests.support.golden import golden
 
 WIDTH, COUNT = 8, 4

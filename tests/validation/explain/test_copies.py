@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.shards import Shard
 from pipeproof.core.replicas import Replicas
 from pipeproof.explain.copies import makeups
 from pipeproof.explain.members import Members
-from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import ModulePart
-from pipeproof.foreign.stages_in_order import PlacedStage
-from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution, Expected
+from pipeproof.whitebox.matching import Local
+from pipeproof.whitebox.rank import ModulePart
+from pipeproof.whitebox.stages_in_order import PlacedStage
 
 DRAW = torch.Generator().manual_seed(0)
 EACH = [torch.randn(32, generator=DRAW) for _ in range(4)]

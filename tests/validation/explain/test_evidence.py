@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.cases.case import MODELS, Case
-from pipeproof.cases.judgement import judge, setup_of
-from pipeproof.cases.observe import observe
-from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.trial import case_for, try_out
 from pipeproof.core.judge import one_thread
 from pipeproof.core.verdict import Mismatch
 from pipeproof.explain.evidence import of_run
+from pipeproof.own.case import MODELS, Case
+from pipeproof.own.judgement import judge, setup_of
+from pipeproof.own.observe import observe
+from pipeproof.wings.specimens import SPECIMENS
+from pipeproof.wings.specimens.trial import case_for, try_out
 from pipeproof.worlds.world import World
 from tests.support.sweeps import each_once
 
@@ -19,6 +19,7 @@ SEVERAL_STREAMS = ("carry", "fresh", "prompt")
 MORE = [model for model in MODELS if model not in SEVERAL_STREAMS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(*each_once(model=MORE, shape=[("1f1b", 1), ("zb-v", 2)]))
 def test_what_is_recorded_of_one_stream_is_what_it_should_be(world: World, model: str, shape: tuple[str, int]) -> None:
     assert_recorded(world, model, *shape)

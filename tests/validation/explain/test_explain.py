@@ -6,20 +6,20 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.judgement import diagnose, judge, setup_of
-from pipeproof.cases.observe import observe
-from pipeproof.cases.specimens import FAMILIES, SPECIMENS
-from pipeproof.cases.trial import located, smallest_of
-from pipeproof.cases.validator import explained, validate
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.observed import Observed
+from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site, of_stage
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence, of_run
 from pipeproof.explain.rules.boundaries import boundaries
 from pipeproof.explain.rules.norms import norm
 from pipeproof.explain.rules.weights import weights
-from pipeproof.observers.observed import Observed
-from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site, of_stage
+from pipeproof.own.case import Case
+from pipeproof.own.judgement import diagnose, judge, setup_of
+from pipeproof.own.observe import observe
+from pipeproof.own.validator import explained, validate
+from pipeproof.wings.specimens import SPECIMENS
+from pipeproof.wings.specimens.trial import located, smallest_of
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.sweeps import sampled
@@ -267,7 +267,7 @@ def test_faults_of_a_run_in_bf16_are_named(world: World, name: str) -> None:
     assert located(SPECIMENS[name].cause(smallest_of(SPECIMENS[name])), verdict.cause[0])
 
 
-@pytest.mark.parametrize("name", sampled([one.name for one in FAMILIES["tied"]], 2))
+@pytest.mark.parametrize("name", sampled([name for name, one in SPECIMENS.items() if one.family == "tied"], 2))
 def test_faults_with_tied_parameters_in_bf16_are_named_from_final_gradients(world: World, name: str) -> None:
     """What one rounding is to a sum may be much to a share: copies are told by whole shares, not by looks."""
     case, specimen = replace(smallest_of(SPECIMENS[name]), dtype="bf16"), SPECIMENS[name]

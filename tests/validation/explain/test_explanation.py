@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.observe.likeness import GRADIENT, Label
+from pipeproof.core.observe.recording import Point
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.attribution import Attribution, attribute, attribute_coarsely
 from pipeproof.explain.likeness import plainly
-from pipeproof.foreign import HandedBack, WhiteBox
-from pipeproof.observers.likeness import GRADIENT, Label
-from pipeproof.observers.recording import Point
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Loss, Site
 from pipeproof.reference.traced import Traced
+from pipeproof.whitebox import HandedBack, WhiteBox
 from tests.support.golden import golden
 
 WIDTH, COUNT = 16, 6

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.cases.case import Case
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.attribution import attribute
-from pipeproof.foreign import WhiteBox
+from pipeproof.own.case import Case
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import Record
 from pipeproof.reference.step import Gradient, Site
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 from tests.validation.explain.test_attribution import BIAS, UP, attributed, known, only, summed

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.likeness import Label, Likeness
+from pipeproof.core.observe.recording import GIVEN, Point
 from pipeproof.core.tolerance import error
 from pipeproof.explain.known import Alike
 from pipeproof.explain.likeness import likeness
-from pipeproof.observers.likeness import Label, Likeness
-from pipeproof.observers.recording import GIVEN, Point
 from tests.support.golden import golden
 
 AT = Label(Point(1, 0, GIVEN))

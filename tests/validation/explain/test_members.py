@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.shards import Shard
 from pipeproof.core.replicas import Replicas
 from pipeproof.explain.members import Members
-from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import ModulePart, RankMade
-from pipeproof.foreign.shared_stages import joined_parts
-from pipeproof.foreign.stages_in_order import PlacedStage
-from pipeproof.observers.shards import Shard
+from pipeproof.whitebox.matching import Local
+from pipeproof.whitebox.rank import ModulePart, RankMade
+from pipeproof.whitebox.shared_stages import join_parts
+from pipeproof.whitebox.stages_in_order import PlacedStage
 
 REPLICAS = Replicas((0, 1), 4)
 UPPER, LOWER = Shard(((0, 2),)), Shard(((2, 4),))
@@ -23,7 +23,7 @@ def part(gradient: Tensor, shard: Shard | None = None) -> RankMade:
 
 
 def found(*ranks: RankMade, norms: tuple[float | None, float | None]) -> list[tuple[int | None, str]]:
-    (merged,) = joined_parts(ranks, REPLICAS)[0].parts
+    (merged,) = join_parts(ranks, REPLICAS)[0].parts
     members = Members([PlacedStage(0, 0, merged, {0: "w"}, {})], REPLICAS, tuple, norms)
     return [(cause.rank, cause.detail) for cause in members.norm_causes()]
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.observed import Crossing, Passed
+from pipeproof.core.observe.posted_messages import Came, Message, Sent
+from pipeproof.core.observe.recording import GIVEN, KEPT
+from pipeproof.core.observe.stack import Line, Stack
 from pipeproof.explain.own_lines import with_lines
-from pipeproof.observers.observed import Crossing, Passed
-from pipeproof.observers.recording import GIVEN, KEPT
 from pipeproof.pipeline.action import Action
-from pipeproof.worlds.posted_messages import Came, Message, Sent
-from pipeproof.worlds.stack import Line, Stack
 from tests.support.golden import golden
 
 

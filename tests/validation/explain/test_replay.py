@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.steps import WIDTH, loss_fn
 from tests.support.two_ranks import COUNT, all_forward_all_backward, called, half, judged, named, plain
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.sketch import sketch
 from pipeproof.explain.rounding import rounded_as
 from pipeproof.explain.sketches import is_rounded_sketch
-from pipeproof.observers.sketch import sketch
 
 WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
 

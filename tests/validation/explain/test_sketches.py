@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.sketch import sketch
 from pipeproof.explain.sketches import nearest_sketch, of_sketches, recognised
-from pipeproof.observers.sketch import sketch
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

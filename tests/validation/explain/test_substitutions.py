@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.judgement import setup_of
 from pipeproof.explain.model_beside import ModelBeside
 from pipeproof.explain.played import beside_of, play
 from pipeproof.explain.substitutions import Substitution, between, inside, kept_otherwise, of_data
+from pipeproof.own.case import Case
+from pipeproof.own.judgement import setup_of
 from tests.support.golden import golden
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.observe import observe
+from pipeproof.own.case import Case
+from pipeproof.own.observe import observe
 from pipeproof.records.case_record import backwards_of, config_of, expected_record, observed_record
 from pipeproof.records.compare import compare
 from pipeproof.worlds.world import World

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeproof.cases.case import Case
+from pipeproof.own.case import Case
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordedOperation, RecordError

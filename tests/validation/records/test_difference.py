@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeproof.cases.case import Case
 from pipeproof.core.verdict import JUDGED
+from pipeproof.own.case import Case
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.difference import Difference, difference

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.verdict import Verdict
-from pipeproof.records import step_record
+from pipeproof.records import step_check, step_record
 from pipeproof.records.floors_later import FloorsLater
+from pipeproof.records.record import Record
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
-from pipeproof.records.step_check import StepCheck, check_step
+from pipeproof.records.step_check import check_step
 from pipeproof.records.step_parts import StepPart
 from tests.support.golden import golden
 
@@ -105,21 +107,22 @@ def test_nothing_is_fetched_once_no_rank_waits_any_more(
     times: float, floors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has its verdict takes back what it laid out: another that asks for it then would wait in vain."""
-    asked, (fetch, joined) = list[str](), (ReferenceBeside.fetch, StepCheck._joined)
+    asked, (fetch, joined) = list[str](), (ReferenceBeside.fetch, step_check.joined)
 
     def fetching(self: ReferenceBeside, name: str) -> Tensor:
         asked.append(name)
         return fetch(self, name)
 
-    def joining(self: StepCheck, parts: Sequence[StepPart]) -> Verdict:
+    def joining(parts: Sequence[StepPart], due: tuple[Record, int], **more: Any) -> Verdict:
         asked.clear()
-        monkeypatch.setattr(self._expected.gradients, "_last", None)  # type: ignore[union-attr]  # as of another rank
-        verdict = joined(self, parts)
+        record, number = due
+        monkeypatch.setattr(record.operations[number].gradients, "_last", None)  # as of another rank
+        verdict = joined(parts, due, **more)
         assert asked == []
         return verdict
 
     monkeypatch.setattr(ReferenceBeside, "fetch", fetching)
-    monkeypatch.setattr(StepCheck, "_joined", joining)
+    monkeypatch.setattr(step_check, "joined", joining)
     source = SingleDevice(build, loss_fn, floors=floors)
     verdict = checked(build(), times, source=source, late=lambda data: None)
     assert (verdict.verdict, verdict.stopped) == ("pass", "")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeproof import Composed, Contract, SingleDevice, World, check_step
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import FlatShard
+from pipeproof.whitebox import FlatShard
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
 from tests.support.steps import pairs

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.cases.case import Case
 from pipeproof.core.cause import Cause
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
+from pipeproof.own.case import Case
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record

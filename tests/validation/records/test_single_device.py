@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.validator import WhiteBox
 from pipeproof.pipeline import PipelineSchedule
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.worlds.world import World
 
 DATA: list[tuple[object, object]] = [(torch.full((2, 3), float(k + 1)), torch.ones(2, 3)) for k in range(2)]

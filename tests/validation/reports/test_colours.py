@@ -43,14 +43,14 @@ def distance(one: str, other: str, eyes: str = "all cones") -> float:
 
 @pytest.mark.parametrize("eyes", EYES)
 @pytest.mark.parametrize("places", [1, 2])
-def test_kinds_and_a_ranks_two_stages_differ_for_all_eyes(places: int, eyes: str) -> None:
+def test_colours_differ_for_all_eyes(places: int, eyes: str) -> None:
     shades = [colour_of(kind, place, places=places) for kind in KINDS for place in range(places)]
     assert min(distance(*pair, eyes) for pair in combinations(shades, 2)) > (0.15 if eyes == "all cones" else 0.07)
 
 
 @pytest.mark.parametrize("places", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbouring_stages_of_a_rank_differ_and_grow_paler(kind: Kind, places: int) -> None:
+def test_stages_of_a_rank_grow_paler(kind: Kind, places: int) -> None:
     shades = [colour_of(kind, place, places=places) for place in range(places)]
     assert min(distance(*pair) for pair in pairwise(shades)) > 0.03
     assert shades == sorted(shades, key=lambda colour: contrast(BLACK, colour))
@@ -89,7 +89,5 @@ def test_names_can_be_read_on_every_colour(places: int) -> None:
         (0.1, None, ""),
     ],
 )
-def test_a_colour_is_a_power_of_ten_of_what_rounding_allows(
-    error: float | None, limit: float | None, step: str
-) -> None:
+def test_a_colour_is_a_power_of_ten(error: float | None, limit: float | None, step: str) -> None:
     assert step_of(error, limit) == step

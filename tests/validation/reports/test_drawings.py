@@ -28,9 +28,9 @@ def test_every_file_is_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
 
 
-def test_what_has_no_times_is_drawn_and_is_no_trace(tmp_path: Path) -> None:
+def test_what_has_no_times_is_no_trace(tmp_path: Path) -> None:
     with Drawings(paths(tmp_path)._replace(png=None), actions=9) as files:
-        files.write_panel(broken())
+        files.write_panels([broken()])
     assert [path.name for path in tmp_path.iterdir()] == ["x.svg"]
     assert "breaks 2 laws" in (tmp_path / "x.svg").read_text()
 
@@ -42,7 +42,7 @@ def test_svg_and_trace_need_no_plotting_library(tmp_path: Path, monkeypatch: pyt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.svg"]
 
 
-def test_more_actions_than_pixels_are_refused_for_pictures_alone(tmp_path: Path) -> None:
+def test_more_actions_than_pixels_are_no_picture(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match=f"a picture of {MOST + 1} actions: expected at most {MOST}"):
         Drawings(Paths(svg=str(tmp_path / "x.svg")), actions=MOST + 1)
     Drawings(Paths(trace=str(tmp_path / "x.json")), actions=10**9).__exit__()
@@ -50,7 +50,7 @@ def test_more_actions_than_pixels_are_refused_for_pictures_alone(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_two_schedules_of_32_ranks_and_128_microbatches_can_be_drawn() -> None:
+def test_two_large_schedules_can_be_drawn() -> None:
     assert 2 * len(build("zb-v", ranks=32, microbatches=128).columns) <= MOST
 
 
@@ -67,29 +67,19 @@ def test_an_ending_that_says_something_else_is_refused(wanted: Paths, words: str
         Drawings(wanted, actions=1)
 
 
-def test_without_the_library_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PictureError, match="extra 'plot'"):
-        Drawings(paths(tmp_path), actions=4)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_bad_path_leaves_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeproof.reports.drawings.check_drawable", lambda: None)
-    bad = paths(tmp_path)._replace(trace=str(tmp_path / "no" / "x.json"))
-    with pytest.raises(OutputError, match=r"cannot write .*no/x\.json"):
-        Drawings(bad, actions=4)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_picture_that_cannot_be_made_leaves_none_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fault", ["library", "path", "picture"])
+def test_what_fails_leaves_no_file(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise RuntimeError
 
-    monkeypatch.setattr("pipeproof.reports.drawings.check_drawable", lambda: None)
-    monkeypatch.setattr("pipeproof.reports.drawings.png", fail)
-    with pytest.raises(RuntimeError), Drawings(paths(tmp_path), actions=4) as files:
+    wanted, errors = paths(tmp_path), {"library": PictureError, "path": OutputError, "picture": RuntimeError}
+    if fault == "library":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr("pipeproof.reports.drawings.check_drawable", lambda: None)
+        monkeypatch.setattr("pipeproof.reports.drawings.png", fail)
+    if fault == "path":
+        wanted = wanted._replace(trace=str(tmp_path / "no" / "x.json"))
+    with pytest.raises(errors[fault]), Drawings(wanted, actions=4) as files:
         files.write({"measured": TRACE})
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeproof.cases.case import Case
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
+from pipeproof.own.case import Case
 from pipeproof.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
 from tests.support.golden import golden
 
@@ -44,9 +44,7 @@ CAUGHT, MISSED = result("fail", group="planted"), result("pass", group="planted"
         ([], 1, 3),
     ],
 )
-def test_the_status_is_that_of_the_worst_and_a_short_gate_is_no_pass(
-    cases: Sequence[CaseResult], due: int, status: int
-) -> None:
+def test_the_status_of_a_gate(cases: Sequence[CaseResult], due: int, status: int) -> None:
     assert gated(*cases, due=due).status == status
 
 
@@ -63,7 +61,7 @@ def test_a_hang_is_no_mere_doubt() -> None:
     assert "| **hang** |" in markdown(made)
 
 
-def test_junit_has_a_case_for_each_and_one_for_their_number() -> None:
+def test_junit_has_a_case_for_each() -> None:
     suite = ElementTree.fromstring(junit(gated(PASS, FAIL, UNKNOWN, CAUGHT, due=5)))[0]
     assert {name: suite.get(name) for name in ("tests", "failures", "errors", "time")} == {
         "tests": "5",
@@ -95,7 +93,7 @@ def test_annotations_are_few_and_the_culprit_comes_first() -> None:
     assert annotations(gated(PASS, CAUGHT)) == []
 
 
-def test_the_summary_is_a_table_with_what_is_no_pass_first() -> None:
+def test_the_summary_begins_with_what_is_no_pass() -> None:
     text = markdown(gated(PASS, FAIL))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     golden(rows[0])
@@ -108,7 +106,7 @@ def test_the_summary_is_a_table_with_what_is_no_pass_first() -> None:
     golden(long)
 
 
-def test_a_planted_fault_that_is_not_caught_is_said() -> None:
+def test_a_planted_fault_that_is_missed() -> None:
     assert CAUGHT.headline.endswith("is caught")
     golden(MISSED.headline)
     assert MISSED.outcome == "unknown"

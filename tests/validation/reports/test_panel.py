@@ -5,12 +5,10 @@ import pytest
 from pipeproof.pipeline import Action, build
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.laws import Violation, violations
-from pipeproof.pipeline.lower import read_csv
-from pipeproof.pipeline.program_laws import ANYWHERE
-from pipeproof.pipeline.program_laws import violations as of_program
+from pipeproof.pipeline.program import read_csv
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
-from pipeproof.pipeline.simulate import Times, simulate
+from pipeproof.pipeline.timeline import Times, simulate
 from pipeproof.reports.panel import Cell, Panel, in_slots, timed
 from tests.pipeline.test_trace import TRACE
 from tests.support.golden import golden
@@ -30,7 +28,7 @@ def broken() -> Panel:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_heading_names_sizes_bubbles_and_memory_as_the_simulation_counts_them(name: str) -> None:
+def test_a_heading_has_the_numbers_of_the_simulation(name: str) -> None:
     schedule = build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))
     timeline = simulate(schedule, Times(1, 1.5, 0.5))
     panel = timed(name, trace_of(timeline))
@@ -45,7 +43,7 @@ def test_measured_time_is_said_in_milliseconds() -> None:
     golden(cell(panel, "1F0").says, exact=True)
 
 
-def test_a_wait_is_left_open_and_nothing_is_drawn_for_no_time() -> None:
+def test_a_wait_is_left_open() -> None:
     panel = timed("measured", TRACE.from_zero())
     assert (cell(panel, "1F0").left, cell(panel, "1F0").right) == (3, 6)
     row = TRACE.spans[1]
@@ -71,7 +69,7 @@ def test_stages_of_a_rank_have_places() -> None:
     assert panel.most == 2
 
 
-def test_what_breaks_a_law_is_marked_in_its_slot() -> None:
+def test_what_breaks_a_law_is_marked() -> None:
     panel = broken()
     assert {(each.rank, each.left, str(each.action)) for each in panel.cells if each.wrong} == {
         (1, 0, "1F1"),
@@ -84,13 +82,6 @@ def test_what_breaks_a_law_is_marked_in_its_slot() -> None:
     golden("\n".join(panel.facts))
     golden(cell(panel, "1B0").says)
     assert "no times" in panel.axis
-
-
-def test_a_program_is_marked_at_its_messages() -> None:
-    program = read_csv("0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
-    assert not isinstance(program, Schedule)
-    panel = in_slots("csv", program.schedule, program.ranks, of_program(program, laws=ANYWHERE))
-    assert [str(each.action) for each in panel.cells if each.wrong] == ["0SEND_F0", "0SEND_F0"]
 
 
 def test_many_and_long_violations_are_cut() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeproof.pipeline import Action, Kind, build
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
-from pipeproof.pipeline.simulate import Times, simulate
+from pipeproof.pipeline.timeline import Times, simulate
 from pipeproof.reports.canvas import Box, Drawing, Text, text_width
 from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of
 from pipeproof.reports.panel import Panel, timed
@@ -48,9 +48,7 @@ SIZES = [*((name, 12) for name in FAMILIES), *((name, 40) for name in SOME), ("1
 
 
 @pytest.mark.parametrize(("name", "microbatches"), SIZES)
-def test_every_name_lies_in_its_own_cell_and_a_kind_is_named_in_one_way_or_not_at_all(
-    name: str, microbatches: int
-) -> None:
+def test_every_name_lies_in_its_own_cell(name: str, microbatches: int) -> None:
     shown = panel(name, microbatches=microbatches)
     drawing = picture([shown])
     boxes = cells(drawing)
@@ -77,7 +75,7 @@ def test_small_pictures_name_every_cell(name: str) -> None:
     assert sorted(text.text for text in names(drawing)) == sorted(cells(drawing))
 
 
-def test_where_nothing_fits_some_microbatches_are_dark_and_that_is_said() -> None:
+def test_where_no_name_fits_microbatches_are_dark() -> None:
     drawing = drawn("1f1b", ranks=32, microbatches=128)
     assert names(drawing) == []
     golden("\n".join(words(drawing)), lines="darkest")
@@ -87,7 +85,7 @@ def test_where_nothing_fits_some_microbatches_are_dark_and_that_is_said() -> Non
     assert not [text for text in words(drawn("1f1b")) if "darkest" in text]
 
 
-def test_colours_stand_for_kinds_and_places_alone_and_never_come_again() -> None:
+def test_colours_stand_for_kinds_and_places() -> None:
     boxes = cells(drawn("zb-v", microbatches=20))
     looks: dict[str, set[tuple[Kind, bool]]] = {}
     for name, box in boxes.items():
@@ -97,7 +95,7 @@ def test_colours_stand_for_kinds_and_places_alone_and_never_come_again() -> None
     assert all(len(meant) == 1 for meant in looks.values())
 
 
-def test_halves_of_a_backward_wear_bars_on_opposite_edges() -> None:
+def test_halves_of_a_backward_wear_bars() -> None:
     (_, upper), (_, lower) = (
         list(painted(kind, "#808080", AREA)) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
@@ -108,7 +106,7 @@ def test_halves_of_a_backward_wear_bars_on_opposite_edges() -> None:
     assert [len(list(painted(kind, "#808080", AREA))) for kind in (Kind.FORWARD, Kind.BACKWARD)] == [1, 1]
 
 
-def test_what_runs_as_one_has_one_frame_and_no_gap_within() -> None:
+def test_what_runs_as_one_has_one_frame() -> None:
     shown = panel("dualpipev")
     drawing = picture([shown])
     boxes = cells(drawing)
@@ -123,7 +121,7 @@ def test_what_runs_as_one_has_one_frame_and_no_gap_within() -> None:
     assert "run as one" not in words(drawn("zb-v"))
 
 
-def test_what_breaks_a_law_is_red_and_all_else_pale() -> None:
+def test_what_breaks_a_law_is_drawn_red() -> None:
     drawing = picture([broken()])
     boxes = [box for box in drawing.boxes if box.says]
     red = {box.says.split(":")[0] for box in boxes if box.fill == WRONG}
@@ -150,14 +148,14 @@ def test_panels_share_one_axis_and_keep_their_order() -> None:
     assert idle[0].width / idle[-1].width == pytest.approx(short.end / long.end)
 
 
-def test_measured_time_is_in_milliseconds_and_messages_are_dark_without_a_name() -> None:
+def test_measured_time_and_messages_are_drawn() -> None:
     drawing = picture([timed("measured", TRACE.from_zero())])
     assert {"time in milliseconds", "messages", "4000"} <= set(words(drawing))
     assert cells(drawing)["0SEND_F0"].fill == MESSAGE
     assert sorted(text.text for text in names(drawing)) == ["0F0", "1F0"]
 
 
-def test_a_cell_that_is_much_shorter_than_others_is_still_there() -> None:
+def test_a_very_short_cell_is_still_there() -> None:
     trace = trace_of(simulate(build("1f1b", ranks=4, microbatches=8)))
     *rows, (*spans, last) = trace.spans
     shorter = (*rows, (*spans, last._replace(began=last.ended - 0.02)))
@@ -177,13 +175,13 @@ def test_panels_in_different_units_are_no_picture() -> None:
         picture([timed("measured", TRACE), panel("1f1b")])
 
 
-def test_who_cannot_see_it_is_told_what_it_shows() -> None:
+def test_a_picture_says_what_it_shows() -> None:
     golden(drawn("1f1b").says)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (4, 8), (64, 64), (400, 2)])
-def test_a_picture_has_a_size_that_can_be_shown(ranks: int, microbatches: int) -> None:
+def test_a_picture_has_a_size_for_screens(ranks: int, microbatches: int) -> None:
     drawing = picture([panel("gpipe", ranks=ranks, microbatches=microbatches)] * 2)
     assert 8 <= drawing.width / 72 <= 24
     assert drawing.height / 72 <= 125

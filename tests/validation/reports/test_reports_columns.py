@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.pipeline import build
-from pipeproof.pipeline.grid import grid
+from pipeproof.pipeline.text_grid import grid
 from pipeproof.reports.columns import Column, header, in_pieces, row, table
 from pipeproof.reports.table import COLUMNS
 from tests.support.golden import golden
@@ -51,7 +51,7 @@ def test_a_file_and_a_pipe_have_all() -> None:
     assert len(row(COLUMNS, cells, len(HEADER))) <= len(HEADER)
 
 
-def test_a_table_is_as_wide_as_what_is_in_it_and_empty_columns_are_none() -> None:
+def test_a_table_is_as_wide_as_its_cells() -> None:
     columns = [Column("a"), Column("", drop=1), Column("c", right=True)]
     golden(table(columns, [["x", "", "12"]]))
     rows = [["x", "too long", "12"]]
@@ -69,7 +69,7 @@ ROWS = [["pp 2, dp 4", "65.9", "27.5 s", "it fits"], ["one device", "", "", "it 
 
 
 @pytest.mark.parametrize("width", [None, 40, 33, 30])
-def test_text_that_has_no_room_takes_several_lines_and_numbers_stay_whole(width: int | None) -> None:
+def test_text_without_room_takes_several_lines(width: int | None) -> None:
     columns = [Column("layout"), Column("GiB", right=True), Column("time", right=True), Column("because")]
     shown = table(columns, ROWS, width)
     assert sorted(shown.split()) == sorted(table(columns, ROWS).split())
@@ -77,7 +77,7 @@ def test_text_that_has_no_room_takes_several_lines_and_numbers_stay_whole(width:
     assert max(map(len, shown.splitlines())) <= (width or 40)
 
 
-def test_a_long_grid_is_in_pieces_that_say_where_they_begin() -> None:
+def test_a_long_grid_is_in_pieces() -> None:
     whole = grid(build("1f1b", ranks=2, microbatches=4))
     assert in_pieces(whole, None) == in_pieces(whole, 200) == whole
     pieces = in_pieces(whole, 30).splitlines()
@@ -88,5 +88,5 @@ def test_a_long_grid_is_in_pieces_that_say_where_they_begin() -> None:
     assert max(map(len, in_pieces(whole, 9).splitlines())) <= 9
 
 
-def test_a_sentence_in_the_place_of_a_grid_stays() -> None:
+def test_a_sentence_in_place_of_a_grid() -> None:
     golden(in_pieces("(cannot draw: 1.5 is no whole unit of time)", 20))

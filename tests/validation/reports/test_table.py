@@ -2,35 +2,23 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
-from pipeproof.cases.case import Case
-from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.trial import Named
-from pipeproof.commands.catalogue import listing
 from pipeproof.commands.schedule_commands import _planned
 from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine, RuledOut, alternatives
+from pipeproof.core.observe.stack import Line
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
+from pipeproof.own.case import Case
 from pipeproof.pipeline import Times, build
 from pipeproof.pipeline.plan import Needs, plan, row
-from pipeproof.pipeline.profile import Profile
+from pipeproof.pipeline.trace import Profile
 from pipeproof.reports.columns import header, table
 from pipeproof.reports.side_by_side import SideBySide
-from pipeproof.reports.table import (
-    COLUMNS,
-    confusion,
-    counts,
-    line,
-    measured_table,
-    pairs_of,
-    profile_table,
-    summary,
-    totals,
-)
-from pipeproof.worlds.stack import Line
+from pipeproof.reports.table import COLUMNS, line, measured_table, profile_table, summary
+from pipeproof.wings.specimens import SPECIMENS, confusion, listing
 from tests.support.golden import golden
-from tests.validation.cases.test_trial import RIGHT, TRIAL
 
 CASE = Case("interleaved", 4, 2, 8, (1,) * 8, model="gpt-tied", seed=3)
 LAWS = (
@@ -56,87 +44,54 @@ FAILED = Verdict(str(CASE), "fail", "none", LAWS, (FIRST, *(replace(FIRST, stage
 PASSED = Verdict(str(CASE), "pass", "bitwise", LAWS[:1] * 2 + (LAWS[1],), floor=6e-7, seconds=0.5)
 
 
-def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay() -> None:
-    golden(FAILED.details)
-    assert len(FAILED.details.splitlines()) <= 24
+def failed(*causes: Cause, **more: Any) -> Verdict:
+    return replace(FAILED, cause=causes, **more)
 
 
-def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
-    cause = Cause(
-        "zero",
-        rank=2,
-        stage=6,
-        parameter="blocks.6.norm_1.weight",
-        detail="cleared between the last backward and the norm",
-    )
-    ruled_out = RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", 812)
-    named = replace(FAILED, cause=(cause,), ruled_out=(ruled_out,), bindings=CASE.bindings)
-    golden(named.details)
-    assert len(named.details.splitlines()) <= 24
-    told = "stage 0: no mix of the reference's contributions explains these gradients"
-    undecided = replace(FAILED, undecided=(told,))
-    golden(undecided.details)
+ZERO = Cause("zero", 2, 6, parameter="blocks.6.norm_1.weight", detail="cleared between the last backward and the norm")
+RIGHT_BOUNDARIES = RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", 812)
+ONE, TWO = Cause("dropped", stage=1, microbatches=(3,)), Cause("doubled", stage=2, microbatches=(0, 4), rank=1)
+OPEN = replace(ONE, instead=tuple(replace(ONE, kind=kind) for kind in ("zero", "missing", "sign", "scale")))
+TOGETHER, *OTHERS = alternatives([OPEN, TWO])
+RAN = Line("loop.py", 7, "step", "y.backward()"), Line("loop.py", 3, "run", "step()")
+OWN = Cause("dropped", stage=1, lines=(OwnLine("1B0", RAN[0]), OwnLine("from", RAN[1])))
+ONCE, NEVER = Cell(1.0), Cell(0.0)
+ROWS = (
+    (ONCE, NEVER, Cell(0.0, ((1, 1.0),)), Cell(0.0, (), 1.0)),
+    (ONCE, Cell(2.0), Cell(0.25), Cell(None)),
+)
+PARAMETERS = ("2.a", "2.b", "2.c", "2.d", "2.e", "2.f")
+APART = Cells(((ONCE, NEVER), (ONCE, ONCE), (Cell(None), Cell(None))), ((), PARAMETERS, ("4.a",)))
+MANY = Cells((tuple(NEVER if m in (7, 40) else ONCE for m in range(64)),))
+SCREENS = {
+    "failure": FAILED,
+    "cause": failed(ZERO, ruled_out=(RIGHT_BOUNDARIES,), bindings=CASE.bindings),
+    "undecided": failed(undecided=("stage 0: no mix of the reference's contributions explains these gradients",)),
+    "together and apart": failed(*TOGETHER, alternatives=tuple(OTHERS)),
+    "own lines": failed(OWN, replace(OWN, stage=0, lines=OWN.lines[:1])),
+    "many causes": failed(*(Cause("dropped", stage=stage) for stage in range(6))),
+    "coefficients": failed(Cause("dropped", stage=0), cells=Cells(ROWS)),
+    "parameters apart": failed(Cause("dropped", stage=0), cells=APART),
+    "many microbatches": failed(Cause("dropped", stage=0), cells=MANY),
+    "unknown": Verdict("c", "unknown", "none", (LAWS[0], LAWS[5])),
+    "pass": PASSED,
+}
 
 
-def test_causes_that_hold_together_and_explanations_that_exclude_each_other_are_told_apart() -> None:
-    one, two = Cause("dropped", stage=1, microbatches=(3,)), Cause("doubled", stage=2, microbatches=(0, 4), rank=1)
-    kinds = ["zero", "missing", "sign", "scale"]
-    open_ = replace(one, instead=tuple(replace(one, kind=kind) for kind in kinds))
-    first, *others = alternatives([open_, two])
-    assert first == (one, two)
-    assert [cause.kind for cause, _ in others] == kinds
-    text = replace(FAILED, cause=first, alternatives=tuple(others)).details.splitlines()
-    assert [line.split(":")[0].strip() for line in text[1:9:2]] == [
-        "cause     dropped",
-        "and       doubled",
-        "or        zero",
-        "and       doubled",
-    ]
-    golden(text[2])
-    golden(text[4])
-    after = text.index("  or        1 more explanations") + 1
-    golden(text[after])
+@pytest.mark.parametrize("name", SCREENS)
+def test_the_screen_of_a_verdict(name: str) -> None:
+    text = SCREENS[name].details
+    golden(text, exact=True)
+    assert len(text.splitlines()) <= (24 if len(SCREENS[name].cause) < 2 else 32)
 
 
-def test_lines_of_the_users_own_code_are_told_once() -> None:
-    ran, before = Line("loop.py", 7, "step", "y.backward()"), Line("loop.py", 3, "run", "step()")
-    one = Cause("dropped", stage=1, lines=(OwnLine("1B0", ran), OwnLine("from", before)))
-    golden(replace(FAILED, cause=(one, replace(one, stage=0, lines=one.lines[:1]))).details, exact=True)
+def test_cells_are_data() -> None:
+    rows = tuple(tuple({"own": cell.own, "others": cell.others, "behind": cell.behind} for cell in row) for row in ROWS)
+    assert SCREENS["coefficients"].as_dict()["cells"] == {"rows": rows, "apart": ()}
+    assert not Cells(ROWS).right
 
 
-def test_causes_that_the_screen_has_no_room_for_are_counted() -> None:
-    causes = tuple(Cause("dropped", stage=stage) for stage in range(6))
-    text = replace(FAILED, cause=causes).details.splitlines()
-    assert sum(line.startswith(("  cause", "  and  ")) for line in text) == 4
-    assert "  and       3 more" in text
-
-
-def test_the_coefficients_are_a_table_of_stages_and_microbatches() -> None:
-    right, unknown = Cell(1.0), Cell(None)
-    rows = ((right, Cell(0.0), Cell(0.0, ((1, 1.0),)), Cell(0.0, (), 1.0)), (right, Cell(2.0), Cell(0.25), unknown))
-    named = replace(FAILED, cause=(Cause("dropped", stage=0),), cells=Cells(rows))
-    golden("\n".join(named.details.splitlines()[4:8]))
-    assert not Cells(rows).right
-    assert named.as_dict()["cells"] == {
-        "rows": tuple(
-            tuple({"own": cell.own, "others": cell.others, "behind": cell.behind} for cell in row) for row in rows
-        ),
-        "apart": (),
-    }
-
-
-def test_the_table_names_parameters_that_have_another_number_than_their_stage() -> None:
-    rows = ((Cell(1.0), Cell(0.0)), (Cell(1.0), Cell(1.0)), (Cell(None), Cell(None)))
-    names = ("2.a", "2.b", "2.c", "2.d", "2.e", "2.f")
-    golden("\n".join(Cells(rows, ((), names, ("4.a",))).lines()))
-
-
-def test_of_many_microbatches_the_table_shows_the_wrong_ones_and_counts_the_rest() -> None:
-    row = tuple(Cell(0.0 if m in (7, 40) else 1.0) for m in range(64))
-    golden("\n".join(Cells((row,)).lines()))
-
-
-def test_nothing_is_ruled_out_by_what_was_not_compared() -> None:
+def test_nothing_is_ruled_out_without_comparisons() -> None:
     with pytest.raises(AssertionError, match="not compared"):
         RuledOut(("dropped",), "every gradient is right", 0)
     golden(str(RuledOut((), "every stage began with the model's parameters", 12)))
@@ -150,38 +105,20 @@ def test_the_table() -> None:
     assert max(map(len, table.splitlines())) <= 120
 
 
-def test_a_step_that_cannot_be_compared_has_a_line_without_numbers() -> None:
+def test_a_line_without_numbers() -> None:
     verdict = Verdict(str(CASE), "unknown", "none", (LawResult("comparable", "unknown", note="a call too many"),))
     cells = line(CASE, verdict).split()
     assert cells[-9:-3] == ["-", "-", "none", "-", "-", "-"]
 
 
 def test_the_summary_counts() -> None:
-    golden(summary([FAILED, PASSED, PASSED]))
-    golden(summary([FAILED]))
-
-
-def test_an_unknown_verdict_says_why() -> None:
-    unknown = Verdict("c", "unknown", "none", (LAWS[0], LAWS[5]))
-    golden(unknown.details)
-
-
-def test_a_pass_says_how_much_was_compared() -> None:
-    golden(PASSED.details)
-
-
-def test_what_was_left_out_is_counted() -> None:
-    golden(summary([]))
-    golden(summary([], left_out=2))
-
-
-WRONG, UNKNOWN = Named("sign", False, False, 0.75), Named(None, False, False, 0.5)
+    golden("\n".join([summary([FAILED, PASSED, PASSED]), summary([FAILED]), summary([]), summary([], left_out=2)]))
 
 
 PROFILES = [Profile(0, 0.1, 0.05, 0.01, 0.04), Profile(1, 0.1, 0.1, 0.0, 0.0)]
 
 
-def test_a_profile_is_a_line_per_rank_with_shares() -> None:
+def test_a_profile_is_a_line_per_rank() -> None:
     head, first, second = (
         line.split() for line in profile_table([Profile(0, 0.1, 0.05, 0.01, 0.02), PROFILES[1]]).splitlines()
     )
@@ -198,11 +135,10 @@ def test_measured_beside_simulated_is_two_lines_per_rank() -> None:
     assert rows[2][1:6] == ["80.0", "ms", "60.0", "ms", "75.0%"]
 
 
-PAIRS = [("scale", None), ("scale", "scale"), ("scale", "sign"), ("scale", "sign"), ("dropped", "dropped")]
 NARROW = {
     "profile": (partial(profile_table, PROFILES), ["rank", "idle"]),
     "measured": (partial(measured_table, PROFILES, PROFILES), ["rank", "idle"]),
-    "confusion": (partial(confusion, [*PAIRS, *(("scale", kind) for kind in KINDS)]), ["planted", "named"]),
+    "confusion": (partial(confusion, [("scale", kind) for kind in (None, *KINDS)]), ["planted", "named"]),
     "specimens": (lambda width: listing(SPECIMENS, width=width), ["layernor"]),
     "plan": (lambda width: table(_planned(), list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
     "beside": (
@@ -214,7 +150,7 @@ NARROW = {
 
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("width", [20, 40, 80, 120])
-def test_no_table_is_wider_than_the_terminal_and_what_matters_stays(name: str, width: int) -> None:
+def test_no_table_is_wider_than_the_terminal(name: str, width: int) -> None:
     made, words = NARROW[name]
     whole, shown = made(None), made(width)
     lines = shown.splitlines()[: -1 if name == "beside" else None]  # the last of which is a sentence
@@ -222,22 +158,3 @@ def test_no_table_is_wider_than_the_terminal_and_what_matters_stays(name: str, w
     assert width < 40 or all(word in shown for word in words)
     assert width < 40 or set(shown.split()) <= set(whole.split()), "whole words"
     assert shown == whole or max(map(len, whole.splitlines())) > width
-
-
-def test_of_planted_kinds_the_table_counts_what_they_were_named() -> None:
-    golden(confusion(PAIRS))
-    assert "otherwise" not in confusion(PAIRS[-1:]), "an empty column is none"
-    assert confusion([]) == ""
-
-
-def test_totals_count_caught_right_located_unknown_and_wrong_with_times() -> None:
-    trials = [TRIAL, replace(TRIAL, recorded=WRONG, laws=()), replace(TRIAL, recorded=UNKNOWN, final=RIGHT)]
-    golden(totals(trials, "recorded"), exact=True)
-    golden(totals(trials, "final"))
-    golden(counts([]))
-
-
-def test_a_kind_that_will_do_counts_as_the_planted_one() -> None:
-    trials = [replace(TRIAL, recorded=replace(RIGHT, kind="rounded")), replace(TRIAL, recorded=WRONG)]
-    assert list(pairs_of(trials, "recorded")) == [("scale", "scale"), ("scale", "sign")]
-    assert list(pairs_of(trials, "final")) == []

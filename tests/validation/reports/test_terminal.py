@@ -6,30 +6,31 @@ import pytest
 
 from pipeproof.reports.terminal import Manner, Terminal, speaking
 from tests.support.golden import golden
+from tests.support.typed import Typed
 
 
-def test_lines_are_plain_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_plain_where_nobody_watches(typed: Typed) -> None:
     Terminal().say("FAIL gradient " + "x" * 200, "fail")
-    assert capsys.readouterr().out == "FAIL gradient " + "x" * 200 + "\n"
+    assert typed.said() == "FAIL gradient " + "x" * 200 + "\n"
 
 
 @pytest.mark.usefixtures("rank_1")
-def test_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_speaks(typed: Typed) -> None:
     Terminal().say("hello")
-    assert capsys.readouterr().out == ""
+    assert typed.said() == ""
 
 
-def test_brackets_in_a_line_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_a_line_are_no_markup(typed: Typed) -> None:
     Terminal().say("float32[2, 4] [red]")
-    assert capsys.readouterr().out == "float32[2, 4] [red]\n"
+    assert typed.said() == "float32[2, 4] [red]\n"
 
 
-def test_who_wants_it_quiet_is_spared_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_wants_it_quiet_is_spared_details(typed: Typed) -> None:
     with speaking(Manner(quiet=True)):
         Terminal().detail("a pass")
         Terminal().say("the end")
     Terminal().detail("a pass")
-    golden(capsys.readouterr().out)
+    golden(typed.said())
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,13 @@ def test_who_wants_it_quiet_is_spared_details(capsys: pytest.CaptureFixture[str]
     [("auto", "", False), ("always", "", True), ("never", "", False), ("always", "1", True), ("auto", "1", False)],
 )
 def test_colour_is_as_it_is_wished(
-    color: str, no_color: str, seen: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    color: str, no_color: str, seen: bool, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm-256color")
     with speaking(Manner(color=color)):  # type: ignore[arg-type]
         Terminal().say("FAIL gradient", "fail")
-    assert ("\x1b[" in capsys.readouterr().out) is seen
+    assert ("\x1b[" in typed.said()) is seen
 
 
 @pytest.mark.parametrize("manner", [Manner(), Manner(color="never")])

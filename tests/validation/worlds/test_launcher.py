@@ -1,8 +1,9 @@
-"""Who of a launcher's ranks speaks, and what a worker is told of its own place."""
+"""Who of a launcher's ranks speaks, what a worker is told of its own place, and who shares a processor."""
 
 import pytest
 
-from pipeproof.worlds.launcher import Seat, reports
+from pipeproof.worlds.launcher import Seat, crowded, reports, shared
+from tests.support.golden import golden
 
 SEAT = Seat(rank=2, ranks=4, local_rank=0, local_ranks=2, device="cpu", store="file:///x", folder="/y")
 
@@ -32,3 +33,19 @@ def test_the_environment_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None
     }
     assert environment["MINE"] == "kept"
     assert not {name for name in environment if name.startswith(("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_RANK"))}
+
+
+def test_who_shares_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert shared(2) == ""
+    golden(shared(4))
+    assert crowded(16) == ""
+    golden(crowded(64))
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    golden(shared(2))
+
+
+def test_ranks_of_a_launcher_are_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("pipeproof.worlds.launcher.under_torchrun", lambda: True)
+    assert crowded(64) == ""

@@ -2,7 +2,7 @@
 
 from pipeproof.pipeline import build
 from pipeproof.pipeline.action import Action
-from pipeproof.pipeline.lower import lower
+from pipeproof.pipeline.program import lower
 from pipeproof.worlds.rank_report import Ending, RankReport, headline
 from pipeproof.worlds.stall import lost_message, waiting_in
 from tests.support.golden import golden

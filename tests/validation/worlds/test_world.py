@@ -184,6 +184,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("job", "ending", "told"), FAILURES, ids=[job.__name__ for job, *_ in FAILURES])
 def test_the_culprit_comes_first_and_the_next_run_is_sound(
     world: World, job: Callable[[RankContext], Any], ending: Ending, told: str

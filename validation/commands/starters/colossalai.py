@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import colossalai
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 with colossalai.imports():  # your own modules that import colossalai belong here, too
     from colossalai.booster import Booster

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 
 loss_fn = nn.functional.mse_loss
 

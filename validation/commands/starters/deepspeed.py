@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import deepspeed as checked
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 with checked.imports():  # your own modules that import deepspeed belong here, too
     import deepspeed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import megatron
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 with megatron.imports():  # your own modules that import megatron belong here, too
     from megatron.core import parallel_state

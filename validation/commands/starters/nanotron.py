@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import nanotron
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 with nanotron.imports():  # your own modules that import nanotron belong here, too
     from nanotron.config import LlamaConfig, ParallelismArgs

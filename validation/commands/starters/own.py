@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign import WhiteBox, watch
 from pipeproof.pipeline import PipelineSchedule
+from pipeproof.whitebox import WhiteBox, watch
 
 loss_fn = nn.functional.mse_loss
 

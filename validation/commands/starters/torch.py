@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipeproof.foreign import WhiteBox, torch_pipelining
+from pipeproof.whitebox import WhiteBox, torch_pipelining
 
 loss_fn = nn.functional.mse_loss
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof import torchtitan
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 with torchtitan.imports():  # your own modules that import torchtitan belong here, too
     from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipeproof import transformers
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 
 with transformers.imports():  # your own modules that import transformers belong here, too
     from transformers import AutoModelForCausalLM, LlamaConfig

@@ -11,8 +11,8 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.replay import replayed
 from pipeproof.explain.rules.factors import by_loss_scale, told_apart
 from pipeproof.explain.rules.inside import first_of_backward, other_forward
-from pipeproof.explain.rules.order import or_wrong_message
 from pipeproof.explain.rules.passages import unexplained_passage
+from pipeproof.explain.rules.place import or_wrong_message
 from pipeproof.explain.rules.update import clip_factor
 
 

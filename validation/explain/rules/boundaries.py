@@ -10,15 +10,8 @@ from torch import Tensor
 
 from pipeproof.core.cause import Cause, listed
 from pipeproof.core.limits import FP32
-from pipeproof.core.tolerance import scalar_error
-from pipeproof.explain.divergence import Divergence
-from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.limits import ALIKE, LEFT
-from pipeproof.explain.replay import replayed
-from pipeproof.explain.rules.order import or_zeros
-from pipeproof.explain.solver import whole_within
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH
-from pipeproof.observers.recording import (
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
+from pipeproof.core.observe.recording import (
     FLOWED,
     GIVEN,
     HANDED_ON,
@@ -31,6 +24,13 @@ from pipeproof.observers.recording import (
     USED,
     Point,
 )
+from pipeproof.core.tolerance import scalar_error
+from pipeproof.explain.divergence import Divergence
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.limits import ALIKE, LEFT
+from pipeproof.explain.replay import replayed
+from pipeproof.explain.rules.place import or_zeros
+from pipeproof.explain.solver import whole_within
 from pipeproof.pipeline.sizes import first_few
 
 # What a tensor was says what happened to it, wherever that was ...

@@ -1,4 +1,4 @@
-"""What stages ran: in which mode, in which order, and what never or more often than once."""
+"""What stages ran: in which mode, in which order, what never or more often than once, and whose graph was cut."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
 from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.rules.cut import cut
-from pipeproof.explain.rules.order import ordered
 from pipeproof.explain.rules.passages import complete
-from pipeproof.explain.rules.place import cause_of, found_of
+from pipeproof.explain.rules.place import cause_of, found_of, ordered
 from pipeproof.explain.rules.repeated import repeated
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 
 
@@ -117,3 +115,19 @@ def _first(evidence: Evidence, kind: str, wrong: Sequence[CallCount]) -> Cause:
         detail += f"; what stage {stage - 1} made with requires_grad came without it"
     rank = None if everywhere else evidence.placement[stage]
     return Cause(kind, rank, None if everywhere else stage, microbatches, detail=detail)
+
+
+def cut(evidence: Evidence) -> list[Cause]:
+    """The stages with such backwards whose gradients the stages before lack, from the last down."""
+    causes = []
+    for stage in sorted(evidence.passed.keys() - evidence.unseen - {0}, reverse=True):
+        ran, found = evidence.passed[stage].cut, evidence.attribution
+        if not ran or found is None or stage - 1 in evidence.frozen:
+            continue
+        cells = () if found.cells is None else found.cells.rows[stage - 1]
+        lost = tuple(m for m in sorted(ran) if not (cells and cells[m].own))  # else it came another way
+        whose = "their backwards" if len(lost) > 1 else "its backward"
+        detail = f"{whose} ran, and gave the stage's input no gradient"
+        if lost:
+            causes.append(Cause("dropped", evidence.placement[stage], stage, lost, detail=detail, cut=True))
+    return causes

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.recording import RECEIVED
 from pipeproof.explain.candidates import Candidate, called, near
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE
 from pipeproof.explain.loss_scale import LossScale
-from pipeproof.observers.recording import RECEIVED
 
 
 def told_apart(cause: Cause, evidence: Evidence) -> Cause:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipeproof.core.observe.likeness import Likeness
+from pipeproof.core.observe.observed import INPUT, OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing
+from pipeproof.core.observe.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from pipeproof.explain.divergence import first_wrong_points
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.members import HeldStage
 from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.observers.likeness import Likeness
-from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing
-from pipeproof.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 
 # What a tensor is made from, and what is made from it: how many stages further, and where.
 _FROM: Mapping[str, tuple[tuple[int, str], ...]] = {

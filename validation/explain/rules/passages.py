@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause, RuledOut, listed
+from pipeproof.core.observe.observed import INPUT, Crossing
+from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.core.tolerance import scalar_error
 from pipeproof.explain.divergence import Divergence
 from pipeproof.explain.evidence import Evidence
@@ -16,9 +18,7 @@ from pipeproof.explain.limits import ALIKE, CLOSE, MOST
 from pipeproof.explain.rules.boundaries import causes_of
 from pipeproof.explain.rules.factors import by_loss_scale
 from pipeproof.explain.rules.first_wrong import Boundaries, FirstWrong
-from pipeproof.explain.rules.order import or_wrong_message, ordered, turn_of
-from pipeproof.observers.observed import INPUT, Crossing
-from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
+from pipeproof.explain.rules.place import or_wrong_message, ordered, turn_of
 from pipeproof.pipeline.action import Action, Kind
 
 _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not what it is

@@ -5,12 +5,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.core.tolerance import error
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE
 from pipeproof.explain.members import Place
-from pipeproof.explain.rules.order import ordered
-from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from pipeproof.explain.rules.place import ordered
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.step import Gradient
 

@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause, listed
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
+from pipeproof.core.observe.recording import GIVEN
 from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.rules.order import or_wrong_message, ordered
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH
-from pipeproof.observers.recording import GIVEN
+from pipeproof.explain.rules.place import or_wrong_message, ordered
 from pipeproof.pipeline.action import Kind
 
 _OTHER_TIMES = ("dropped", "doubled")

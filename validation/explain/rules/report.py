@@ -6,15 +6,15 @@ That gradients are right does not prove that losses and outputs were: what no gr
 from collections.abc import Sequence
 
 from pipeproof.core.cause import Cause, listed
+from pipeproof.core.observe.likeness import Label, Likeness
+from pipeproof.core.observe.observed import RankOperation
+from pipeproof.core.observe.recording import Point
 from pipeproof.core.verdict import Mismatch
 from pipeproof.explain.candidates import Candidate, called, multiples, near, rounded
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import likeness
 from pipeproof.explain.rules.place import found_of
-from pipeproof.observers.likeness import Label, Likeness
-from pipeproof.observers.observed import RankOperation
-from pipeproof.observers.recording import Point
 
 _UPSTREAM = ("gradient", "presence", "buffers")
 _UNTOLD = "{0} are wrong and gradients are right: wrong numbers are reported, or the wrong part has no gradient"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipeproof.core.cause import Cause, listed
+from pipeproof.core.observe.likeness import PARAMETER, Label, Likeness
+from pipeproof.core.observe.recording import Point, Site
 from pipeproof.core.old_weights import find_old_weights
 from pipeproof.core.tolerance import agrees
 from pipeproof.core.verdict import Mismatch
@@ -14,8 +16,6 @@ from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import likeness
 from pipeproof.explain.limits import HALF, MANY
 from pipeproof.explain.rules.place import cause_of, found_of
-from pipeproof.observers.likeness import PARAMETER, Label, Likeness
-from pipeproof.observers.recording import Point, Site
 
 
 @dataclass(frozen=True)

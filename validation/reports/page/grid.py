@@ -216,9 +216,15 @@ class Grid:
             at = {"loss": one.microbatch, "gradient": one.stage}.get(one.law)
             if at is not None and one.operation == self.ran.operation:
                 groups[one.law == "loss", at].append(one)
+        began = "its own tensors were not recorded; the"
         return {
-            place: (_went_into(*place, len(group)), _worst(group) or "a0")
-            for place, group in groups.items()
+            (forward, number): (
+                f"{began} loss of microbatch {number} that it went into agrees"
+                if forward
+                else f"{began} {len(group)} gradients of stage {number} that it went into agree",
+                _worst(group) or "a0",
+            )
+            for (forward, number), group in groups.items()
             if all(one.outcome == "pass" for one in group)
         }
 
@@ -240,12 +246,6 @@ def _went_to(done: Done) -> tuple[bool, int | None]:
     return False, done.stage - (done.kind is Kind.BACKWARD_INPUT)
 
 
-def _went_into(forward: bool, number: int | None, count: int) -> str:
-    if forward:
-        return f"its own tensors were not recorded; the loss of microbatch {number} that it went into agrees"
-    return f"its own tensors were not recorded; the {count} gradients of stage {number} that it went into agree"
-
-
 def _is_at(done: Done, rank: int, cause: Cause) -> bool:
     """Whether ``cause`` names this action, or its stage and microbatch."""
     stages = cause.stages or (() if cause.stage is None else (cause.stage,))
@@ -254,14 +254,10 @@ def _is_at(done: Done, rank: int, cause: Cause) -> bool:
     ranks = cause.ranks or (() if cause.rank is None else (cause.rank,))
     if not (cause.action or cause.microbatches) or (ranks and rank not in ranks):
         return False
-    named = cause.action is None or _alike(done, cause.action)
+    # A cause names one action for all of its microbatches.
+    named = cause.action is None or f"{done.stage}{done.kind.value}" == cause.action.rstrip("?0123456789")
     microbatch = not cause.microbatches or done.microbatch in cause.microbatches
     return named and microbatch and (not stages or done.stage in stages)
-
-
-def _alike(done: Done, action: str) -> bool:
-    """Whether ``done`` is ``action`` but for its microbatch: a cause names one for all of its microbatches."""
-    return f"{done.stage}{done.kind.value}" == action.rstrip("?0123456789")
 
 
 def _written(name: str) -> Iterator[str]:

@@ -15,11 +15,10 @@ had what stage ``s`` gave, which is ``f_s`` of what it had. By induction back fr
 output gradient, and so of every gradient. What stands outside of the induction is a stage's own code: it is both sides
 of its links.
 
-It stands on ``Expectation``. Begin with ``link``, what a rerun of a stage gives, and ``chain``, which has all links.
+It stands on the extension point ``expectations``. Begin with ``link``, what a rerun of a stage gives, and ``chain``,
+which has all links.
 """
 
 from pipeproof.wings.composed.case import check_composed as check_composed
 from pipeproof.wings.composed.case import validate_composed as validate_composed
-from pipeproof.wings.composed.mixed import try_mixed as try_mixed
-from pipeproof.wings.composed.mixed import validate_mixed as validate_mixed
 from pipeproof.wings.composed.step import Composed as Composed

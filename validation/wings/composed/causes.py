@@ -1,31 +1,41 @@
-"""Why a composed check fails: what the chain shows, and what ranks found of their own, put together."""
+"""Why a composed check fails: what the chain shows, what each rank finds of its own gradients, both put together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 
 from torch import Tensor
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.judge import concluded
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.measuring import ran_of
+from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.verdict import Verdict
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.cause_rules import STALE
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.explain import explained, sought
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.rules.factors import by_loss_scale
 from pipeproof.explain.tied import Shares, of_copies
-from pipeproof.observers.sketch import Sketch
-from pipeproof.reference.step import Site
-from pipeproof.wings.composed.own_causes import RightStep
-from pipeproof.wings.composed.ties import copies_of
+from pipeproof.reference.copied import copied
+from pipeproof.reference.step import Expected, Gradient, Site, dense
+from pipeproof.reference.traced import Traced
+from pipeproof.whitebox.crossings import near
+from pipeproof.wings.composed.collect import Begun
+from pipeproof.wings.composed.rerun import StageRerun
+from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.wings.composed.weights import weights_apart
 from pipeproof.wings.composed.whole import Whole
+from pipeproof.worlds.settings import drawing_apart
 
 _OF_PARTS = "put together on one rank it gives something else: is a reduction over its ranks missing?"
 _NOT_SUMMED = (
     "{} of its gradients are not the same on ranks {}, and together they are the expected ones: they are parts of one "
     "sum, were reduced before all was added to them, over other ranks, or not at all"
 )
+Pair = tuple[Sketch, Sketch]  # a gradient as observed and as expected
 
 
 @dataclass
@@ -33,16 +43,30 @@ class OwnEvidence:
     """What one rank knows of why something is wrong.
 
     ``causes`` of what is wrong with its gradients and weights, and why none is known of some. ``copies``: what its
-    gradients of shared parameters are made of. ``wrong``: its gradients that are not what they must be, as observed and
-    as expected. ``forms`` have the types of its parameters. ``scale``: how its losses are scaled.
+    gradients of shared parameters are made of. ``wrong``: its gradients that are not what they must be. ``forms`` have
+    the types of its parameters. ``scale``: how its losses are scaled.
     """
 
     causes: list[Cause] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     copies: list[Shares] = field(default_factory=list)
-    wrong: dict[Site, tuple[Sketch, Sketch]] = field(default_factory=dict)
+    wrong: dict[Site, Pair] = field(default_factory=dict)
     forms: Mapping[str, Tensor] = field(default_factory=dict)
     scale: LossScale | None = None
+
+
+@dataclass(frozen=True)
+class RightStep:
+    """What is known of the right step; of a chain not what gradients are made of, which ranks find out."""
+
+    expected: Expected
+    weights: Mapping[str, Tensor]
+    made: Update | None = None
+
+    @property
+    def update(self) -> Update:
+        assert self.made is not None, "no gradients are there to be explained"
+        return self.made
 
 
 def explain(
@@ -58,44 +82,40 @@ def explain(
     if not verdict.mismatches:
         return verdict
     own = {rank: one for rank, one in enumerate(ranks) if whole.parts[rank].stages}
-    evidence = _evidence(verdict, whole, own)
+    evidence = _of_chain(verdict, whole, own)
     flows = {one.law for one in verdict.mismatches} - {"gradient", "presence"}
     found = sought(verdict, lambda: explained(evidence)) if flows else verdict
-    parted = len({*replicas}) < len(wholes)
-    told = [by_loss_scale(one, replace(evidence, scale=rank.scale)) for rank in own.values() for one in rank.causes]
-    copies = [*copies_of(whole.held, whole.first).values()]
-    told += of_copies(copies, [copy for one in own.values() for copy in one.copies])
-    known = () if whole.chain.sources.unsure else found.cause  # a flow may be due to any of equal outputs
-    causes = _beside([_of_parts(one) for one in known] if parted else known, told)
-    causes = _of_all(causes, evidence.stages) or list(not_summed([one.wrong for one in ranks], replicas))
+    of_ranks = [by_loss_scale(one, replace(evidence, scale=rank.scale)) for rank in own.values() for one in rank.causes]
+    copies = [copy for one in own.values() for copy in one.copies]
+    of_ranks += of_copies([*whole.agreed.copies.values()], copies)
+    shown = () if whole.chain.sources.unsure else found.cause  # a flow may be due to any of equal outputs
+    if len({*replicas}) < len(wholes):  # put together of several ranks' parts, a stage is other code
+        other = {one for one in shown if one.kind == "computation" and not one.in_backward}
+        shown = tuple(replace(one, detail=f"{one.detail}; {_OF_PARTS}") if one in other else one for one in shown)
+    causes = _of_all(_beside(shown, of_ranks), evidence.stages) or [*not_summed([one.wrong for one in ranks], replicas)]
     causes = list(dict.fromkeys([*weights_apart(verdict.mismatches), *causes]))
     undecided = dict.fromkeys([*found.undecided, *(why for one in own.values() for why in one.undecided)])
     return replace(found, cause=tuple(causes), undecided=() if causes else tuple(undecided))
 
 
-def _evidence(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) -> Evidence:
-    seen, made, flows = whole.observed, whole.expected, whole.passed.items()
-    scale, skips = own[seen.schedule.placement[-1]].scale, whole.by.factor(made.norm or 0.0) is None
+def _of_chain(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) -> Evidence:
+    observed, expected = whole.observed, whole.expected
+    scale, skips = own[observed.schedule.placement[-1]].scale, whole.by.factor(expected.norm or 0.0) is None
+    flows = {stage: replace(one, complete=one.complete or not one.untold) for stage, one in whole.passed.items()}
     return Evidence(
         verdict,
-        seen.schedule.placement,
+        observed.schedule.placement,
         whole.chain.microbatches,
         len(whole.parts),
         gradients={},
-        norms=[row[0].norm for row in seen.ranks],
-        seen=seen,
-        passed={stage: replace(one, complete=one.complete or not one.untold) for stage, one in flows},
-        due=RightStep(made, {name: form for one in own.values() for name, form in one.forms.items()}),
+        norms=[row[0].norm for row in observed.ranks],
+        seen=observed,
+        passed=flows,
+        due=RightStep(expected, {name: form for one in own.values() for name, form in one.forms.items()}),
         clipped_to=whole.by.max_norm,
         scale=None if scale is None else replace(scale, skips=skips),
         lengths=whole.lengths,
     )
-
-
-def _of_parts(cause: Cause) -> Cause:
-    """``cause``, where stages that are run again are put together of the parts of several ranks: that is other code."""
-    computed = cause.kind == "computation" and not cause.in_backward
-    return replace(cause, detail=f"{cause.detail}; {_OF_PARTS}") if computed else cause
 
 
 def _beside(shown: Sequence[Cause], own: Sequence[Cause]) -> list[Cause]:
@@ -117,12 +137,13 @@ def _of_all(causes: Sequence[Cause], stages: int) -> list[Cause]:
     alike: dict[Cause, list[Cause]] = {}
     for cause in causes:
         alike.setdefault(replace(cause, rank=None, stage=None, factor=None), []).append(cause)
-    for whole, those in alike.items():
-        alike[whole] = [replace(those[0], rank=None, stage=None)] if 1 < stages == len(those) else those
+    for those in alike.values():
+        if 1 < stages == len(those):
+            those[:] = [replace(those[0], rank=None, stage=None)]
     return [cause for those in alike.values() for cause in those]
 
 
-def not_summed(ranks: Sequence[Mapping[Site, tuple[Sketch, Sketch]]], replicas: Sequence[int]) -> Iterator[Cause]:
+def not_summed(ranks: Sequence[Mapping[Site, Pair]], replicas: Sequence[int]) -> Iterator[Cause]:
     """Gradients that differ on the ranks of one of the ``replicas``, or of all, and together are the expected ones."""
     found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for stage, name in dict.fromkeys(site for wrong in ranks for site in wrong):
@@ -137,9 +158,105 @@ def not_summed(ranks: Sequence[Mapping[Site, tuple[Sketch, Sketch]]], replicas: 
         yield Cause("not-reduced", rank=group[0], stage=stage, parameter=alone, detail=detail)
 
 
-def _makes_up(pairs: Sequence[tuple[Sketch, Sketch]]) -> bool:
+def _makes_up(pairs: Sequence[Pair]) -> bool:
     """Whether what ranks have is not one, and added up, or averaged, what is expected of each."""
     observed = [one for one, _ in pairs]
     whole = reduce(Sketch.plus, observed)
     unlike = any(not one.is_like(observed[0]) for one in observed)
-    return unlike and any(all(whole.is_like(due.times(times)) for _, due in pairs) for times in (1, len(pairs)))
+    return unlike and any(all(whole.is_like(one.times(times)) for _, one in pairs) for times in (1, len(pairs)))
+
+
+@dataclass(frozen=True)
+class StageGradients:
+    """The gradients of one stage that a rank has, by the model's names.
+
+    ``full_names``: by what the stage calls each. ``begun``: what they were before the step. Of what other ranks have of
+    one, by ``shards``, this one has seen nothing: it is zero here.
+    """
+
+    full_names: Mapping[str, str]
+    observed: Mapping[str, Tensor | None]
+    begun: Begun
+    shards: OwnShards
+
+    def part(self, name: str, whole: Gradient) -> Gradient:
+        """A ``whole`` gradient, by its name in the stage, with zeros in place of what others have."""
+        return self.shards.alone(self.full_names[name], whole) if name in self.full_names else whole
+
+    def parts(self, whole: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
+        """The same of all of them, with all their elements."""
+        every = whole.items()
+        return {site: None if one is None else self.part(site[1], dense(one)) for site, one in every}
+
+
+def own_causes(
+    own: StageRerun, ledger: Ledger, numbers: Sequence[int], gradients: StageGradients, *, placement: Sequence[int]
+) -> Verdict:
+    """A verdict on a rank's ``gradients`` of ``own``, with the causes of what is wrong with them.
+
+    ``ledger`` has what was found wrong; ``numbers``: the microbatch of each of its calls; ``placement``: the rank of
+    every stage. What little is unknown is not told apart by microbatches: what rounding does to each is as large.
+    """
+    local, names = concluded(ledger, f"stage {own.stage}"), gradients.full_names
+    wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in names.values()]
+    local = replace(local, mismatches=tuple(wrong))
+    if local.verdict == "unknown":
+        return local
+    found = sought(local, lambda: explained(_of_stage(own, local, gradients, placement)))
+    batches = [numbers[k] for k in own.numbers]
+    causes = [
+        replace(
+            cause,
+            rank=placement[own.stage],
+            stage=own.stage,
+            microbatches=tuple(sorted(batches[m] for m in cause.microbatches)),
+            parameter=None if cause.parameter is None else names.get(cause.parameter, cause.parameter),
+        )
+        for cause in found.cause
+    ]
+    return replace(found, cause=tuple(causes))
+
+
+def _of_stage(own: StageRerun, local: Verdict, gradients: StageGradients, placement: Sequence[int]) -> Evidence:
+    """What is known of a stage by itself, as a model of its own that is all on one rank."""
+    stage, whole, names = own.stage, own.expected, gradients.full_names
+    observed = {(stage, name): gradients.observed[full] for name, full in names.items() if full in gradients.observed}
+    seen = gradients.parts(observed)
+    given = tuple(replace(one, gradients=gradients.parts(one.gradients)) for one in whole.contributions)
+    expected = gradients.parts({site: one for site, one in whole.gradients.items() if site in seen})
+    with drawing_apart():
+        model, sites = copied(own.model), [*expected]
+        now = Traced(model, held=sites, batches=own.batches, loss=own.loss, losses=whole.losses, ends={})
+    for name, leaf in now.parameters(stage).items():
+        leaf.register_hook(partial(gradients.part, name))  # type: ignore[no-untyped-call]  # in torch
+    begun = ((name, gradients.shards.in_place(full, gradients.begun.get(full))) for name, full in names.items())
+    old = {(stage, name): one for name, one in begun if one is not None}
+    alone, ranks, stages = (placement[stage],) * (stage + 1), len({*placement}), len(placement)
+    update = Update(seen, expected, now, old=old, placement=alone, ranks=ranks, stages=stages)
+    known = RightStep(replace(whole, gradients=expected, contributions=given), whole.before, update)
+    return Evidence(local, alone, len(own.batches), 1, gradients=seen, norms=(), due=known)
+
+
+def causes_of_sums(
+    wrong: Mapping[str, tuple[Tensor, Tensor]], begun: Mapping[str, Tensor | None], rank: int, stage: int
+) -> list[Cause]:
+    """What all gradients of a stage are that are ``wrong``, as observed and as replicas add them up: one thing.
+
+    ``begun``: what they were before the step.
+    """
+    pairs = {name: (one - expected, begun.get(name)) for name, (one, expected) in wrong.items()}
+    times = _one_of(None if old is None else sketch(rest).factor(sketch(old)) for rest, old in pairs.values())
+    if times is not None:
+        at = rank if times >= 1 else None  # of less than all of it, another replica may have kept it
+        return [Cause("stale-gradient", at, stage, detail=f"{STALE}, {times:g} times")]
+    factor = _one_of(sketch(one).factor(sketch(expected)) for one, expected in wrong.values())
+    if factor is None or near(factor, 1.0):
+        return []
+    alone = next(iter(wrong)) if len(wrong) == 1 else None
+    return [Cause("scale", rank, stage, factor=factor, detail=f"{factor:g} times", parameter=alone)]
+
+
+def _one_of(factors: Iterable[float | None]) -> float | None:
+    """The one factor that all are, to four digits; None where they differ, or one is none."""
+    found = {None if one is None else float(f"{one:.4g}") for one in factors}
+    return found.pop() if len(found) == 1 else None

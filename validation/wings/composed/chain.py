@@ -13,17 +13,17 @@ from functools import cached_property
 import torch
 
 from pipeproof.core.limits import precision_of
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.elements import is_rounded
+from pipeproof.core.observe.observed import INPUT, UNKNOWN_MICROBATCH, Crossing, Passed
+from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.reason import Reason
-from pipeproof.foreign.call_matching import CallOrder, Column
-from pipeproof.foreign.crossings import Context, detached, passed_of, sent_by
-from pipeproof.foreign.survey import TOGETHER, Places
-from pipeproof.observers.calls import Call
-from pipeproof.observers.elements import is_rounded
-from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing, Passed
-from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
-from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import Kind
-from pipeproof.wings.composed.link import Link, StageSeen
+from pipeproof.whitebox.call_matching import CallOrder, Column
+from pipeproof.whitebox.crossings import Context, detached, passed_of, sent_by
+from pipeproof.whitebox.survey import TOGETHER, Places
+from pipeproof.wings.composed.link import Link, StageCalls
 from pipeproof.wings.composed.sources import TARGETS, Data, Input, Output, Source, Sources, as_sent, is_target
 
 _AS_SENT = "its call came in the order of those before it"
@@ -43,7 +43,7 @@ class Chain:
     ``sources``: where inputs come from. ``orders``: by stage, the microbatch of each call.
     """
 
-    def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
+    def __init__(self, stages: Mapping[int, StageCalls], data: Data) -> None:
         self.stages = as_sent(dict(sorted(stages.items())))
         self.data = data
         self.sources = Sources(self.stages, data)
@@ -64,44 +64,41 @@ class Chain:
         """Those of ``stage``, each with its microbatch."""
         return [*zip(self.orders[stage].numbers, self.stages[stage].calls, strict=True)]
 
-    def with_due_gradients(self) -> "Chain":
-        """The same, where outputs bring a gradient as if each input were asked for the one that is due, and no other.
+    def with_flowing_gradients(self) -> "Chain":
+        """The same, where outputs bring a gradient as if each input were asked for what should flow, and for no more.
 
         So a gradient that is lost, or asked for in vain, is followed through stages that train nothing.
         """
         chain = self
-        for stage, seen in self.stages.items():
-            pairs = list(zip(seen.calls, chain.due(stage), strict=True))
-            if any(due != call.needing for call, due in pairs):
-                calls = tuple(_giving(call, due, trains=seen.trains) for call, due in pairs)
-                chain = Chain({**chain.stages, stage: replace(seen, calls=calls)}, self.data)
+        for stage, here in self.stages.items():
+            pairs = list(zip(here.calls, chain.flowing(stage), strict=True))
+            if any(flowing != call.needing for call, flowing in pairs):
+                calls = tuple(_giving(call, flowing, trains=here.trains) for call, flowing in pairs)
+                chain = Chain({**chain.stages, stage: replace(here, calls=calls)}, self.data)
         return chain
 
-    def lost(self, stage: int) -> list[frozenset[int]]:
-        """Of each call, the inputs that lost on their way that a gradient flows to them: it does to what was sent."""
-        return [due - call.needing for due, call in zip(self.due(stage), self.stages[stage].calls, strict=True)]
+    def flowing(self, stage: int) -> list[frozenset[int]]:
+        """Of each call, the inputs to which a gradient should flow: it leads to a weight, or it is not known where to.
 
-    def due(self, stage: int) -> list[frozenset[int]]:
-        """Of each call, the inputs to which a gradient should flow: it leads to a weight, or nobody knows where to."""
-        flowing = {number: self._flowing((stage, number)) for of, number in self.sources.inputs if of == stage}
+        Where a call's do not need it, they lost on their way that one flows to what was sent.
+        """
+        sent: dict[int, set[bytes] | None] = {}  # that brings a gradient, by input; None where no stage sent it
+        for number in (number for of, number in self.sources.inputs if of == stage):
+            of, n = self.sources.of_inputs.get((stage, number), (None, 0))
+            sent[number] = None if of is None else {c.outputs[n].digest for c in self.stages[of].calls if n in c.giving}
 
-        def is_due(number: int, call: Call) -> bool:
-            those = flowing[number]
+        def flows(number: int, call: Call) -> bool:
+            those = sent[number]
             if number in call.needing:
                 return those is None or bool(those)
             return those is not None and number not in call.given_again and call.inputs[number].digest in those
 
-        return [frozenset(n for n in range(len(call.inputs)) if is_due(n, call)) for call in self.stages[stage].calls]
-
-    def _flowing(self, at: Input) -> set[bytes] | None:
-        """What was sent as this input and brings a gradient; None where no stage is known to have sent it."""
-        of, number = self.sources.of_inputs.get(at, (None, 0))
-        return None if of is None else {c.outputs[number].digest for c in self.stages[of].calls if number in c.giving}
+        return [frozenset(n for n in range(len(call.inputs)) if flows(n, call)) for call in self.stages[stage].calls]
 
     @property
     def meant(self) -> int | None:
         """The stage from which on calls are of other microbatches than their inputs; None if there is none."""
-        return next((stage for stage, seen in self.stages.items() if seen.meant), None)
+        return next((stage for stage, here in self.stages.items() if here.meant), None)
 
     def as_meant(self, pairs: Mapping[int, int]) -> "Chain | None":
         """The same, where messages between two stages crossed: from there on, calls are meant for other microbatches.
@@ -162,21 +159,21 @@ class Chain:
     def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """What passed every stage, where its calls give ``links`` when they are run again."""
         again, sent = self._places(links)
-        limits: dict[int, Limits] = {}
-        for stage, own in links.items():
-            allowed = {(*at, k): limit for k, link in enumerate(own) for at, limit in link.allowed.items()}
-            limits[stage] = defaultdict(float, allowed)
+        limits = {stage: Limits(float) for stage in links}
+        for stage, k, link in ((stage, k, link) for stage, own in links.items() for k, link in enumerate(own)):
+            limits[stage].update({(*at, k): limit for at, limit in link.allowed.items()})
         self._add_sums(sent[1], limits)
         columns = {stage: list(self._columns(stage, again, sent, limits[stage])) for stage in self.stages}
-        content = sent_by({stage: (seen.calls, columns[stage]) for stage, seen in self.stages.items()}, self.orders)
+        content = sent_by({stage: (here.calls, columns[stage]) for stage, here in self.stages.items()}, self.orders)
         found: dict[int, Passed] = {}
-        for stage, seen in self.stages.items():
+        for stage, here in self.stages.items():
             context = Context(stage, self.orders[stage], content, None, limits[stage])
             before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
-            lost = detached(before, seen.calls, self.orders[stage])
-            flow = replace(passed_of(stage, seen.calls, columns[stage], context), detached=lost)
-            unsure = stage != self.last and why_unsure(stage, seen, links[stage])
-            found[stage] = replace(flow, crossings=tuple(map(_known, flow.crossings))) if unsure else flow
+            lost = detached(before, here.calls, self.orders[stage])
+            flow = replace(passed_of(stage, here.calls, columns[stage], context), detached=lost)
+            if stage != self.last and why_unsure(stage, here, links[stage]):  # more may have come
+                flow = replace(flow, crossings=tuple(map(_known, flow.crossings)))
+            found[stage] = flow
         return found
 
     def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[Both, Both]:
@@ -241,15 +238,15 @@ class Chain:
             rows = [getattr(call, part) for call in calls]
             members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
             places, elsewhere = flows if where in (GIVEN, MADE, KEPT) else reversed(flows)
-            due = {number for number, place in named.items() if place in places}
-            for number in sorted(set().union(due, *members)):
-                seen = tuple(member.get(number) for member in members)
+            expected = {number for number, place in named.items() if place in places}
+            for number in sorted(set().union(expected, *members)):
+                observed = tuple(member.get(number) for member in members)
                 place = named.get(number, "")
                 kind = Kind.FORWARD if where in (GIVEN, MADE) else Kind.BACKWARD
                 name = f"{what} {number}" if number else what
                 own = (place,) if place and kind is Kind.FORWARD else ()
                 judged = where == KEPT or bool(place)
-                column = Column(kind, where, name, number, seen, places, elsewhere, own, place, judged)
+                column = Column(kind, where, name, number, observed, places, elsewhere, own, place, judged)
                 yield self._rounded(column, stage, limits) if where == RECEIVED else column
 
     def _rounded(self, column: Column, stage: int, limits: Limits) -> Column:
@@ -258,44 +255,69 @@ class Chain:
         A gradient has the type of its output and can have no other. How far rounding put them is added to ``limits``:
         infinitely where numbers may be too large for that type, for then nothing tells what came from a fault.
         """
-        found = list(column.seen)
+        found = list(column.observed)
         for k, (m, call) in enumerate(self.calls(stage)):
-            seen, due = found[k], column.known.get(m)
-            if seen is None or due is None or column.number >= len(call.outputs):
+            came, sent = found[k], column.known.get(m)
+            if came is None or sent is None or column.number >= len(call.outputs):
                 continue
-            wide = seen.widened(due.dtype)
-            if wide is not seen and seen.dtype == call.outputs[column.number].dtype and not seen.is_same(due):
-                found[k], narrow = wide, torch.finfo(seen.dtype)
-                fits = math.isfinite(seen.norm) or due.norm <= narrow.max  # no element is above the norm
+            wide = came.widened(sent.dtype)
+            if wide is not came and came.dtype == call.outputs[column.number].dtype and not came.is_same(sent):
+                found[k], narrow = wide, torch.finfo(came.dtype)
+                fits = math.isfinite(came.norm) or sent.norm <= narrow.max  # no element is above the norm
                 limits[RECEIVED, column.number, k] += narrow.eps if fits else math.inf
-        return replace(column, seen=tuple(found))
+        return replace(column, observed=tuple(found))
 
 
-def why_unsure(stage: int, seen: StageSeen, links: Sequence[Link]) -> str:
+def together(chain: Chain, own: Mapping[int, Sequence[Call]]) -> tuple[Chain, dict[int, list[Call]]]:
+    """``chain`` and this rank's ``own`` calls, in which several backwards of a stage are one.
+
+    Consumers, outputs and terms of a loss may each have their own. The last stage comes first: what it hands on in
+    parts, others get in parts.
+    """
+    stages, calls = dict(chain.stages), {stage: list(those) for stage, those in own.items()}
+    for stage, here in sorted(stages.items(), reverse=True):
+        sent = [_sent_back(chain, stages, stage, m) for m in chain.orders[stage].numbers]
+        both = [call.together(one) for call, one in zip(calls.get(stage, here.calls), sent, strict=True)]
+        stages[stage] = replace(here, calls=tuple(replace(call, again=None) for call in both))
+        calls |= {stage: both} if stage in own else {}
+    return Chain(stages, chain.data), calls
+
+
+def _sent_back(chain: Chain, stages: Mapping[int, StageCalls], stage: int, microbatch: int) -> dict[int, list[Sketch]]:
+    """What the consumers of each output of ``stage``, or what may be some, handed back of a microbatch."""
+    found: dict[int, list[Sketch]] = {}
+    for (of, number), inputs in chain.consumers.items():
+        for consumer, at in sorted(inputs) if of == stage else ():
+            pairs = zip(chain.orders[consumer].numbers, stages[consumer].calls, strict=True)
+            for call in (call for m, call in pairs if m == microbatch and at in call.input_gradients):
+                found.setdefault(number, []).extend([call.input_gradients[at], *call.in_parts.get(at, ())])
+    return found
+
+
+def why_unsure(stage: int, here: StageCalls, links: Sequence[Link]) -> str:
     """Why more may have come to what an inner ``stage`` gave than was sent there; empty where it may not.
 
     That is of a loss outside; or of another output made of that one: how much is known where the stage runs again.
     """
-    if seen.outside is not None:
-        where = f" at {seen.outside[0].place}" if seen.outside else ""
+    if here.outside is not None:
+        where = f" at {here.outside[0].place}" if here.outside else ""
         return Reason.OWN_BACKWARD.doubt(_OUTSIDE.format(where, stage))
     again = all(link.gives for link in links)
-    several = not again and any(len(call.giving) > 1 for call in seen.calls)
+    several = not again and any(len(call.giving) > 1 for call in here.calls)
     return Reason.LINK.doubt(_SEVERAL.format(stage)) if several else ""
 
 
 def _known(one: Crossing) -> Crossing:
-    """``one`` of a stage to which more may have come than was sent: where it did, nobody knows what is due."""
     unnamed = one.where == RECEIVED and one.really is not None and one.really.kind in _UNNAMED
     return replace(one, same=True, judged=False) if unnamed and one.judged else one
 
 
-def _giving(call: Call, due: frozenset[int], *, trains: bool) -> Call:
-    """``call``, were gradients ``due`` to these of its inputs. ``trains``: its stage has weights to be trained."""
-    if due - call.needing:
+def _giving(call: Call, flowing: frozenset[int], *, trains: bool) -> Call:
+    """``call``, were gradients ``flowing`` to these of its inputs. ``trains``: its stage has weights to be trained."""
+    if flowing - call.needing:
         made = {n for n, one in enumerate(call.outputs) if is_rounded(one.dtype)}
         return replace(call, giving=call.giving | made - call.repeated.keys())
-    return call if due or trains else replace(call, giving=frozenset())
+    return call if flowing or trains else replace(call, giving=frozenset())
 
 
 def place_of(source: Source) -> str:

@@ -11,52 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import coarsest, precision_among, precision_of
-from pipeproof.core.verdict import Crash, Verdict
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.digest import contents
+from pipeproof.core.observe.shards import Shard
+from pipeproof.core.observe.watching import Watcher
+from pipeproof.core.verdict import Verdict
 from pipeproof.explain.explain import sought
 from pipeproof.explain.loss_scale import LossScale
-from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.observers.calls import Call
-from pipeproof.observers.digest import contents
-from pipeproof.observers.shards import Shard
-from pipeproof.observers.watching import Watcher
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, own_name, places_of, run_of, told
-from pipeproof.records.record import RankStage, RecordError
+from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, own_name, run_of, told
+from pipeproof.records.record import RecordError
 from pipeproof.records.step_parts import ended_otherwise, not_compared
 from pipeproof.records.step_record import Pairs
-from pipeproof.reference.accumulation import PLAIN
 from pipeproof.reference.again import undisturbed
+from pipeproof.reference.snapshot import Snapshot
+from pipeproof.whitebox.handed_back import Gradient
+from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.composed.causes import OwnEvidence, explain
-from pipeproof.wings.composed.chain import Chain
+from pipeproof.wings.composed.chain import Chain, together
 from pipeproof.wings.composed.collect import Begun, EarlyStep, WatchedStages
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.division import Division
 from pipeproof.wings.composed.gradients import OwnGradients
-from pipeproof.wings.composed.held_gradients import length_in_pieces
-from pipeproof.wings.composed.lines import RankLines
-from pipeproof.wings.composed.link import Link, StageSeen
-from pipeproof.wings.composed.own_calls import ExtraCalls, together
-from pipeproof.wings.composed.peers import Peers
-from pipeproof.wings.composed.rerun import StageRerun
+from pipeproof.wings.composed.link import Link, StageCalls
+from pipeproof.wings.composed.loss import Division
 from pipeproof.wings.composed.reruns import RerunNote, Reruns
-from pipeproof.wings.composed.shards import OwnShards, Part, lengths_of, other_data
-from pipeproof.wings.composed.sources import Data
-from pipeproof.wings.composed.start import ChainStart, names_in, placement_of, problems_of
-from pipeproof.wings.composed.sums import ReplicaSums
-from pipeproof.wings.composed.ties import StageShares
+from pipeproof.wings.composed.rounding import length_in_pieces
+from pipeproof.wings.composed.shards import OwnShards, lengths_of, other_data
+from pipeproof.wings.composed.start import Agreed, ChainStart, names_in
+from pipeproof.wings.composed.sums import ReplicaSums, StageShares
 from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.wings.composed.weights import RENAMED, cut_by_hand, enter_equal, not_one, weights_here
 from pipeproof.wings.composed.whole import LAWS, OwnPart, Reported, Whole, judge, norm_of, not_known
-from pipeproof.wings.composed.wiring import refusals
-from pipeproof.worlds.drawing import drawing_apart
+from pipeproof.wings.composed.wiring import ExtraCalls, refusals
 from pipeproof.worlds.rank_report import RankReport
+from pipeproof.worlds.settings import drawing_apart
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
-_UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
 _OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage's module hold them"
 
 
@@ -68,7 +60,6 @@ class ChainPart:
     own: OwnPart
     found: OwnEvidence
     problem: str = ""
-    crash: Crash | None = None
     no_norm: str = ""
 
 
@@ -86,33 +77,21 @@ class ComposedCheck(CheckedStep):
         turn: int = 0,
     ) -> None:
         super().__init__(modules, microbatches, laws=LAWS, rename=rename, timeout_s=timeout_s)
-        self._by, self._turn = against, turn
-        self._only: int | None = None  # the one stage that is run again, if not all are
+        self._by, self._turn, self._scale = against, turn, 1.0  # what losses were scaled by as the step began
+        self._agreed, self._reported = Agreed(), Reported()
         self._watched = WatchedStages(against)
-        self._weights: dict[int, dict[str, bytes]] = {}  # of stages that are run again, as the step began
-        self._places: dict[str, list[RankStage]] = {}
-        self._one_name: dict[str, str] | None = None  # of each of the model's, the first that the parameter has
-        self._first: Mapping[str, str] = {}  # as far as that is known where nobody knows the model
-        self._start = ChainStart(None)
-        self._starts: Sequence[ChainStart] = ()
-        self._division = Division(PLAIN)
-        self._shards = OwnShards(self._own)
-        self._lines = RankLines()
-        self._data: Data = []
-        self._reported = Reported()
-        self._shares = StageShares(Exchange(None), {}, {}, {}, self._bound_s)
-        self._after = WeightsAfter(self._own, self._ledger)
         self._begun, self._early = Begun(against.keep), EarlyStep()
-        self._scale = 1.0  # what losses were scaled by as the step began
-        self._lost: frozenset[int] = frozenset()  # stages of which it is not known what they give
-        self._unsure: Mapping[str, str] = {}  # weights of which nobody knows whether they are one, and why
+        self._weights: dict[int, dict[str, bytes]] = {}  # of stages that are run again, as the step began
+        self._shards = OwnShards(self._own)
+        self._shares = StageShares(Exchange(None))
+        self._after = WeightsAfter(self._own, self._ledger)
         self._part_of_chain: OwnPart | None = None
         self._found = OwnEvidence()
 
     @property
     def microbatches(self) -> int:
         """How many the step is of."""
-        return len(self._data)
+        return len(self._agreed.data)
 
     def seen_by(self, watcher: Watcher) -> None:
         """The step is over, and ``watcher`` saw the calls of all stages; their weights are those that it began with."""
@@ -143,193 +122,196 @@ class ComposedCheck(CheckedStep):
             known = None if named is None else gradients_of(named, self._own.places)
         given = self._given, self._watched.arguments
         state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
-        with self.noting(), state as self._snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
+        with self.noting(), state as snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
             try:
-                self._part_of_chain = self._made(known)
+                self._part_of_chain = self._made(known, snapshot)
             except RanksAbsent as absent:
                 self._absent = absent
 
     def _begin(self) -> str:
+        start, whole = ChainStart(None), None
         with self.noting():
             self._take_given()
             self._by.check()
             self._shards = OwnShards(self._own)
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
-            self._start = ChainStart.of(self._given, self._own, self._by, together=self._shards.together)
+            start = ChainStart.of(self._given, self._own, self._by, together=self._shards.together)
             whole = self._by.whole()
-            self._one_name = None if whole is None else names_in(whole)
         arrivals: list[Arrival] = self._arrivals()
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
         if problems := problems or wrong:
             return told(problems)
-        every = self._gather(self._start.with_data(self._given), "the microbatches of the checked step")
-        lines = RankLines.of(run, self._exchange.rank, arrivals, together=max(one.together for one in every))
-        if problems := problems_of(every, run.replicas) or ({} if lines.split else {0: _UNSPLIT}):
+        starts = self._gather(start.with_data(self._given), "the microbatches of the checked step")
+        agreed = Agreed.of(run, self._exchange.rank, arrivals, starts, bound_s=self._bound_s)
+        if problems := agreed.problems:
             return told(problems)
-        self._run, self._lines, self._places, self._starts = run, lines, places_of(arrivals), every
+        agreed = replace(agreed, only=self._by.only(self._turn, agreed.last + 1))
+        self._agreed = agreed if whole is None else replace(agreed, first=names_in(whole), known=True)
         self._shards = OwnShards(self._own, [arrival.shards for arrival in arrivals])
-        self._peers = Peers(self._exchange.rank, [one.stages for one in every], self._bound_s)
-        self._data = next(one.data for one in self._lines.of_line(every) if one.data is not None)
-        shared = {name: first for one in every for name, first in one.first.items()}
-        self._first = shared if self._one_name is None else self._one_name
         if isinstance(self._by.loss_fn, LossOfAll):
             self._take_loss(self._by.loss_fn)
         self.begin(self._own.gradients)
         self._early.open(one for module in self._own.modules.values() for one in module.parameters())
         self._scale = self._by.scale
         self._after = WeightsAfter(self._own, self._ledger, self._by.masters)
-        last = max(stage for one in every for stage in one.stages)
-        self._only = self._by.only(self._turn, last + 1)
         for stage, module in self._own.modules.items():
-            self._watched.watch(stage, module, kept=self._only is None or stage in (self._only, last))
-            if self._only in (None, stage):
+            compared = agreed.only in (None, stage)
+            self._watched.watch(stage, module, kept=compared or stage == agreed.last)
+            if compared:
                 self._weights[stage] = contents(module)
         return ""
 
     def _take_loss(self, loss_fn: LossOfAll) -> None:
         """Make the loss of the targets of all replicas."""
         targets = None if self._given is None else [(None, target) for _, target in self._given]
-        every = self._lines.all_pairs(self._gather(targets, "the targets of all microbatches"))
+        every = self._agreed.lines.all_pairs(self._gather(targets, "the targets of all microbatches"))
         with self.noting():
             self._by = replace(self._by, loss_fn=loss_fn.of(every))
 
-    def _made(self, named: Mapping[str, Gradient] | None) -> OwnPart:
+    @property
+    def _declared(self) -> bool:
+        """Whether it is said how losses are scaled."""
+        return self._by.scaler is not None or self._by.contract.loss_scale is not None
+
+    def _made(self, named: Mapping[str, Gradient] | None, snapshot: Snapshot) -> OwnPart:
         """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
         for stage, why in self._watched.unseen.items():
             self.refuse(f"stage {stage} was not seen, and cannot be run again: {why}")
-        every, calls = self._heard()
-        lines = self._lines
-        own_chain = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
-        extra = ExtraCalls.among(own_chain, self._data)
-        calls = {stage: extra.left(stage, own) for stage, own in calls.items()}
-        chain, calls = together(Chain(extra.without, self._data), calls)
-        for why in refusals(chain):
-            self.refuse(why)
-        others = {stage: lines.of_parts(every, stage, len(own)) for stage, own in calls.items()}
-        first = self._only or 0
-        if lines.together > 1 and (obstacle := other_data(calls.get(first, ()), others.get(first, ()))):
-            self.refuse(obstacle)
-        modules, chain = self._shards.modules(self._peers), chain.with_due_gradients()
-        self._division = self._divided()
-        loss_fn, only = self._by.loss_fn, self._only
-        again = Reruns(self._division, modules, calls, self._given, chain, loss_fn, only, self._shards.sums(modules))
-        again.in_parts, again.others, again.own_losses = lines.together > 1, others, self._watched.own_losses
-        here = self._rerun(again, named)
-        chain, stages = again.chain, again.stages
+        every, calls, unsure = self._collected()
+        of_line = {stage: one for part in self._agreed.lines.of_line(every) for stage, one in part.items()}
+        extra = ExtraCalls.among(of_line, self._agreed.data)
+        again = self._reruns(every, extra, calls)
+        left = self._own.gradients if named is None else named
+        here, division, lost = self._rerun(again, left, snapshot)
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
-        due = self._summed(stages)
-        found = {name: self._shards.in_whole(name, one, due.get(name)) for name, one in here.items()}
-        sums = self._shards, self._replicas, self._shares
-        placement = placement_of(lines.of_line([(rank, one.stages) for rank, one in enumerate(self._starts)]))
-        gradients = OwnGradients(self._own, self._ledger, *sums, self._division, lines, placement)
-        gradients = replace(gradients, begun=self._begun, lost=self._lost, only=self._only, found=self._found)
-        gradients.unsure.update(self._unsure)
-        for own in stages:
-            gradients.compare(own, chain.orders[own.stage].numbers, due, found)
-        for why in self._begun.without_gradients(self._own, calls):
+        peers, parts = self._agreed.peers, self._agreed.lines.together
+        replicas = ReplicaSums(self._exchange, peers, self._shards, parts, self._watched.comm_hooks(self._own))
+        expected = self._summed(again, replicas, division)
+        observed = {name: self._shards.in_whole(name, one, expected.get(name)) for name, one in here.items()}
+        sums = self._shards, replicas, self._shares
+        doubts = self._begun, lost, dict(unsure)
+        gradients = OwnGradients(self._ledger, self._agreed, division, *sums, *doubts, self._found)
+        for own in again.stages:
+            gradients.compare(own, again.chain.orders[own.stage].numbers, expected, observed)
+        for why in self._begun.without_gradients(self._own, again.calls):
             self._ledger.doubt("presence", why)
-        extra.enter(self._ledger, calls)
-        one_each = {self._own.rename(own.stage, name) for own in stages for name in own.single_names}
-        due_each = {name: one for name in one_each if (one := due[name]) is not None}
-        lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in due_each.items()}
-        parts = {part: one for own in stages for part, one in self._shards.sizes(own.stage, here).items()}
-        self._foresee(parts, here)
-        held = [one for module in modules.values() for one in module.parameters()]
+        extra.enter(self._ledger, again.calls)
+        self._foresee(again, here, lost, unsure)
         self._found.causes += again.exchanged_targets(self._exchange.rank)
-        self._found.scale = self._scaling
+        self._found.scale = LossScale(division.scaled, self._by.scale) if self._declared else None
         self._found.forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
-        links = {stage: (Link({}),) * len(own) for stage, own in calls.items()}
-        links |= {own.stage: tuple(own.links) for own in stages}
-        seen = {k: chain.stages[k] for k in calls}
-        inside = [precision_of(own.inside) for own in stages if own.inside is not None]
-        precision = coarsest([precision_among(held), *inside])
-        summed = coarsest([precision, *map(precision_of, self._shards.reduced_in.values())])
-        foreseen = self._after.foreseen
-        return OwnPart(self._ledger, seen, links, lengths, gradients.unsure, foreseen, precision, summed)
+        return self._part_of(again, expected, gradients.unsure)
 
-    def _heard(self) -> tuple[list[Mapping[int, StageSeen]], dict[int, list[Call]]]:
-        """What all ranks saw of their stages, and the calls of this one's."""
+    def _collected(self) -> tuple[list[Mapping[int, StageCalls]], dict[int, list[Call]], dict[str, str]]:
+        """What all ranks saw of their stages, the calls of this one's, and why weights may be one, by name."""
         calls = self._watched.calls(self.microbatches)
         with self.noting():
             if obstacle := self._shards.obstacle:
                 raise RecordError(obstacle)
             self._early.check()
             self._begun.check_called(self._own, calls)
-        untold = self._one_name is None and self._by.contract.ties is None
-        weights = weights_here(self._shards, self._weights, self._first) if untold else {}
-        mine = self._watched.seen(self._exchange.rank, calls), weights
+        untold = not self._agreed.known and self._by.contract.ties is None
+        weights = weights_here(self._shards, self._weights, self._agreed.first) if untold else {}
+        mine = self._watched.told(self._exchange.rank, calls), weights
         both = self._gather(mine, "what stages received and sent in the checked step")
-        every: list[Mapping[int, StageSeen]] = [seen for seen, _ in both]
-        self._unsure = enter_equal(self._ledger, [held for _, held in both], self._only)
+        every: list[Mapping[int, StageCalls]] = [one for one, _ in both]
+        unsure = enter_equal(self._ledger, [one for _, one in both], self._agreed.only)
         if not any(one.calls for part in every for one in part.values()):
             self.refuse("no stage was called yet: call gradients() after the backwards of the step")
-        return every, calls
+        return every, calls, unsure
 
-    def _rerun(self, again: Reruns, named: Mapping[str, Gradient] | None) -> dict[str, Tensor | None]:
-        """Run stages ``again``, in the way that all ranks agree upon; what this rank has of gradients."""
-        left = self._own.gradients if named is None else named
+    def _reruns(
+        self, every: Sequence[Mapping[int, StageCalls]], extra: ExtraCalls, own: Mapping[int, Sequence[Call]]
+    ) -> Reruns:
+        """What is rerun here: this rank's ``own`` calls but for ``extra`` ones, in the chain of what ranks saw."""
+        lines, first = self._agreed.lines, self._agreed.only or 0
+        left = {stage: extra.left(stage, calls) for stage, calls in own.items()}
+        chain, calls = together(Chain(extra.without, self._agreed.data), left)
+        for why in refusals(chain):
+            self.refuse(why)
+        others = {stage: lines.of_parts(every, stage, len(those)) for stage, those in calls.items()}
+        if lines.together > 1 and (obstacle := other_data(calls.get(first, ()), others.get(first, ()))):
+            self.refuse(obstacle)
+        modules, said = self._shards.modules(self._agreed.peers), self._by.contract
+        declared, divisor = self._declared, lines.own_divisor(said.loss_divisor, self.microbatches)
+        alike = said.loss_divisor is not None or self._agreed.alike
+        return Reruns(
+            Division(self._by.accumulation, self._scale, divisor, lines.replicas, alike, declared),
+            modules,
+            calls,
+            self._given,
+            chain.with_flowing_gradients(),
+            self._by.loss_fn,
+            only=self._agreed.only,
+            sums=self._shards.sums(modules),
+            others=others if lines.together > 1 else None,
+            own_losses=self._watched.own_losses,
+        )
+
+    def _rerun(
+        self, again: Reruns, left: Mapping[str, Gradient], snapshot: Snapshot
+    ) -> tuple[dict[str, Tensor | None], Division, frozenset[int]]:
+        """Run stages ``again``, in the way that all ranks agree upon, where the step ``left`` these gradients.
+
+        What this rank has of them; how the step divides; and the stages of which it is not known what they give.
+        """
         with self.noting():
-            again.run(self._snapshot, partial(self._begun.note_elsewhere, self._own, left))
+            again.run(snapshot, partial(self._begun.note_elsewhere, self._own, left))
         mine, what = (again.note, self._shards.flat(left)), "what stages give again, and how losses are divided"
         every: list[tuple[RerunNote, Mapping[str, Shard]]] = self._gather(mine, what)
         notes = [note for note, _ in every]
-        self._lost = frozenset(stage for note in notes for stage in note.lost)
-        again.agree(self._lines.of_line(notes))
-        scaled = next((one for note in notes for one in note.scaled), self._division.scaled)
-        division = replace(self._division, scaled=scaled)
-        self._division = division.with_factors([factor for note in notes for factor in note.factors])
-        if unknown := self._division.doubt(self._ledger, len(self._run.microbatches)):
+        again.agree(self._agreed.lines.of_line(notes))
+        scaled = next((one for note in notes for one in note.scaled), again.division.scaled)
+        factors = [factor for note in notes for factor in note.factors]
+        division = replace(again.division, scaled=scaled).with_factors(factors)
+        if unknown := division.doubt(self._ledger, len(self._agreed.lines.run.microbatches)):
             self.refuse(unknown)
         for own in again.stages:
-            own.times(self._division.times)
-        return self._shards.lying(left, [every[rank][1] for rank in self._peers.ranks])
+            own.times(division.times)
+        here = self._shards.lying(left, [every[rank][1] for rank in self._agreed.peers.ranks])
+        return here, division, frozenset(stage for note in notes for stage in note.lost)
 
-    def _divided(self) -> Division:
-        """How the contract divides."""
-        said, lines = self._by.contract, self._lines
-        declared = said.loss_scale is not None or self._by.scaler is not None
-        own = lines.own_divisor(said.loss_divisor, self.microbatches)
-        return Division(self._by.accumulation, self._scale, own, lines.replicas, self._alike, declared)
-
-    def _summed(self, stages: Sequence[StageRerun]) -> dict[str, Tensor | None]:
+    def _summed(self, again: Reruns, replicas: ReplicaSums, division: Division) -> dict[str, Tensor | None]:
         """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
-        sums = {self._own.rename(own.stage, name): one for own in stages for name, one in own.gradients.items()}
-        hooks = self._watched.comm_hooks(self._own)
-        self._replicas = ReplicaSums(self._exchange, self._peers, self._shards, self._lines.together, hooks)
-        sums |= self._replicas.summed(sums)
-        both, own = (self._exchange, self._first), self._own.places
-        self._shares = StageShares(*both, self._places, own, self._bound_s, replica=self._lines.own)
-        return self._division.divided(sums | self._shares.join(None if self._why else sums))
+        sums = {self._own.rename(own.stage, name): one for own in again.stages for name, one in own.gradients.items()}
+        sums |= replicas.summed(sums)
+        agreed = self._agreed
+        names = agreed.first, agreed.copies, self._own.places
+        self._shares = StageShares(self._exchange, *names, self._bound_s, replica=agreed.lines.own)
+        return division.divided(sums | self._shares.join(None if self._why else sums))
 
-    @property
-    def _alike(self) -> bool:
-        """Whether it is known to be the same in all replicas what losses are divided by."""
-        counts = {len(one.data) for one in self._starts if one.data is not None}
-        return self._by.contract.loss_divisor is not None or len(counts) == 1
-
-    @property
-    def _scaling(self) -> LossScale | None:
-        """How losses are scaled, if a scaler or the contract says so."""
-        said = self._by.scaler is not None or self._by.contract.loss_scale is not None
-        return LossScale(self._division.scaled, self._by.scale) if said else None
-
-    def _foresee(self, sizes: Mapping[Part, float], gradients: Mapping[str, Any]) -> None:
-        """Note what the optimizer is going to make of ``gradients``."""
+    def _foresee(self, again: Reruns, here: Mapping[str, Any], lost: frozenset[int], unsure: Mapping[str, str]) -> None:
+        """Note what the optimizer is going to make of what is ``here`` of gradients."""
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
-        if self._only is not None:
+        if self._agreed.only is not None:
             return
-        if self._by.needs_norm and (self._lost or self._unsure):
+        if self._by.needs_norm and (lost or unsure):
             if optimizers:
-                self._after.give_up(not_known(self._lost) if self._lost else next(iter(self._unsure.values())))
+                self._after.give_up(not_known(lost) if lost else next(iter(unsure.values())))
             return
         if self._by.needs_norm:
+            sizes = {part: one for own in again.stages for part, one in self._shards.sizes(own.stage, here).items()}
             every = self._gather(sizes, "the norms of gradients, by which they are clipped, or a step is skipped")
             parts = {part: one for each in every for part, one in each.items()}
-            factor = self._by.factor(norm_of(lengths_of(parts), self._first))
+            factor = self._by.factor(norm_of(lengths_of(parts), self._agreed.first))
         if optimizers:
-            self._after.foresee(optimizers, self._shards.parameters, gradients, factor=factor)
+            self._after.foresee(optimizers, self._shards.parameters, here, factor=factor)
+
+    def _part_of(self, again: Reruns, expected: Mapping[str, Tensor | None], unsure: Mapping[str, str]) -> OwnPart:
+        """What this rank has to say of its stages."""
+        names = {self._own.rename(own.stage, name) for own in again.stages for name in own.single_names}
+        known = {name: one for name in names if (one := expected[name]) is not None}
+        lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in known.items()}
+        weights = [one for module in again.modules.values() for one in module.parameters()]
+        inside = [precision_of(own.inside) for own in again.stages if own.inside is not None]
+        precision = coarsest([precision_among(weights), *inside])
+        summed = coarsest([precision, *map(precision_of, self._shards.reduced_in.values())])
+        links = {stage: (Link(),) * len(own) for stage, own in again.calls.items()}
+        links |= {own.stage: tuple(own.links) for own in again.stages}
+        stages = {stage: again.chain.stages[stage] for stage in again.calls}
+        return OwnPart(self._ledger, stages, links, lengths, unsure, self._after.foreseen, precision, summed)
 
     def _finish(self) -> None:
         if self._why or self._obstacle or self._absent is not None:
@@ -342,37 +324,28 @@ class ComposedCheck(CheckedStep):
         begun = self._shards.named(self._weights)
         own = replace(self._part_of_chain or OwnPart(self._ledger), reported=self._reported, weights=begun)
         found = replace(self._found, causes=[*self._found.causes, *self._after.causes])
-        return ChainPart(about, own, found, self._why, self._crash, self._no_norm)
+        return ChainPart(about, own, found, self._why, self._no_norm)
 
     def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
-        seconds = perf_counter() - self._began
+        seconds, lines = perf_counter() - self._began, self._agreed.lines
         obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
         said = obstacle and len(parts) == self._exchange.ranks  # who was missed has said why
         ended = ended_otherwise([part.report for part in parts], None if said else self._absent)
-        if self._lines.together > 1:
-            obstacle = obstacle or cut_by_hand([one.own.weights for one in parts], self._lines.replica_of_rank)
+        weights = [one.own.weights for one in parts]
+        if lines.together > 1:
+            obstacle = obstacle or cut_by_hand(weights, lines.replica_of_rank)
         if ended is None and not obstacle:
             cure = self._rename.cure if isinstance(self._rename, AdapterNames) else RENAMED
-            obstacle = not_one([one.own.weights for one in self._lines.of_line(parts)], cure)
+            obstacle = not_one(lines.of_line(weights), cure)
         if ended is not None or obstacle:
             return replace(not_compared(obstacle, ended), seconds=seconds, rerun=rerun)
         no_norm = next((part.no_norm for part in parts if part.no_norm), "")
-        owned, counted = [part.own for part in parts], self._one_name is not None
-        wholes = []
-        for line in range(self._lines.count):
-            mine = [of == line for of in self._run.replicas]
-            own = [one if here else OwnPart(Ledger(LAWS)) for one, here in zip(owned, mine, strict=True)]
-            brought = (one.data for one, here in zip(self._starts, mine, strict=True) if here)
-            data = next(one for one in brought if one is not None)
-            of_all = self._places, self._first, counted, no_norm
-            divisor = self._lines.own_divisor(self._by.contract.loss_divisor, len(data))
-            wholes.append(Whole(own, data, divisor, *of_all, only=self._only, by=self._by))
-        which = "" if self._only is None else f"stage {self._only} of "
-        title, replicas = f"{which}a step of this job, link by link", self._lines.replica_of_rank
-        weights = [one.weights for one in owned]
+        wholes = Whole.of([part.own for part in parts], self._agreed, self._by, no_norm)
+        which = "" if self._agreed.only is None else f"stage {self._agreed.only} of "
+        title, evidence = f"{which}a step of this job, link by link", [part.found for part in parts]
         verdict = judge(wholes, weights, title=title, rerun=rerun, seconds=seconds)
-        return sought(verdict, lambda: explain(verdict, wholes, [part.found for part in parts], replicas))
+        return sought(verdict, lambda: explain(verdict, wholes, evidence, lines.replica_of_rank))
 
     def _close(self) -> None:
         self._early.close()

@@ -6,26 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeproof.observers.backward_lines import is_inside_a_backward
-from pipeproof.observers.calls import Call
-from pipeproof.observers.elements import any_nonzero, version
-from pipeproof.observers.own_losses import OwnLoss
-from pipeproof.observers.shards import held_here, is_plain
-from pipeproof.observers.watching import Watcher
+from pipeproof.core.observe.backward_lines import is_inside_a_backward
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.elements import any_nonzero, version
+from pipeproof.core.observe.fence import Fence
+from pipeproof.core.observe.own_losses import OwnLoss
+from pipeproof.core.observe.shards import held_here, is_plain
+from pipeproof.core.observe.watching import Watcher
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.step import dense
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.link import StageSeen
-from pipeproof.wings.composed.own_calls import counting, with_own_loss
+from pipeproof.wings.composed.link import StageCalls
 from pipeproof.wings.composed.rerun import StageRerun
-from pipeproof.wings.composed.sums import hooks_of
-from pipeproof.worlds.fence import Fence
-from pipeproof.worlds.stack import Stack
 
 _UNSEEN = (
     "no call of stage {}'s module was seen: pass the module that is called, and call it itself, not its forward; "
@@ -61,56 +60,80 @@ class WatchedStages:
 
     def calls(self, microbatches: int) -> dict[int, list[Call]]:
         """Those of each stage that are about microbatches, of which there are so many."""
-        warmup = self._by.contract.warmup
-        every = {k: self._watchers[k].calls(one, warmup=warmup) or [] for k, one in self._modules.items()}
-        if not warmup:
-            every = {k: counting(calls, microbatches) for k, calls in every.items()}
-        for k, loss in self.own_losses.items():
-            every[k] = [with_own_loss(call, apart=loss.apart) for call in every[k]]
-        return every
+        warmup, found = self._by.contract.warmup, dict[int, list[Call]]()
+        for stage, watcher, module in self._each():
+            calls = watcher.calls(module, warmup=warmup) or []
+            trained = [call for call in calls if call.ran]
+            several = len(trained) >= microbatches or len(calls) > microbatches
+            found[stage] = trained if several and not warmup else calls
+        for stage, loss in self.own_losses.items():
+            found[stage] = [_with_own_loss(call, apart=loss.apart) for call in found[stage]]
+        return found
 
     @property
     def unseen(self) -> dict[int, str]:
         """Why not all was seen of a stage, by stage."""
-        found = {k: self._watchers[k].unseen(one) for k, one in self._modules.items()}
-        return {k: why for k, why in found.items() if why}
+        return {stage: why for stage, watcher, module in self._each() if (why := watcher.unseen(module))}
 
     @property
     def arguments(self) -> list[object]:
         """What is no tensor of what was given to calls that are kept."""
-        every = (call for k, one in self._modules.items() for call in self._watchers[k].calls(one) or ())
-        return [call.again.others for call in every if call.again is not None]
+        every = (call.again for _, watcher, module in self._each() for call in watcher.calls(module) or ())
+        return [again.others for again in every if again is not None]
 
-    def seen(self, rank: int, calls: Mapping[int, Sequence[Call]]) -> dict[int, StageSeen]:
+    def told(self, rank: int, calls: Mapping[int, Sequence[Call]]) -> dict[int, StageCalls]:
         """What other ranks are told of the ``calls`` of stages on this ``rank``: all but what runs them again."""
-        outside = self.outside
         found = {}
-        for stage, own in calls.items():
-            trains = any(one.requires_grad for one in self._modules[stage].parameters())
-            alone = tuple(replace(call, again=None) for call in own)
-            found[stage] = StageSeen(rank, alone, outside=outside.get(stage), trains=trains)
+        for stage, watcher, module in self._each():
+            trains = any(one.requires_grad for one in module.parameters())
+            alone = tuple(replace(call, again=None) for call in calls[stage])
+            # Of inner stages, these losses are outside of all.
+            found[stage] = StageCalls(rank, alone, outside=watcher.losses.outside(module), trains=trains)
         return found
 
     @property
     def own_losses(self) -> dict[int, OwnLoss]:
         """The losses that stages have of their own."""
-        found = {k: self._watchers[k].losses.of(one) for k, one in self._modules.items()}
-        return {k: one for k, one in found.items() if one is not None}
-
-    @property
-    def outside(self) -> dict[int, Stack]:
-        """Where losses were made of what stages gave: of inner ones, these are outside of all stages."""
-        found = {k: self._watchers[k].losses.outside(one) for k, one in self._modules.items()}
-        return {k: one for k, one in found.items() if one is not None}
+        every = ((stage, watcher.losses.of(module)) for stage, watcher, module in self._each())
+        return {stage: one for stage, one in every if one is not None}
 
     def comm_hooks(self, own: RankStages) -> dict[str, str]:
         """The hooks through which DDP reduces the gradients of this rank's ``own`` stages, by the parameter's name."""
-        return hooks_of(own, self._watchers)
+        found: dict[str, str] = {}
+        for stage, watcher, module in self._each():
+            replicas = watcher.replicas(module)
+            if replicas is not None and (hook := _hook_of(replicas)):
+                found |= {own.rename(stage, name): hook for name, _ in module.named_parameters(remove_duplicate=False)}
+        return found
 
     def close(self) -> None:
         """From now on watch nothing."""
         for watcher in self._watchers.values():
             watcher.close()
+
+    def _each(self) -> Iterator[tuple[int, Watcher, nn.Module]]:
+        return ((stage, self._watchers[stage], module) for stage, module in self._modules.items())
+
+
+def _with_own_loss(call: Call, *, apart: bool) -> Call:
+    """``call`` of a stage with a loss of its own, if what it handed back was not seen: as in a backward ``apart``.
+
+    Or an input's gradient was asked for before, as for a loss that punishes it: which was handed back is not known.
+    """
+    several = any(len(those) > 1 for (is_output, _), those in call.parts.items() if not is_output)
+    parts = {at: those for at, those in call.parts.items() if at[0]}
+    return replace(call, input_gradients={}, in_parts={}, parts=parts) if apart or several else call
+
+
+def _hook_of(replicas: DistributedDataParallel) -> str:
+    """The name of the hook through which it reduces gradients; empty where it averages them."""
+    hooks = [hook for hook, _ in replicas._comm_hooks]
+    if hooks:
+        name = getattr(hooks[-1], "__qualname__", type(hooks[-1]).__qualname__)
+        return "" if hooks[-1] is default_hooks.allreduce_hook else name
+    logged: dict[str, object] = replicas._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # in torch
+    built_in = str(logged.get("comm_hook", ""))
+    return "" if built_in.endswith("ALLREDUCE") else built_in
 
 
 class Begun:

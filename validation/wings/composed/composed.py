@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.core.contract import DEFAULTS, Contract
-from pipeproof.foreign.expectation import OF_A_MODEL
-from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.foreign.task import LossFn, WhiteBoxError, check_builds, check_loss_fn, check_module, name_of
-from pipeproof.observers.digest import digest
-from pipeproof.observers.shards import held_here
+from pipeproof.core.observe.digest import digest
+from pipeproof.core.observe.shards import held_here
 from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.generators import Generator, is_generator
+from pipeproof.reference.model import LossFn
 from pipeproof.reference.snapshot import Snapshot, unchanged
 from pipeproof.reference.step import clip_factor
-from pipeproof.worlds.drawing import drawing_apart
+from pipeproof.whitebox.expectation import OF_A_MODEL
+from pipeproof.whitebox.task import LossOfAll, WhiteBoxError, check_builds, check_loss_fn, check_module, name_of
+from pipeproof.worlds.settings import drawing_apart
 
 _LOST = (
     "stages were run again, and what this changed in the job cannot be put back: {}; keep it where neither they nor "
@@ -104,21 +104,17 @@ class AgainstItself(StepExpectation):
         if self.loss_fn is not None and not isinstance(self.loss_fn, LossOfAll):
             check_loss_fn(self.loss_fn)
         masters = self.masters is None or isinstance(self.masters, Mapping)
+        optimizers = all(isinstance(one, Optimizer) for one in self.optimizers)
+        scaler = self.scaler is None or callable(getattr(self.scaler, "get_scale", None))
         generators = isinstance(self.generators, Sequence) and all(map(is_generator, self.generators))
         keepers = "generators of torch, Python or numpy, or of keepers that have get_states() and set_states()"
         fits = {
             "contract": (isinstance(self.contract, Contract), "a pipeproof.Contract"),
-            "optimizer": (
-                all(isinstance(one, Optimizer) for one in self.optimizers),
-                "this rank's torch.optim.Optimizer",
-            ),
+            "optimizer": (optimizers, "this rank's torch.optim.Optimizer"),
             "every": (_is_count(self.every), "a number of steps, from 1"),
             "stages": (self.stages in ("all", _ONE_BY_ONE), f'"all" or "{_ONE_BY_ONE}"'),
             "masters": (masters, "a mapping of weights to their copies, such as dict(zip(...))"),
-            "scaler": (
-                self.scaler is None or callable(getattr(self.scaler, "get_scale", None)),
-                "a torch.amp.GradScaler, or one that has get_scale()",
-            ),
+            "scaler": (scaler, "a torch.amp.GradScaler, or one that has get_scale()"),
             "generators": (generators, f"a list of {keepers}"),
         }
         for word, (fit, wanted) in fits.items():
@@ -144,6 +140,9 @@ class AgainstItself(StepExpectation):
     def accumulation(self) -> Accumulation:
         """How gradients are added up."""
         return self.contract.accumulation or PLAIN
+
+    def in_framework(self, claims: Mapping[str, Any], **known: Any) -> Self:
+        return replace(self, contract=replace(self.contract, **claims), **known)
 
     def for_framework(self, accumulation: Accumulation | None) -> Self:
         said = replace(self.contract, accumulation=self.contract.accumulation or accumulation)

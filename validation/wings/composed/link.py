@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pipeproof.observers.calls import Call
-from pipeproof.observers.recording import MADE, RECEIVED
-from pipeproof.observers.sketch import Sketch
-from pipeproof.worlds.stack import Stack
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.recording import MADE, RECEIVED
+from pipeproof.core.observe.sketch import Sketch
+from pipeproof.core.observe.stack import Stack
 
 Point = tuple[str, int]  # where at a call, and the tensor's number there
 
@@ -25,7 +25,7 @@ class Link:
     ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
     """
 
-    gives: Mapping[Point, Sketch]
+    gives: Mapping[Point, Sketch] = field(default_factory=dict)
     received: Mapping[int, Sketch] = field(default_factory=dict)
     limits: Mapping[Point, float] = field(default_factory=dict)
     strange: frozenset[Point] = frozenset()
@@ -51,10 +51,14 @@ class Link:
         """Whether it gives what is not finite, and not the same: where numbers overflow depends on their order."""
         return not self.strange and math.inf in self.limits.values()
 
+    def is_right(self, at: Point, observed: Sketch | None) -> bool:
+        """Whether what was ``observed`` there is what the call gives, but for rounding."""
+        return observed is not None and observed.distance(self.gives[at]) <= self.allowed.get(at, 0.0)
+
 
 @dataclass(frozen=True)
-class StageSeen:
-    """A stage on its rank, and its calls. ``trains``: it has weights to be trained.
+class StageCalls:
+    """The calls of a stage, on its ``rank``. ``trains``: it has weights to be trained.
 
     ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same. ``outside``: where
     the backward of a loss was called for that came to what it gave; None where none did.
@@ -66,20 +70,15 @@ class StageSeen:
     outside: Stack | None = None
     trains: bool = True
 
-    def without_own(self, links: Sequence[Link]) -> "StageSeen":
+    def without_own(self, links: Sequence[Link]) -> "StageCalls":
         """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""
         pairs = zip(self.calls, links, strict=True)
         return replace(self, calls=tuple(call.without_own(link.received) for call, link in pairs))
 
 
-def seen_at(call: Call, at: Point) -> Sketch | None:
+def observed_at(call: Call, at: Point) -> Sketch | None:
     """What passed there in ``call``; None if nothing did."""
     where, number = at
     if where == MADE:
         return call.outputs[number] if number < len(call.outputs) else None
     return (call.output_gradients if where == RECEIVED else call.input_gradients).get(number)
-
-
-def flow_of(call: Call) -> float:
-    """The size of what came back to ``call``: the largest norm among its output gradients."""
-    return max((one.norm for one in call.output_gradients.values()), default=0.0)

@@ -2,24 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.own_losses import OwnLoss, weights_among
 from pipeproof.core.reason import Reason
-from pipeproof.foreign.loss_of_all import LossOfAll
-from pipeproof.observers.calls import Call
-from pipeproof.observers.own_losses import OwnLoss, weights_among
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.model import LossFn
 from pipeproof.reference.snapshot import Snapshot
+from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.composed.chain import Chain
-from pipeproof.wings.composed.division import Division
-from pipeproof.wings.composed.loss_link import LossLink
+from pipeproof.wings.composed.loss import Division, LossLink
 from pipeproof.wings.composed.rerun import StageRerun
 from pipeproof.wings.composed.shards import in_doubt
 from pipeproof.wings.composed.sources import TARGETS
@@ -39,8 +37,8 @@ _NO_TARGETS = "the last stage is here, and its targets are not: pass microbatche
 class RerunNote:
     """What a rank tells others of its stages: those of which it is not known what they give.
 
-    ``factors``: of each last stage, what came back from the loss in multiples of what is due. ``scaled``: what losses
-    are multiplied by, as its rank has it. ``pairs``: of microbatches whose losses met others' targets, those.
+    ``factors``: of each last stage, what came back from the loss in multiples of what is expected. ``scaled``: what
+    losses are multiplied by, as its rank has it. ``pairs``: of microbatches whose losses met others' targets, those.
     """
 
     lost: Sequence[int]
@@ -54,9 +52,9 @@ class Reruns:
     """The stages of ``modules``, by number, as their ``calls`` used them.
 
     ``given``: the microbatches, where they are known. ``only``: the one stage that is rerun, if not all are. ``sums``:
-    the type in which the gradients of a stage are added up, where its weights are narrower. ``in_parts``: stages are
-    cut inside, among ranks; so may be what passes between them. ``others``: by stage, its calls on each other rank of
-    the replica. ``own_losses``: those that stages have.
+    the type in which the gradients of a stage are added up, where its weights are narrower. ``others``: by stage that
+    is cut inside among ranks, its calls on each other rank of the replica; None where none is. ``own_losses``: those
+    that stages have.
     """
 
     division: Division
@@ -65,11 +63,10 @@ class Reruns:
     given: Pairs | None
     chain: Chain
     loss_fn: LossFn | LossOfAll | None
-    only: int | None = None
-    sums: Mapping[int, torch.dtype] = field(default_factory=dict)
-    in_parts: bool = False
-    others: Mapping[int, Sequence[Sequence[Call]]] = field(default_factory=dict)
-    own_losses: Mapping[int, OwnLoss] = field(default_factory=dict)
+    only: int | None
+    sums: Mapping[int, torch.dtype]
+    others: Mapping[int, Sequence[Sequence[Call]]] | None
+    own_losses: Mapping[int, OwnLoss]
     stages: list[StageRerun] = field(default_factory=list)
     _last: list[StageRerun] = field(default_factory=list)  # the last stage, where it is here
 
@@ -79,17 +76,19 @@ class Reruns:
         Raises ``RecordError`` if its targets are not here, if nothing tells which of its calls has which, or if ranks
         pass on parts of what a stage gives.
         """
-        for stage, made in sorted(self.calls.items(), reverse=True):
-            every = range(len(made))
-            if self.only not in (None, stage):  # one call tells by what losses were divided, unless nothing flowed
-                flowed = (k for k in every if any(one.norm for one in made[k].output_gradients.values()))
-                every = range(k := next(flowed, 0), k + 1) if stage == self.chain.last and made else range(0)
-            own = self._rerun(stage, every) if every or self.only in (None, stage) else None
-            if own is not None and stage == self.chain.last:
+        for stage, calls in sorted(self.calls.items(), reverse=True):
+            compared, every = self.only in (None, stage), range(len(calls))
+            if not compared:  # one call tells by what losses were divided, unless nothing flowed
+                if stage != self.chain.last or not calls:
+                    continue
+                flowed = (k for k in every if any(one.norm for one in calls[k].output_gradients.values()))
+                every = range(k := next(flowed, 0), k + 1)
+            own = self._rerun(stage, every)
+            if stage == self.chain.last:
                 self._last = [own]
                 self._check_alike(own)
-            if own is not None and self.only in (None, stage):
-                if self.in_parts and own.other_form:
+            if compared:
+                if self.others is not None and own.other_form:
                     raise RecordError(Reason.RERUN.doubt(own.other_form))
                 self.stages.append(own)
                 self._note_doubts(own)
@@ -103,21 +102,15 @@ class Reruns:
             accumulation = replace(accumulation, dtype=self.sums[stage])
         if stage == self.chain.last:
             assert not isinstance(self.loss_fn, LossOfAll), "it was made of all microbatches when the step began"
-            targets = self._targets(stage)
+            if self.given is None:
+                raise RecordError(_NO_TARGETS)
+            targets = [self.given[m][1] if m >= 0 else None for m in self.chain.orders[stage].numbers]
             loss = LossLink(self.loss_fn, self.division.divisor, [targets[k] for k in numbers])
-        lost = self.chain.lost(stage)
-        calls = [_wanting(self.calls[stage][k], lost[k]) for k in numbers]
-        found = StageRerun(
-            stage, self.modules[stage], calls, loss=loss, accumulation=accumulation, in_parts=self.in_parts
-        )
+        flowing, parts = self.chain.flowing(stage), self.others is not None
+        calls = [_wanting(self.calls[stage][k], flowing[k]) for k in numbers]
+        found = StageRerun(stage, self.modules[stage], calls, loss=loss, accumulation=accumulation, in_parts=parts)
         found.run()
         return found
-
-    def _targets(self, stage: int) -> list[Any]:
-        """The target of each call of the last stage."""
-        if self.given is None:
-            raise RecordError(_NO_TARGETS)
-        return [self.given[m][1] if m >= 0 else None for m in self.chain.orders[stage].numbers]
 
     @property
     def note(self) -> RerunNote:
@@ -129,8 +122,8 @@ class Reruns:
     @property
     def of_the_loss(self) -> list[str]:
         """The weights that the loss trains, and that no stage of this rank holds, by their shapes."""
-        held = {id(one) for module in self.modules.values() for one in module.parameters()}
-        trained = [one for own in self.stages for key, one in own.trained.items() if key not in held]
+        own = {id(one) for module in self.modules.values() for one in module.parameters()}
+        trained = [one for stage in self.stages for key, one in stage.trained.items() if key not in own]
         return [f"one of shape {list(one.shape)}" for one in trained]
 
     @property
@@ -169,7 +162,7 @@ class Reruns:
 
     def _note_doubts(self, own: StageRerun) -> None:
         """Note why it is not known what a stage gives, though it is rerun."""
-        if self.in_parts and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
+        if self.others is not None and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
             own.doubt(doubt)
         weights = weights_among(own.trained.values(), self.modules[own.stage])
         if (loss := self.own_losses.get(own.stage)) is not None and not loss.is_of(weights):
@@ -178,9 +171,7 @@ class Reruns:
             own.doubt(Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, own.stage)))
 
 
-def _wanting(call: Call, more: frozenset[int]) -> Call:
-    """``call``, asked for a gradient of these inputs, too, when it is rerun."""
-    again = call.again
-    if again is None or not more:
-        return call
-    return replace(call, again=replace(again, wanting=again.wanting | more))
+def _wanting(call: Call, flowing: frozenset[int]) -> Call:
+    """``call``, asked for the gradients ``flowing`` to these inputs, too, when it is rerun."""
+    again, more = call.again, flowing - call.needing
+    return call if again is None or not more else replace(call, again=replace(again, wanting=again.wanting | more))

@@ -8,16 +8,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.handed_back import FlatShard, Gradient
-from pipeproof.observers.calls import Call
-from pipeproof.observers.recording import MADE
-from pipeproof.observers.shards import InShards, Shard, added_up, flat_shard, gathered, held_here, in_flat_parts
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.recording import MADE
+from pipeproof.core.observe.shards import InShards, Shard, added_up, flat_shard, gathered, held_here, in_flat_parts
 from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
 from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduced_in, under_fully_shard, unsharded
-from pipeproof.wings.composed.held_gradients import length_in_pieces
-from pipeproof.wings.composed.peers import Peers
+from pipeproof.whitebox.handed_back import FlatShard, Gradient
+from pipeproof.wings.composed.ranks import Peers
 from pipeproof.wings.composed.rerun import StageRerun
+from pipeproof.wings.composed.rounding import length_in_pieces
 
 _GATHERED = (
     "weights that train are whole under fully_shard, as where it keeps them after the backward, or ignored by it: call "

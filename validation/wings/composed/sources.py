@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pipeproof.observers.calls import Call
-from pipeproof.observers.elements import is_rounded
-from pipeproof.observers.sketch import Sketch
-from pipeproof.wings.composed.link import StageSeen
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.elements import is_rounded
+from pipeproof.core.observe.sketch import Sketch
+from pipeproof.wings.composed.link import StageCalls
 
 Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by number: its inputs, then its targets
 Input = tuple[int, int]  # a stage, and the number of the input there
@@ -25,19 +25,19 @@ class Sources:
     outputs, these. ``untold``: those of which nobody knows what should flow back to them.
     """
 
-    def __init__(self, stages: Mapping[int, StageSeen], data: Data) -> None:
+    def __init__(self, stages: Mapping[int, StageCalls], data: Data) -> None:
         self.stages = stages
         self.sent: dict[Source, list[Sketch]] = {}
         for brought in data:
             for number, one in sorted(brought.items()):
                 self.sent.setdefault((None, number), []).append(one)
-        for stage, call in ((stage, call) for stage, seen in stages.items() for call in seen.calls):
+        for stage, call in ((stage, call) for stage, here in stages.items() for call in here.calls):
             for number, one in enumerate(call.outputs):
                 if number not in call.repeated:
                     self.sent.setdefault((stage, number), []).append(one)
-        again = {(stage, n, of) for stage, seen in stages.items() for c in seen.calls for n, of in c.repeated.items()}
+        again = {(stage, n, of) for stage, here in stages.items() for c in here.calls for n, of in c.repeated.items()}
         self._times = Counter[Source]([*self.sent, *((stage, of) for stage, _, of in again)])  # that each is put out
-        counts = {stage: max((len(call.inputs) for call in seen.calls), default=0) for stage, seen in stages.items()}
+        counts = {stage: max((len(call.inputs) for call in here.calls), default=0) for stage, here in stages.items()}
         self.inputs = [(stage, number) for stage, count in counts.items() for number in range(count)]
         self.votes = {at: self._votes_of(at) for at in self.inputs}
         self.of_inputs, self.unsure = self._wired()
@@ -59,8 +59,8 @@ class Sources:
         forced = self._one_each(equal, {source for at, source in found.items() if at not in equal and self.flows(at)})
         found |= forced
         for output in [one for one in self.sent if self.gives(one) and one not in found.values()]:
-            if (due := self._due_at(output, found)) is not None:
-                found[due] = output
+            if (at_last := self._expected_at(output, found)) is not None:
+                found[at_last] = output
         return found, {} if forced else equal
 
     def _was_sent(self, at: Input, source: Source, free: bool) -> bool:
@@ -100,8 +100,8 @@ class Sources:
             found[at] = free[0]
         return found
 
-    def _due_at(self, output: Source, sources: Mapping[Input, Source]) -> Input | None:
-        """The input of the next stage at which an output is due that nobody received: one of its form, of another."""
+    def _expected_at(self, output: Source, sources: Mapping[Input, Source]) -> Input | None:
+        """The input of the next stage at which an output is expected that went nowhere: one of its form, of another."""
         shapes = {one.shape for one in self.sent[output]}
         fitting = [
             at
@@ -143,9 +143,9 @@ def is_target(source: Source) -> bool:
     return stage is None and number >= TARGETS
 
 
-def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
+def as_sent(stages: Mapping[int, StageCalls]) -> dict[int, StageCalls]:
     """``stages``, where what came in another type than it was sent in is what was sent, if every number is the same."""
-    calls = [call for seen in stages.values() for call in seen.calls]
+    calls = [call for here in stages.values() for call in here.calls]
     activation = _in_its_type(one for call in calls for one in call.outputs)
     gradient = _in_its_type(one for call in calls for one in call.input_gradients.values())
 
@@ -154,7 +154,7 @@ def as_sent(stages: Mapping[int, StageSeen]) -> dict[int, StageSeen]:
         flows = {n: gradient(one) for n, one in call.output_gradients.items()}
         return replace(call, inputs=[*map(activation, call.inputs)], kept=kept, output_gradients=flows)
 
-    return {stage: replace(seen, calls=tuple(map(read, seen.calls))) for stage, seen in stages.items()}
+    return {stage: replace(here, calls=tuple(map(read, here.calls))) for stage, here in stages.items()}
 
 
 def _in_its_type(sent: Iterable[Sketch]) -> Callable[[Sketch], Sketch]:

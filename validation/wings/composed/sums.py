@@ -1,46 +1,24 @@
-"""Sums over ranks: what each replica of a stage adds up is summed over all of them, in a group of the check's own."""
+"""Sums over ranks: over replicas, which have the same parameters, and over stages, which may share one."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof.core.observe.shards import Shard, untiled
 from pipeproof.core.tolerance import Floor
-from pipeproof.observers.shards import Shard, untiled
-from pipeproof.observers.watching import Watcher
-from pipeproof.records.rank_part import RankStages
-from pipeproof.wings.composed.held_gradients import length_in_pieces
-from pipeproof.wings.composed.peers import Peers
+from pipeproof.explain.tied import Shares, shares_of
+from pipeproof.reference.accumulation import added
+from pipeproof.wings.composed.ranks import Peers
+from pipeproof.wings.composed.rounding import length_in_pieces
 from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.worlds.side_store import Exchange
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
-
-
-def hooks_of(own: RankStages, watchers: Mapping[int, Watcher]) -> dict[str, str]:
-    """The communication hooks of DDP by the parameters whose gradients they reduce; ``watchers`` saw the calls."""
-    found: dict[str, str] = {}
-    for stage, module in own.modules.items():
-        replicas = watchers[stage].replicas(module)
-        if replicas is not None and (hook := _hook_of(replicas)):
-            found |= {own.rename(stage, name): hook for name, _ in module.named_parameters(remove_duplicate=False)}
-    return found
-
-
-def _hook_of(replicas: DistributedDataParallel) -> str:
-    """The name of the hook through which it reduces gradients; empty where it averages them."""
-    hooks = [hook for hook, _ in replicas._comm_hooks]
-    if hooks:
-        name = getattr(hooks[-1], "__qualname__", type(hooks[-1]).__qualname__)
-        return "" if hooks[-1] is default_hooks.allreduce_hook else name
-    logged: dict[str, object] = replicas._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # in torch
-    built_in = str(logged.get("comm_hook", ""))
-    return "" if built_in.endswith("ALLREDUCE") else built_in
+_Share = tuple[str, int]  # a parameter's first name, and a stage
 
 
 @dataclass(frozen=True)
@@ -135,3 +113,65 @@ class ReplicaSums:
         wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
         dist.all_reduce(wide, group=group)
         return (wide if self.together == 1 else wide / self.together).to(own.dtype)
+
+
+@dataclass
+class StageShares:
+    """The shares of parameters that this rank holds copies of, from all stages that do.
+
+    ``first``: the name that all copies of a parameter have in common. ``copies``: what each stage calls a parameter
+    that several hold, by its first name; ``own``: the stage in which this rank holds one, by name. Shares go through
+    the ``exchange``, of each ``replica`` apart.
+    """
+
+    exchange: Exchange
+    first: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    own: Mapping[str, int] = field(default_factory=dict)
+    bound_s: float = 0.0
+    replica: int = 0
+    given: list[str] = field(default_factory=list)
+    known: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+    def stages_of(self, names: Iterable[str]) -> dict[str, set[int]]:
+        """Of those of ``names`` that several stages hold copies of, these stages."""
+        shared = {name: self.copies.get(self.first.get(name, name)) for name in names}
+        return {name: {*stages} for name, stages in shared.items() if stages is not None}
+
+    def join(self, sums: Mapping[str, Tensor | None] | None) -> dict[str, Tensor | None]:
+        """The whole sum of each copy that this rank holds, where ``sums`` are its own; None: it has none to give.
+
+        Every rank calls this. Raises ``RanksAbsent`` for shares that do not come.
+        """
+        if not self.copies:
+            return {}
+        every = [(self.first.get(name, name), stage, name) for name, stage in self.own.items()]
+        here = [(first, stage, name) for first, stage, name in every if first in self.copies]
+        given = {(first, stage): one for first, stage, name in here if sums and (one := sums.get(name)) is not None}
+        what = "what stages add to the parameters that they share"
+        there = {key for own in self.exchange.gather(list(given), what=what, bound_s=self.bound_s) for key in own}
+        for key, share in given.items():
+            self.given.append(self._address(key))
+            self.exchange.give(self.given[-1], share)
+        for first in dict.fromkeys(first for first, _, _ in here):
+            stages = [stage for stage in sorted(self.copies[first]) if (first, stage) in there]
+            self.known[first] = {stage: self._share((first, stage), given) for stage in stages}
+        return {name: added(list(self.known[first].values())) for first, _, name in here}
+
+    def looked_at(self, name: str, observed: Tensor | None, limit: float) -> Shares:
+        """What this rank's copy is made of; ``limit``: what is rounding of it."""
+        return shares_of((self.own[name], name), observed, self.known[self.first.get(name, name)], limit)
+
+    def clear(self) -> None:
+        """Take back what was laid out."""
+        self.exchange.clear(self.given)
+
+    def _share(self, key: _Share, given: Mapping[_Share, Tensor]) -> Tensor:
+        if key in given:
+            return given[key]
+        found = self.exchange.take(self._address(key), bound_s=self.bound_s)
+        return found.to(next(iter(given.values())).device) if given else found
+
+    def _address(self, share: _Share) -> str:
+        name, stage = share
+        return f"share of {name} of stage {stage} of replica {self.replica}"

@@ -15,16 +15,16 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.comparison import Comparison, Due
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import precision_among
+from pipeproof.core.observe.digest import digest
+from pipeproof.core.observe.shards import added_up, held_here
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import same_bits
 from pipeproof.core.verdict import raised
-from pipeproof.observers.digest import digest
-from pipeproof.observers.shards import added_up, held_here
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.copied import copied
-from pipeproof.wings.composed.held_gradients import Unmeasured
+from pipeproof.wings.composed.rounding import Unmeasured
 
 LAW = "updated-parameters"
 _MASTER = "its master copy, in its own type"
@@ -220,7 +220,15 @@ def _twins(
     """
     blank = {id(one): type(one).__new__(type(one)) for one in parts}
     instead: dict[int, object] = {**blank}
-    attributes = [_attributes(one) for one in parts]
+    # A hook may hold the whole job, and a step that was put in place is the original's.
+    attributes = [
+        {
+            name: OrderedDict() if name.endswith("_hooks") else value
+            for name, value in vars(one).items()
+            if name != "step"
+        }
+        for one in parts
+    ]
     given: Any = dict(parameters), attributes
     for one in tree_leaves(given):
         if isinstance(one, Tensor) and (here := held_here(one)) is not one:
@@ -230,9 +238,3 @@ def _twins(
     for part, own in zip(parts, attributes, strict=True):
         blank[id(part)].__dict__.update(own)
     return copies, blank
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What a copy has. A hook may hold the whole job, and a step that was put in place is the original's."""
-    own = {name: one for name, one in vars(optimizer).items() if name != "step"}
-    return {name: OrderedDict() if name.endswith("_hooks") else one for name, one in own.items()}

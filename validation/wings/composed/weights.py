@@ -7,11 +7,11 @@ from typing import TypeVar
 from pipeproof.core.cause import Cause
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.mismatch import Mismatch
+from pipeproof.core.observe.digest import contents
+from pipeproof.core.observe.elements import bits
+from pipeproof.core.observe.shards import held_here
+from pipeproof.core.observe.sketch import FEW
 from pipeproof.core.reason import Reason
-from pipeproof.observers.digest import contents
-from pipeproof.observers.elements import bits
-from pipeproof.observers.shards import held_here
-from pipeproof.observers.sketch import FEW
 from pipeproof.reference.step import Site
 from pipeproof.wings.composed.shards import OwnShards
 

@@ -1,7 +1,7 @@
 """The one verdict that follows from what all ranks saw of a step and made of it again."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -10,18 +10,19 @@ from pipeproof.core.execution import Execution
 from pipeproof.core.judge import concluded
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
+from pipeproof.core.observe.observed import Crossing, Observed, Passed, RankOperation
+from pipeproof.core.oracle import Conditions
 from pipeproof.core.reason import Reason
-from pipeproof.core.requirements import Conditions
 from pipeproof.core.verdict import Verdict
-from pipeproof.observers.observed import Crossing, Observed, Passed, RankOperation
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.held_gradients import Unmeasured
-from pipeproof.wings.composed.link import Link, StageSeen
-from pipeproof.wings.composed.loss_link import weightless_microbatches
+from pipeproof.wings.composed.link import Link, StageCalls
+from pipeproof.wings.composed.loss import weightless_microbatches
+from pipeproof.wings.composed.rounding import Unmeasured
 from pipeproof.wings.composed.sources import Data
+from pipeproof.wings.composed.start import Agreed
 from pipeproof.wings.composed.weights import Weights, enter_weights
 from pipeproof.wings.composed.wiring import enter_unsure, enter_wiring
 
@@ -42,7 +43,7 @@ _UNREPORTED = "the job reports none"
 
 
 def not_known(stages: Iterable[int]) -> str:
-    """That nobody knows what ``stages`` give."""
+    """That it is not known what ``stages`` give."""
     return Reason.LINK.doubt(" and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages)))
 
 
@@ -65,7 +66,7 @@ class OwnPart:
     """
 
     ledger: Ledger
-    stages: Mapping[int, StageSeen] = field(default_factory=dict)
+    stages: Mapping[int, StageCalls] = field(default_factory=dict)
     links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
     lengths: Mapping[Site, float] = field(default_factory=dict)
     unsure: Mapping[str, str] = field(default_factory=dict)
@@ -78,28 +79,35 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class Whole:
-    """The parts of all ranks of one line, with what the step was of: ``data``, and what its losses are divided by.
+    """The ``parts`` of all ranks of one line, with what they ``agreed`` upon: the step of these, ``by`` what is told.
 
-    ``only``: the one stage that was run again, if not all were. ``held``: the ranks and stages of each parameter.
-    ``first``: of each name in the model, the first that the parameter has; ``known``: whether those are all names in
-    the model. ``no_norm``: why no norm is reported.
+    ``data``: its microbatches, whose losses are divided by ``divisor``. ``no_norm``: why no norm is reported.
     """
 
     parts: Sequence[OwnPart]
     data: Data
     divisor: float
-    held: Mapping[str, Sequence[tuple[int, int]]]
-    first: Mapping[str, str]
-    known: bool
+    agreed: Agreed
+    by: AgainstItself
     no_norm: str = ""
-    only: int | None = None
-    by: AgainstItself = field(kw_only=True)
+
+    @classmethod
+    def of(cls, parts: Sequence[OwnPart], agreed: Agreed, by: AgainstItself, no_norm: str) -> "list[Whole]":
+        """One of each line, of the parts of all ranks: those of other lines have nothing there."""
+        found, lines = list[Whole](), agreed.lines
+        for line in range(lines.count):
+            own = [
+                one if of == line else OwnPart(Ledger(LAWS)) for one, of in zip(parts, lines.run.replicas, strict=True)
+            ]
+            data = agreed.data_of(line)
+            found.append(cls(own, data, lines.own_divisor(by.contract.loss_divisor, len(data)), agreed, by, no_norm))
+        return found
 
     @cached_property
     def chain(self) -> Chain:
         """The calls of all stages."""
-        seen = {stage: one.without_own(part.links[stage]) for part in self.parts for stage, one in part.stages.items()}
-        return Chain(seen, self.data)
+        calls = {stage: one.without_own(part.links[stage]) for part in self.parts for stage, one in part.stages.items()}
+        return Chain(calls, self.data)
 
     @cached_property
     def passed(self) -> dict[int, Passed]:
@@ -120,7 +128,7 @@ class Whole:
     def expected(self) -> Expected:
         """What the links give together; NaN in place of losses that are not known."""
         losses = tuple(self._losses.get(m, math.nan) for m in range(self.chain.microbatches))
-        return Expected("train", losses, sum(losses) / self.divisor, norm=norm_of(self.lengths, self.first))
+        return Expected("train", losses, sum(losses) / self.divisor, norm=norm_of(self.lengths, self.agreed.first))
 
     @cached_property
     def observed(self) -> Observed:
@@ -160,7 +168,7 @@ class Whole:
     def conditions(self) -> Conditions:
         """What its calls must be."""
         last, stages = self.chain.last, self.chain.stages.items()
-        idle = (k for k, seen in stages if k != last and not any(call.giving or call.unread for call in seen.calls))
+        idle = (k for k, here in stages if k != last and not any(call.giving or call.unread for call in here.calls))
         matters = any(link.mode_matters for links in self._links.values() for link in links)
         nothing = weightless_microbatches(self.chain.orders[last].numbers, self._links.get(last, ()))
         counts = (self.chain.microbatches,)
@@ -168,33 +176,44 @@ class Whole:
 
     def enter(self, ledger: Ledger) -> None:
         """Enter what the chain shows, but for what crossed it, and whether that is all of the model."""
-        at, doubt = Execution(self.conditions, self.observed, ledger), partial(ledger.doubt, "boundaries")
-        if not self.known:
-            ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
-        held = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)
-        for name in dict.fromkeys([*self.first, *self.held]) if self.known else ():
-            places, due = self.held.get(name, ()), int(name in self.first)
-            rank, stage = next(iter(places), (None, None))
-            held.held(name, min(len(places), 1) if due else len(places), due=due, rank=rank, stage=stage)
+        at, only = Execution(self.conditions, self.observed, ledger), self.agreed.only
+        self._enter_names(ledger)
         at.orders(0, frozenset(), backward=True)
         at.left_out(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
         enter_unsure(self.chain.stages, self._links, self.passed, ledger)
         for stage, links in self._links.items():
-            strange = any(link.strange for link in links)  # a call gives something else each time that it is run
-            if strange:
-                doubt(f"stage {stage} gives something else each time that it is run", Reason.RERUN)
-            if any(link.endless for link in links):
-                doubt(f"what stage {stage} gives is not finite", Reason.NOT_FINITE)
-            elif any(one.limit == math.inf for one in self.passed[stage].crossings) and not strange:
-                doubt(f"what came to stage {stage} is not finite in the type of what it gave", Reason.NOT_FINITE)
-            for told in dict.fromkeys(link.obstacle for link in links if link.obstacle):
-                doubt(told, Reason.RERUN)
-        if self.only is not None:
-            ledger.skip("updated-parameters", _ONE_STAGE.format(self.only))
+            for why, reason in self._doubts(stage, links):
+                ledger.doubt("boundaries", why, reason)
+        if only is not None:
+            ledger.skip("updated-parameters", _ONE_STAGE.format(only))
         elif not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         at.uncompared(0, doubtful=_are_gradients_wrong(ledger))
+
+    def _enter_names(self, ledger: Ledger) -> None:
+        """Enter whether each parameter of the model is in a stage."""
+        names, places = self.agreed.first, self.agreed.places
+        if not self.agreed.known:
+            ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
+            return
+        at = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)
+        for name in dict.fromkeys([*names, *places]):
+            those, expected = places.get(name, ()), int(name in names)
+            rank, stage = next(iter(those), (None, None))
+            at.held(name, min(len(those), 1) if expected else len(those), due=expected, rank=rank, stage=stage)
+
+    def _doubts(self, stage: int, links: Sequence[Link]) -> Iterator[tuple[str, Reason]]:
+        """Why it is not known what a stage gives, or what came to it."""
+        strange = any(link.strange for link in links)  # a call gives something else each time that it is run
+        if strange:
+            yield f"stage {stage} gives something else each time that it is run", Reason.RERUN
+        if any(link.endless for link in links):
+            yield f"what stage {stage} gives is not finite", Reason.NOT_FINITE
+        elif any(one.limit == math.inf for one in self.passed[stage].crossings) and not strange:
+            yield f"what came to stage {stage} is not finite in the type of what it gave", Reason.NOT_FINITE
+        for why in dict.fromkeys(link.obstacle for link in links if link.obstacle):
+            yield why, Reason.RERUN
 
     def reports(self, law: str) -> bool:
         """Whether any of its ranks reported what ``law`` is about."""
@@ -207,20 +226,22 @@ class Whole:
         ``totals``: what the loss over all replicas may be, besides its own: they may have an unequal number of
         microbatches, and then theirs or all microbatches' may count alike.
         """
-        made = self.expected
-        due = Due("train", ("",) * len(made.losses), made.losses, made.loss, made.norm)
+        expected = self.expected
+        due = Due("train", ("",) * len(expected.losses), expected.losses, expected.loss, expected.norm)
         at = partial(Comparison, allowed=self._allowed(law), ledger=ledger)
-        for rank, said in enumerate(part.reported for part in self.parts):
-            for norm in said.norm if law == "grad-norm" else ():
-                at(due).norm(norm, rank=rank)
-            for losses in said.losses if law == "loss" else ():
+        for rank, own in enumerate(part.reported for part in self.parts):
+            if law == "grad-norm":
+                for norm in own.norm:
+                    at(due).norm(norm, rank=rank)
+                continue
+            for losses in own.losses:
                 at(due).losses(losses, rank=rank)
-            for loss in said.loss if law == "loss" else ():
-                _, nearest = min((abs(one - loss), one) for one in (made.loss, *totals))
+            for loss in own.loss:
+                _, nearest = min((abs(one - loss), one) for one in (expected.loss, *totals))
                 at(replace(due, loss=nearest)).loss(loss, rank=rank)
 
     def unknown(self, law: str) -> str:
-        """Why it is not known what is due under ``law``; empty if it is."""
+        """Why it is not known what is expected under ``law``; empty if it is."""
         needed = [self.chain.last] if law == "loss" else sorted(self._links)
         lost = [stage for stage in needed if not all(link.closed for link in self._links.get(stage, ()))]
         if lost:
@@ -271,23 +292,23 @@ def _enter_crossings(wholes: Sequence[Whole], ledger: Ledger) -> None:
         for rank, (own,) in enumerate(whole.observed.ranks):
             rows[rank] += [replace(one, rank=rank) for one in own.crossings]
     ranks = tuple((RankOperation("train", (), (), crossings=tuple(row)),) for row in rows)
-    seen = Observed(wholes[0].observed.schedule, ranks)
-    Execution(wholes[0].conditions, seen, ledger).crossings(0, frozenset())
+    observed = Observed(wholes[0].observed.schedule, ranks)
+    Execution(wholes[0].conditions, observed, ledger).crossings(0, frozenset())
 
 
 def _enter_reported(wholes: Sequence[Whole], ledger: Ledger) -> None:
     """Enter what ranks reported of losses and of the norm."""
-    made = [(whole.expected.loss, whole.divisor) for whole in wholes]
-    whole_loss = sum(loss * divisor for loss, divisor in made) / sum(divisor for _, divisor in made)
-    totals = whole_loss, sum(loss for loss, _ in made) / len(made)
-    first, wrong = wholes[0], _are_gradients_wrong(ledger)
+    own = [(whole.expected.loss, whole.divisor) for whole in wholes]
+    whole_loss = sum(loss * divisor for loss, divisor in own) / sum(divisor for _, divisor in own)
+    totals = whole_loss, sum(loss for loss, _ in own) / len(own)
+    first, only, wrong = wholes[0], wholes[0].agreed.only, _are_gradients_wrong(ledger)
     for law, why, applies in (
-        ("loss", _UNREPORTED, first.only in (None, first.chain.last)),
-        ("grad-norm", first.no_norm or _UNREPORTED, first.only is None),
+        ("loss", _UNREPORTED, only in (None, first.chain.last)),
+        ("grad-norm", first.no_norm or _UNREPORTED, only is None),
     ):
         reported = [whole for whole in wholes if whole.reports(law)]
         if not applies:
-            ledger.skip(law, _ONE_STAGE.format(first.only))
+            ledger.skip(law, _ONE_STAGE.format(only))
         elif not reported:
             ledger.miss(law, why)
         for whole in reported if applies else ():

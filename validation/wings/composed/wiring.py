@@ -1,21 +1,24 @@
 """What a chain leaves open: inputs that nobody sent, what nobody received, and calls that tell no microbatch."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import TypeVar
 
 from pipeproof.core.cause import listed
 from pipeproof.core.ledger import Ledger
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Passed
+from pipeproof.core.observe.recording import RECEIVED
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.reason import Reason
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Passed
-from pipeproof.observers.recording import RECEIVED
-from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.sizes import some
 from pipeproof.wings.composed.chain import Chain, input_of, place_of, why_unsure
-from pipeproof.wings.composed.link import Link, StageSeen
-from pipeproof.wings.composed.sources import Input, Source, Sources, forms, is_target
+from pipeproof.wings.composed.link import Link, StageCalls
+from pipeproof.wings.composed.sources import Data, Input, Source, Sources, forms, is_target
 
 _LAW = "boundaries"
+Value = TypeVar("Value")
 _EQUAL = "gradients cannot be traced to one of these equal outputs: check a later step, in which they differ"
 _UNUSED_TARGET = (
     "without loss_fn= a stage needs the target, and none was given it: call one with it, or pass None for it"
@@ -33,6 +36,9 @@ _SEVERAL = (
     "stage {stage}'s module is called on several inputs of each microbatch, or on what it gave itself: pass one that "
     "makes all of its calls for a microbatch in one"
 )
+_IDLE = "calls that add nothing: {} of stage {}"
+_EXTRA = "stage {} was called {} times for {} microbatch{}: the first call is none of theirs"
+_ADDED = "; it had a backward, and gradients are wrong: pass all microbatches that the step runs, or let it add nothing"
 _TOO_OFTEN = (
     "stage {stage} was called {times} for {count}, and these calls were on nothing that was sent: {what}; pass all "
     "microbatches that the step runs, or say warmup"
@@ -110,7 +116,7 @@ def _instead(source: Source, sources: Sources) -> Input | None:
 
 
 def enter_unsure(
-    stages: Mapping[int, StageSeen], links: Mapping[int, Sequence[Link]], flows: Mapping[int, Passed], ledger: Ledger
+    stages: Mapping[int, StageCalls], links: Mapping[int, Sequence[Link]], flows: Mapping[int, Passed], ledger: Ledger
 ) -> None:
     """Enter what came to ``stages`` of which nobody knows what is due."""
     for stage, flow in flows.items():
@@ -123,8 +129,8 @@ def refusals(chain: Chain) -> Iterator[str]:
     """Why it is not known what stages were called on, or what they give."""
     count, sources = chain.microbatches, chain.sources
     sent = {one.digest for source, those in sources.sent.items() if not is_target(source) for one in those}
-    for stage, seen in chain.stages.items():
-        calls, times = seen.calls, len(seen.calls)
+    for stage, here in chain.stages.items():
+        calls, times = here.calls, len(here.calls)
         given = [frozenset(one.digest for one in call.inputs) for call in calls]
         made = {one.digest for call in calls for one in call.outputs if one.norm and one not in call.inputs}
         own = any(map(made.intersection, given)) or sum(map(sent.issuperset, {*given})) >= 2 * count
@@ -143,3 +149,52 @@ def refusals(chain: Chain) -> Iterator[str]:
         for sentence, (holds, reason) in table.items():
             if holds:
                 yield reason.doubt(sentence.format(stage=stage, what=holds, **counts))
+
+
+@dataclass(frozen=True)
+class ExtraCalls:
+    """By stage, the places of its calls beside those of microbatches, each of which has another call there.
+
+    ``idle``: those to which zeros alone flowed, as to padding. ``first``: a first call too many, as one that tells
+    shapes, whatever flowed back: gradients decide.
+    """
+
+    stages: Mapping[int, StageCalls]
+    microbatches: int
+    idle: Mapping[int, frozenset[int]]
+    first: Mapping[int, frozenset[int]]
+
+    @classmethod
+    def among(cls, stages: Mapping[int, StageCalls], data: Data) -> "ExtraCalls":
+        """Those of ``stages``; ``data`` is what each microbatch brings."""
+        chain, idle, first = Chain(stages, data), dict[int, frozenset[int]](), dict[int, frozenset[int]]()
+        for stage in stages:
+            calls = chain.calls(stage)
+            adding = {m for m, call in calls if not call.is_idle}
+            idle[stage] = frozenset(k for k, (m, call) in enumerate(calls) if call.is_idle and m in adding)
+            left = [k for k in range(len(calls)) if k not in idle[stage]]
+            others = {calls[k][0]: calls[k][1].output_gradients for k in left[1:]}
+            whole = len(left) == len(data) + 1 and others.keys() == {*range(len(data))}
+            again = any(others.get(calls[k][0]) == calls[k][1].output_gradients for k in left[:1])
+            first[stage] = frozenset(left[:1] if whole and not again else ())
+        return cls(stages, len(data), idle, first)
+
+    @property
+    def without(self) -> dict[int, StageCalls]:
+        """The stages without these."""
+        return {stage: replace(here, calls=tuple(self.left(stage, here.calls))) for stage, here in self.stages.items()}
+
+    def left(self, stage: int, every: Sequence[Value]) -> list[Value]:
+        """Of ``every`` one of the stage's calls, or of something for each, those of microbatches."""
+        return [one for k, one in enumerate(every) if k not in self.idle[stage] | self.first[stage]]
+
+    def enter(self, ledger: Ledger, own: Iterable[int]) -> None:
+        """Say what a rank's ``own`` stages have of these, once gradients were compared in ``ledger``."""
+        wrong = {one.stage for one in ledger.mismatches if one.law in ("gradient", "presence")}
+        for stage in sorted(own):
+            calls = self.stages[stage].calls
+            if self.idle[stage]:
+                ledger.remark("microbatches", _IDLE.format(len(self.idle[stage]), stage))
+            for k in self.first[stage]:
+                told = _EXTRA.format(stage, len(calls), self.microbatches, "es" * (self.microbatches != 1))
+                ledger.remark("microbatches", told + _ADDED * (stage in wrong and calls[k].trained))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pipeproof.observers.elements import is_rounded
-from pipeproof.observers.shards import held_here
+from pipeproof.core.observe.elements import is_rounded
+from pipeproof.core.observe.shards import held_here
 from pipeproof.wings.mutate.planting import Plant, Planting, differ, hooked, in_place_of, several
 from pipeproof.wings.mutate.sums import Change, ChangedSum, is_sum
 

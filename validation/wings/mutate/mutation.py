@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from unittest import SkipTest
 
-from pipeproof.foreign.task import WhiteBoxError
 from pipeproof.pipeline.schedules import nearest
 from pipeproof.pipeline.sizes import first_few
+from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.mutate.mutants import MUTANTS
 from pipeproof.wings.mutate.planting import Planting
 from pipeproof.wings.mutate.sums import Group, Parts, parts_of_sums, same_ranks
@@ -20,7 +20,7 @@ from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 if TYPE_CHECKING:  # a rank needs no judge
-    from pipeproof.foreign.validator import WhiteBox
+    from pipeproof.whitebox.validator import WhiteBox
 
 Test = Callable[[RankContext], object]
 Outcome = Literal["let pass", "not judged", "caught", "not planted"]

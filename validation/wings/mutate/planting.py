@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.observers.shards import held_here
+from pipeproof.core.observe.shards import held_here
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.observers.digest import digest
+from pipeproof.core.observe.digest import digest
 from pipeproof.wings.mutate.planting import Planting, differ, replaced, several
 
 Change = Callable[[Tensor, Tensor], Tensor]  # of a rank's part and of the sum, what the rank gets in its place

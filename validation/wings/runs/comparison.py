@@ -16,10 +16,10 @@ from pipeproof.core.judge import concluded
 from pipeproof.core.ledger import ENDLESS, Heading, Ledger
 from pipeproof.core.limits import Precision, precision_of
 from pipeproof.core.mismatch import Mismatch
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import Verdict
-from pipeproof.observers.sketch import Sketch
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch, upstream
 from pipeproof.wings.runs.file import other_options
 from pipeproof.wings.runs.growth import Growth, Quantity, differences, number_pairs

@@ -19,8 +19,8 @@ import torch
 
 from pipeproof.core.limits import FP32
 from pipeproof.core.measured import versions
-from pipeproof.observers.shards import Bounds, Shard
-from pipeproof.observers.sketch import Sketch
+from pipeproof.core.observe.shards import Bounds, Shard
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read, open_regular
 from pipeproof.records.record import RecordError
 from pipeproof.worlds.output_file import finite

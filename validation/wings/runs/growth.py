@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from pipeproof.core.limits import BF16, FP32, Precision, coarsest
 from pipeproof.core.mismatch import small
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.tolerance import Floor
-from pipeproof.observers.sketch import Sketch
 from pipeproof.records.record import RecordError, numbers_in, other_microbatch
 from pipeproof.wings.runs.file import STEPS, other_options
 from pipeproof.wings.runs.run import WholeRun, WholeStep

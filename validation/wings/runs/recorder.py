@@ -15,11 +15,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pipeproof.core.observe.computed_in import ComputedIn
+from pipeproof.core.observe.shards import Shard, ShardError, held_here, shard_of
+from pipeproof.core.observe.sketch import Sketch, brief
 from pipeproof.core.verdict import raised
-from pipeproof.foreign.frameworks.framework import shown
-from pipeproof.observers.computed_in import ComputedIn
-from pipeproof.observers.shards import Shard, ShardError, held_here, shard_of
-from pipeproof.observers.sketch import Sketch, brief
 from pipeproof.pipeline.step import Parts
 from pipeproof.records.as_given import gradients_of, losses_of, named_by, number, optimizers_of, stages_of
 from pipeproof.records.checked_step import looked_at
@@ -27,6 +26,7 @@ from pipeproof.records.rank_part import RankStages, Rename, own_name
 from pipeproof.records.record import RecordError, content_digests
 from pipeproof.reference.step import dense
 from pipeproof.reference.unsharded import is_flat, let_go
+from pipeproof.whitebox.task import shown
 from pipeproof.wings.runs.file import Options, RankFile, RankHeader, RankParameter, RankStep
 from pipeproof.worlds.side_store import rank_in_job
 

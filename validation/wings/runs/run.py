@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from pipeproof.core.limits import Precision, coarsest, precision_of
-from pipeproof.observers.shards import Shard, untiled
-from pipeproof.observers.sketch import Sketch
+from pipeproof.core.observe.shards import Shard, untiled
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.records.rank_part import Arrival, run_of, told

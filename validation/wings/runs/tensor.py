@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipeproof.observers.shards import Bounds, Shard
-from pipeproof.observers.sketch import Sketch, added
+from pipeproof.core.observe.shards import Bounds, Shard
+from pipeproof.core.observe.sketch import Sketch, added
 
 
 class Part(NamedTuple):

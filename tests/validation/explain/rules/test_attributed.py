@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.nn as nn
 
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import HandedBack, WhiteBox, watch
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, blocks, loss_fn, pairs
 

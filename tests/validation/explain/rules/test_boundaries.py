@@ -8,12 +8,12 @@ import pytest
 import torch.nn as nn
 
 from pipeproof.core.cause import Cause
+from pipeproof.core.observe.likeness import Likeness
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
+from pipeproof.core.observe.recording import MADE, Point
 from pipeproof.explain.divergence import Divergence
 from pipeproof.explain.rules.boundaries import causes_of
-from pipeproof.foreign import WhiteBox, watch
-from pipeproof.observers.likeness import Likeness
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH
-from pipeproof.observers.recording import MADE, Point
+from pipeproof.whitebox import WhiteBox, watch
 from tests.support.steps import blocks, loss_fn, pairs
 
 

@@ -12,7 +12,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.rules.factors import by_loss_scale
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox, watch
 from tests.support.golden import golden
 
 WIDTH, ROWS, COUNT, RANKS = 8, 4, 4, 3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.steps import loss_fn, pairs
 
 WIDTH = 8

@@ -12,7 +12,7 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.mismatch import Mismatch, Size
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.rules.norms import norm
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 

@@ -16,9 +16,9 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.members import Members
 from pipeproof.explain.rules.places import placed
-from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import ModulePart
-from pipeproof.foreign.stages_in_order import PlacedStage
+from pipeproof.whitebox.matching import Local
+from pipeproof.whitebox.rank import ModulePart
+from pipeproof.whitebox.stages_in_order import PlacedStage
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support import two_ranks
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs

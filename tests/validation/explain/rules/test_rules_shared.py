@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import SingleDevice, World, check_step, record_step
+from pipeproof import SimulatedWorld, SingleDevice, World, check_step, record_step
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -218,7 +218,7 @@ def replicated(context: RankContext, reduced: bool, noisy: bool) -> Verdict:
 def test_gradients_in_bf16_that_no_rank_reduced_are_told_from_others(
     reduced: bool, noisy: bool, kinds: set[str]
 ) -> None:
-    with World(kind="simulated", silent=True) as world:
+    with SimulatedWorld(silent=True) as world:
         verdict = world.run(replicated, reduced, noisy, ranks=2)[0]
     assert {one.kind for one in verdict.cause} == kinds, str(verdict)
     assert verdict.law("replicas").outcome == ("pass" if reduced and not noisy else "fail")

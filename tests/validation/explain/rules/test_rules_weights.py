@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import HandedBack, WhiteBox, watch
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 from tests.support.sweeps import sampled

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.mismatch import Size
+from pipeproof.core.observe.shards import Shard
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.members import Members
 from pipeproof.explain.rules.shared import shared
-from pipeproof.foreign import WhiteBox
-from pipeproof.foreign.matching import Local
-from pipeproof.foreign.rank import ModulePart
-from pipeproof.foreign.stages_in_order import PlacedStage
-from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution, Expected
+from pipeproof.whitebox import WhiteBox
+from pipeproof.whitebox.matching import Local
+from pipeproof.whitebox.rank import ModulePart
+from pipeproof.whitebox.stages_in_order import PlacedStage
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 

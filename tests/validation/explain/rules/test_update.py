@@ -12,9 +12,9 @@ from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.rules.update import update
-from pipeproof.foreign import WhiteBox
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from pipeproof.whitebox import WhiteBox
 from tests.support.steps import blocks, pairs
 from tests.support.steps import loss_fn as square
 

@@ -9,10 +9,10 @@ import pytest
 
 from pipeproof.core.cause import Cause, OwnLine
 from pipeproof.core.measured import Done, Measured, Weights
+from pipeproof.core.observe.stack import Line
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.pipeline.action import Kind
 from pipeproof.reports.page.page import CampaignRow, campaign, page
-from pipeproof.worlds.stack import Line
 from tests.support.golden import golden
 from tests.support.page_text import PageText
 from tests.support.verdicts import BARE, CELLS, COMPARED, FAILED, LAWS, PASSED, RAN, WRONG, large
@@ -30,7 +30,7 @@ def told(verdict: Verdict) -> str:
 
 
 @pytest.mark.parametrize("verdict", [FAILED, PASSED, BARE], ids=lambda one: one.verdict)
-def test_a_page_says_all_that_there_is_and_makes_nothing_up(verdict: Verdict) -> None:
+def test_a_page_says_all_that_there_is(verdict: Verdict) -> None:
     golden(told(verdict), exact=True)
 
 
@@ -62,7 +62,7 @@ def test_text_json_and_page_say_the_same() -> None:
     assert all(one["what"] in shown and f"{one['error']:.1e}" in shown for one in told)
 
 
-def test_a_cell_says_what_was_seen_expected_and_by_how_much() -> None:
+def test_a_cell_says_what_was_seen() -> None:
     told = json.loads(re.search('id="data">(.*?)</script>', page(FAILED), re.DOTALL)[1])  # type: ignore[index]
     action, head, state, _, tensors = told["cells"][4]
     assert (action, state) == ("1F0", "culprit")
@@ -103,7 +103,7 @@ def test_no_name_becomes_markup() -> None:
     assert EVIL in PageText(made).text
 
 
-def test_other_explanations_stand_beside_the_cause_and_its_lines_are_links() -> None:
+def test_other_explanations_and_links() -> None:
     own = OwnLine("1F0", Line("/my code/loop.py", 7, "step", "y = f(x)"))
     cause = replace(FAILED.cause[0], lines=(own, replace(own, line=replace(own.line, file="<string>"))))
     verdict = replace(FAILED, cause=(cause,), alternatives=((Cause("mispaired", stage=1), Cause("sign")),))
@@ -111,13 +111,13 @@ def test_other_explanations_stand_beside_the_cause_and_its_lines_are_links() -> 
     assert re.findall('href="(file:.*?)"', page(verdict)) == ["file:///my%20code/loop.py"]
 
 
-def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
+def test_what_was_not_recorded_is_said() -> None:
     undecided = replace(BARE, failure="", laws=(LawResult("comparable", "unknown", note="another seed"),), headline="")
     golden(told(undecided))
     golden(told(replace(FAILED, measured=Measured())), exact=True)
 
 
-def test_a_page_says_nothing_twice_that_a_person_does_not_need() -> None:
+def test_a_page_says_nothing_twice() -> None:
     shown = said(FAILED).partition(" As text ")[0]
     assert not re.search("tier none|bindings not recorded", shown + said(BARE))
     later = replace(FAILED, mismatches=(replace(FAILED.mismatches[0], operation=2),), bindings="")
@@ -125,7 +125,7 @@ def test_a_page_says_nothing_twice_that_a_person_does_not_need() -> None:
     assert said(PASSED).count("tier fp32") == 1
 
 
-def test_a_hang_and_a_crash_say_so_and_who_waits_for_whom() -> None:
+def test_a_hang_and_a_crash_say_so() -> None:
     waits = "ranks 0 and 1 wait for each other: rank 0 for 0RECV_B0 with rank 1, rank 1 for 1RECV_F0 with rank 0"
     for ended, kind in (("hang", "deadlock"), ("error", "crash")):
         verdict = replace(BARE, ended=ended, headline=waits, cause=(Cause(kind, rank=0, detail="0RECV_B0"),))
@@ -136,19 +136,19 @@ def test_a_hang_and_a_crash_say_so_and_who_waits_for_whom() -> None:
         assert rows.count(f"{ended} mine") == 2
 
 
-def test_a_planted_fault_that_is_caught_does_not_agree_with_the_reference() -> None:
+def test_the_page_of_a_planted_fault() -> None:
     entries = [CampaignRow(PASSED, "pass"), CampaignRow(FAILED, "pass", "the planted fault is caught")]
     golden(PageText(campaign(entries, said="gate PASS", left_out={})).lines, exact=True)
 
 
 @pytest.mark.long
-def test_one_file_of_10_000_cells_and_1_000_parameters_is_small() -> None:
+def test_a_page_of_10_000_cells_is_small() -> None:
     made = page(large())
     assert 1e5 < len(made.encode()) < 5e6
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, 5e-324, 1e300])
-def test_numbers_that_are_none_are_shown_as_they_are(odd: float) -> None:
+def test_odd_numbers_are_shown(odd: float) -> None:
     compared = tuple(replace(one, error=odd, limit=limit, found=odd) for one in COMPARED for limit in (None, 0.0, odd))
     tensors = (replace(WRONG, error=odd, limit=odd), replace(WRONG, agrees=True, error=odd, limit=None))
     ran = replace(RAN, ranks=((replace(RAN.ranks[0][0], sights=tensors, microbatch=None),), ()))

@@ -34,26 +34,25 @@ def states(found: Grid) -> dict[str, str]:
     return {one.done.action: one.state for row in found.rows for one in row}
 
 
-def test_an_action_stands_after_what_it_was_made_from() -> None:
-    found = grid(ran("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
-    assert columns(found) == [[0, 1, 3, 5], [1, 2, 3, 4]]
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (ran("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), [[0, 1, 3, 5], [1, 2, 3, 4]]),
+        (ran("0B0 0F0", "1B0 1F0"), [[0, 1], [0, 2]]),  # what waits for ever stands somewhere
+        (ran("0F0 0F1", "1F0 1F1", wrong={"1F0": WRONG}), [[0, 1], [2, 3]]),  # it waits for what came
+    ],
+)
+def test_an_action_stands_after_its_sources(found: Ran, expected: list[list[int]]) -> None:
+    assert columns(grid(found)) == expected
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "dualpipev"])
-def test_no_two_actions_of_a_rank_stand_in_one_place(name: str) -> None:
+def test_actions_of_a_rank_stand_apart(name: str) -> None:
     schedule = build(name, ranks=4, virtual=2 if name == "dualpipev" else 1, microbatches=8)
     rows = tuple(tuple(Done(*action) for action in row) for row in schedule.ranks)
     found = columns(grid(Ran(1, 8, schedule.placement, rows)))
     assert all(row == sorted(set(row)) for row in found)
     assert [len(row) for row in found] == [len(row) for row in schedule.ranks]
-
-
-def test_what_waits_for_ever_stands_somewhere() -> None:
-    assert columns(grid(ran("0B0 0F0", "1B0 1F0"))) == [[0, 1], [0, 2]]
-
-
-def test_a_message_that_came_as_another_is_waited_for_as_it_came() -> None:
-    assert columns(grid(ran("0F0 0F1", "1F0 1F1", wrong={"1F0": WRONG}))) == [[0, 1], [2, 3]]
 
 
 def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
@@ -77,7 +76,7 @@ def test_no_arrow_goes_back_in_time() -> None:
     assert found.arrows == (Arrow((0, 0), (1, 1), due=False),)
 
 
-def test_a_microbatch_that_is_not_in_the_sums_is_outlined_where_it_should_be_added() -> None:
+def test_a_dropped_microbatch_is_outlined() -> None:
     right = replace(WRONG, agrees=True, error=0.0, really="")
     found = grid(ran("0F0 0F1 0B0 0B1", wrong={"0F0": right, "0B0": right}), Cause("dropped", microbatches=(0,)))
     assert [name for name, state in states(found).items() if state == "culprit"] == ["0B0"]
@@ -90,13 +89,13 @@ def test_a_cause_that_names_no_action_outlines_nothing(cause: Cause) -> None:
     assert "culprit" not in states(grid(ran("0F0 0B0"), cause)).values()
 
 
-def test_of_a_stage_and_a_microbatch_what_is_first_wrong_is_outlined() -> None:
+def test_what_is_first_wrong_is_outlined() -> None:
     made = Sight("output", True, False, error=0.5, limit=1e-6)
     found = grid(ran("0F0 0F1 0B0", wrong={"0F0": made, "0B0": made}), Cause("computation", 0, 0, (0,)))
     assert states(found) == {"0F0": "culprit", "0F1": "not recorded", "0B0": "consequence"}
 
 
-def test_what_an_action_went_into_speaks_for_it_where_that_agrees() -> None:
+def test_what_an_action_went_into_speaks_for_it() -> None:
     loss = Compared("loss", 1, "pass", microbatch=0, found=1.0, due=1.0)
     wrong = replace(loss, microbatch=1, outcome="fail", error=0.1, limit=1e-6)
     gradient = Compared("gradient", 1, "pass", stage=0, parameter="w", error=1e-8, limit=1e-6)
@@ -106,7 +105,7 @@ def test_what_an_action_went_into_speaks_for_it_where_that_agrees() -> None:
     assert states(earlier) == {"0F0": "not recorded"}
 
 
-def test_what_is_wrong_although_all_it_was_made_from_is_right_is_no_consequence() -> None:
+def test_wrong_from_right_sources_is_no_consequence() -> None:
     right = Sight("input gradient", True, True, error=0.0, limit=1e-6)
     kept = replace(WRONG, really="", due="")
     found = ran("0F0 0B0", "1F0 1B0", wrong={"0B0": kept, "1B0": kept, "1F0": right, "0F0": right})
@@ -116,14 +115,14 @@ def test_what_is_wrong_although_all_it_was_made_from_is_right_is_no_consequence(
     assert states(grid(replace(found, ranks=(found.ranks[0], both)), cause))["0B0"] == "wrong"
 
 
-def test_an_action_whose_making_was_not_compared_is_not_said_to_be_right() -> None:
+def test_an_output_that_was_not_compared() -> None:
     taken, made = replace(WRONG, agrees=True, error=0.0, really=""), replace(WRONG, made=True, agrees=None)
     found = ran("0F0")
     row = (replace(found.ranks[0][0], sights=(taken, made)),)
     assert states(grid(replace(found, ranks=(row,)))) == {"0F0": "not compared"}
 
 
-def test_the_first_half_of_a_backward_goes_into_the_gradients_of_the_stage_before() -> None:
+def test_the_first_half_of_a_backward() -> None:
     right = Compared("gradient", 1, "pass", stage=0, parameter="w")
     found = grid(ran("0F0 0I0 0W0", "1F0 1I0 1W0"), compared=(right,))
     assert {name for name, state in states(found).items() if state == "through"} == {"0W0", "1I0"}

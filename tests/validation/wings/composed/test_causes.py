@@ -1,15 +1,16 @@
 """What ranks found together has a name, and a verdict does not need it."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeproof.core.contract import Contract
+from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.verdict import Verdict
-from pipeproof.observers.sketch import sketch
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.wings.composed import check as composed_check
 from pipeproof.wings.composed import gradients as composed_gradients
@@ -33,7 +34,7 @@ WHOLE, PART = (torch.randn(16, generator=torch.Generator().manual_seed(seed)) fo
         ([PART, None], [0, 0], "a", ()),
     ],
 )
-def test_parts_that_add_up_to_the_expected_gradient_are_not_reduced(
+def test_parts_that_add_up_are_not_reduced(
     gradients: list[Tensor | None], replicas: list[int], names: str, ranks: tuple[int, ...]
 ) -> None:
     pairs = [None if one is None else (sketch(one), sketch(WHOLE)) for one in gradients]
@@ -64,3 +65,47 @@ def test_a_verdict_is_the_same_without_causes(
     alone = verdict()
     assert (alone.verdict, alone.laws, {*alone.mismatches}) == (named.verdict, named.laws, {*named.mismatches})
     assert (alone.verdict, bool(named.cause), alone.cause) == ("fail", True, ()), str(named)
+
+
+TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8, sparse=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.words(tokens)
+        return found
+
+
+def verdict_after(change: Callable[[list[dict[str, nn.Parameter]]], None]) -> Verdict:
+    torch.manual_seed(0)
+    stages = [Words(), *layers(torch.tanh, torch.sin)]
+    return checked(Job(stages, TOKENS, change=lambda: change([dict(stage.named_parameters()) for stage in stages])))
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.25])
+def test_a_multiple_of_a_sparse_gradient_is_named(factor: float) -> None:
+    def change(own: list[dict[str, nn.Parameter]]) -> None:
+        words = own[0]["words.weight"]
+        assert words.grad is not None
+        words.grad = words.grad * factor
+
+    (cause,) = verdict_after(change).cause
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, pytest.approx(factor))
+
+
+def exchanged(own: list[dict[str, nn.Parameter]], *names: str) -> None:
+    for name in names:
+        one, other = own[1][name], own[2][name]
+        one.grad, other.grad = other.grad, one.grad
+
+
+@pytest.mark.parametrize("names", [["layer.weight"], ["layer.weight", "layer.bias"]])
+def test_exchanged_gradients_have_no_name(names: list[str]) -> None:
+    verdict = verdict_after(lambda own: exchanged(own, *names))
+    places = {(one.law, one.stage, one.parameter) for one in verdict.mismatches}
+    assert places == {("gradient", stage, f"{stage}.{name}") for stage in (1, 2) for name in names}, str(verdict)
+    assert not verdict.cause, str(verdict)

@@ -1,6 +1,7 @@
 """A step that is held against itself: every link, broken alone, is named at its place; a right step is right."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,8 @@ def checked(world: World, faults: Faults | None = None, **options: Any) -> Verdi
 
 
 @pytest.mark.parametrize("kind", ["simulated", "world"])
-def test_a_right_step_agrees_with_itself_to_the_bit(kind: str, request: pytest.FixtureRequest) -> None:
-    world: World = request.getfixturevalue(kind)
-    verdict = checked(world, clips=True)
+def test_a_right_step_agrees_to_the_bit(kind: str, request: pytest.FixtureRequest) -> None:
+    verdict = checked(request.getfixturevalue(kind), clips=True)
     assert verdict.verdict == "pass", str(verdict)
     checks = {law.name: (law.checked, law.exact) for law in verdict.laws if law.checked}
     assert checks["gradient"] == checks["presence"] == (12, 12)
@@ -46,98 +46,20 @@ def double(value: Tensor) -> Tensor:
     return value * 2
 
 
-def scaled(stage: nn.Module) -> None:
-    for parameter in stage.parameters():
-        parameter.data *= 1.01
-
-
-def first_gradient(stage: nn.Module) -> Tensor:
-    gradient = next(stage.parameters()).grad
-    assert gradient is not None
-    return gradient
-
-
-# By name: the fault, the laws that fail, and of the first cause its kind, rank and stage.
-BROKEN: dict[str, tuple[Faults, set[str], str, int | None]] = {
-    "a message doubled": (Faults(received=at(2, double)), {"boundaries"}, "altered", 1),
-    "a message off by a millionth": (
-        Faults(received=lambda here, x: x * (1 + 1e-6)),
-        {"boundaries"},
-        "altered",
-        1,
-    ),
-    "a message cast": (Faults(received=lambda here, x: x.bfloat16().float()), {"boundaries"}, "rounded", 1),
-    "a gradient doubled on its way": (Faults(flow=lambda here, g: g * 2), {"boundaries"}, "scale", 1),
-    "an input gradient changed before it is sent": (Faults(2, handed_on=at(1, double)), {"boundaries"}, "scale", 1),
-    "an output changed before it is sent": (Faults(made=at(1, lambda y: y + 1)), {"boundaries"}, "altered", 2),
-    "a backward left out": (Faults(skip=[2]), {"microbatches"}, "dropped", 1),
-    "a gradient doubled": (
-        Faults(after=lambda here, stage: first_gradient(stage).mul_(2)),
-        {"gradient"},
-        "scale",
-        1,
-    ),
-    "a loss divided twice": (
-        Faults(2, loss=lambda here, loss: loss / COUNT),
-        {"gradient"},
-        "scale",
-        None,
-    ),
-    "a norm that is another": (Faults(norm=lambda here, norm: norm * 2), {"grad-norm"}, "report", 1),
-    "weights changed after the forwards": (
-        Faults(after=lambda here, stage: scaled(stage)),
-        {"boundaries", "gradient"},
-        "computation",
-        1,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_link_is_named_at_its_place(name: str, simulated: World) -> None:
-    faults, laws, kind, rank = BROKEN[name]
-    verdict = checked(simulated, faults)
-    assert verdict.verdict == "fail", str(verdict)
-    assert {law.name for law in verdict.laws if law.outcome == "fail"} == laws, str(verdict)
-    first = verdict.cause[0]
-    assert (first.kind, first.rank) == (kind, rank), str(verdict)
-
-
-def other_target(here: Step, target: Tensor) -> Tensor:
-    return torch.zeros_like(target) if here.microbatch == 1 else target
-
-
-def test_a_wrong_target_breaks_the_link_of_the_loss(simulated: World) -> None:
-    verdict = checked(simulated, Faults(2, target=other_target))
-    first = verdict.mismatches[0]
-    assert (first.law, first.stage, first.microbatch, first.action) == ("boundaries", 2, 1, "2B1"), str(verdict)
-    assert verdict.law("loss").outcome == "fail"
-
-
-def another_microbatch_s(here: Step, value: Tensor) -> Tensor:
-    return here.inputs[0].detach().clone() if here.microbatch == 1 else value
-
-
-def test_a_stage_that_takes_another_microbatch_s_input_is_named(simulated: World) -> None:
-    verdict = checked(simulated, Faults(received=another_microbatch_s))
-    assert verdict.verdict == "fail"
-    told = [verdict.cause[0], *(one for some in verdict.alternatives for one in some)]
-    assert {cause.kind for cause in told} >= {"mispaired", "wrong-message"}, str(verdict)
-    assert (told[0].rank, told[0].stage, told[0].microbatches) == (1, 1, (1,))
-
-
-def undone(here: Step, stage: nn.Module) -> None:
+def moved(here: Step, stage: nn.Module) -> None:
     for parameter in stage.parameters():
         parameter.data += 1e-3
 
 
-def test_what_the_optimizer_does_follows_from_the_gradients(simulated: World) -> None:
-    verdict = checked(simulated, Faults(updated=undone), clips=True)
-    assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}, str(verdict)
-    assert (verdict.cause[0].rank, verdict.cause[0].stage) == (1, 1)
-    without = checked(simulated, Faults(updated=undone))
-    assert without.verdict == "pass"
-    golden(without.law("updated-parameters").note)
+def scaled(here: Step, stage: nn.Module) -> None:
+    for parameter in stage.parameters():
+        parameter.data *= 1.01
+
+
+def doubled_gradient(here: Step, stage: nn.Module) -> None:
+    gradient = next(stage.parameters()).grad
+    assert gradient is not None
+    gradient.mul_(2)
 
 
 def again(here: Step, stage: nn.Module) -> None:
@@ -145,15 +67,82 @@ def again(here: Step, stage: nn.Module) -> None:
     stage(here.inputs[2].detach()).sum().backward()
 
 
-def test_a_microbatch_that_is_run_once_more_is_counted(simulated: World) -> None:
-    verdict = checked(simulated, Faults(after=again))
-    counted = [one for one in verdict.mismatches if one.law == "microbatches"]
-    assert [(one.rank, one.found) for one in counted[:1]] == [(1, (0, 1, 2, 3, 2))], str(verdict)
-    assert verdict.cause[0].stage == 1
+def the_first(here: Step, value: Tensor) -> Tensor:
+    return here.inputs[0].detach().clone() if here.microbatch == 1 else value
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The laws that fail, the kinds that causes name, and of the first cause its rank; of the first mismatch more."""
+
+    faults: Faults
+    laws: set[str]
+    kinds: set[str]
+    rank: int | None = 1
+    first: dict[str, Any] = field(default_factory=dict)
+    clips: bool = False
+    microbatches: tuple[int, ...] | None = None  # of the first cause
+
+
+BOUNDARIES = {"boundaries"}
+BROKEN = {
+    "a message doubled": Broken(Faults(received=at(2, double)), BOUNDARIES, {"altered"}),
+    "a message off by a millionth": Broken(Faults(received=lambda _, x: x * (1 + 1e-6)), BOUNDARIES, {"altered"}),
+    "a message cast": Broken(Faults(received=lambda _, x: x.bfloat16().float()), BOUNDARIES, {"rounded"}),
+    "another microbatch's message": Broken(
+        Faults(received=the_first),
+        {"boundaries", "microbatches"},
+        {"mispaired", "wrong-message"},
+        first={"stage": 1},
+        microbatches=(1,),
+    ),
+    "a gradient doubled on its way": Broken(Faults(flow=lambda _, g: g * 2), BOUNDARIES, {"scale"}),
+    "an input gradient changed when sent": Broken(Faults(2, handed_on=at(1, double)), BOUNDARIES, {"scale"}),
+    "an output changed when sent": Broken(Faults(made=at(1, lambda y: y + 1)), BOUNDARIES, {"altered"}, 2),
+    "another target": Broken(
+        Faults(2, target=at(1, torch.zeros_like)),
+        {"boundaries", "loss"},
+        {"computation"},
+        2,
+        {"law": "boundaries", "stage": 2, "microbatch": 1, "action": "2B1"},
+    ),
+    "a backward left out": Broken(Faults(skip=[2]), {"microbatches"}, {"dropped"}),
+    "a microbatch run once more": Broken(
+        Faults(after=again),
+        {"microbatches", "boundaries"},
+        {"doubled"},
+        first={"law": "microbatches", "rank": 1, "found": (0, 1, 2, 3, 2)},
+    ),
+    "a gradient doubled": Broken(Faults(after=doubled_gradient), {"gradient"}, {"scale"}),
+    "a loss divided twice": Broken(Faults(2, loss=lambda _, loss: loss / COUNT), {"gradient"}, {"scale"}, None),
+    "another norm": Broken(Faults(norm=lambda _, norm: norm * 2), {"grad-norm"}, {"report"}),
+    "weights changed after forwards": Broken(Faults(after=scaled), {"boundaries", "gradient"}, {"computation"}),
+    "weights changed after the optimizer": Broken(
+        Faults(updated=moved), {"updated-parameters"}, {"update"}, first={"stage": 1}, clips=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_link_is_named_at_its_place(name: str, simulated: World) -> None:
+    way = BROKEN[name]
+    verdict = checked(simulated, way.faults, clips=way.clips)
+    assert {law.name for law in verdict.laws if law.outcome == "fail"} == way.laws, str(verdict)
+    causes = [verdict.cause[0], *(one for some in verdict.alternatives for one in some)]
+    assert {cause.kind for cause in causes} >= way.kinds, str(verdict)
+    assert causes[0].rank == way.rank, str(verdict)
+    assert way.microbatches in (None, causes[0].microbatches), str(verdict)
+    assert {name: getattr(verdict.mismatches[0], name) for name in way.first} == way.first, str(verdict)
+
+
+def test_an_update_is_compared_where_it_is_known(simulated: World) -> None:
+    verdict = checked(simulated, Faults(updated=moved))
+    assert verdict.verdict == "pass"
+    golden(verdict.law("updated-parameters").note)
 
 
 @pytest.mark.parametrize("told", [(), (1,)])
-def test_what_nobody_compared_is_no_pass(told: tuple[int, ...], simulated: World) -> None:
+def test_what_is_not_compared_is_no_pass(told: tuple[int, ...], simulated: World) -> None:
     verdicts = simulated.run(silent, told, ranks=2)
     assert {verdict.verdict for verdict in verdicts} == {"unknown"}
     assert {verdict.law("comparable").reasons for verdict in verdicts} == {(Reason.USE,)}
@@ -167,8 +156,8 @@ def silent(context: RankContext, told: tuple[int, ...]) -> Verdict:
     return check.verdict
 
 
-class Struck(nn.Module):
-    """One bit of one output falls over, as by a fault of the hardware: once, and never again."""
+class Odd(nn.Module):
+    """A layer of whose calls not all are alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,57 +166,52 @@ class Struck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x)
         self.calls.append(None)
+        return self.changed(out)
+
+    def changed(self, out: Tensor) -> Tensor:
+        return out
+
+
+class Struck(Odd):
+    """One bit of one output falls over, as by a fault of the hardware: once, and never again."""
+
+    def changed(self, out: Tensor) -> Tensor:
         if len(self.calls) == 2:
             with torch.no_grad():
                 out.view(torch.int32)[1, 3] ^= 1 << 20
         return out
 
 
-def test_a_computation_that_does_not_come_again_is_told_from_a_wrong_one(simulated: World) -> None:
-    (verdict,) = simulated.run(alone, Struck, ranks=1)
-    first = verdict.cause[0]
-    assert (verdict.verdict, first.kind, first.microbatches) == ("fail", "computation", (1,)), str(verdict)
-
-
-class Moody(nn.Module):
+class Moody(Odd):
     """Gives something else each time that it is called."""
+
+    def changed(self, out: Tensor) -> Tensor:
+        return out * len(self.calls)
+
+
+class Left(Odd):
+    """It has a gradient that an earlier step left."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), list[None]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(None)
-        out: Tensor = self.linear(x) * len(self.calls)
-        return out
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
 
 
-def alone(context: RankContext, make: Callable[[], nn.Module]) -> Verdict:
-    """A step of one stage."""
-    stage, microbatches = make(), data(3)
-    with check_step(stage, microbatches, against=Composed(LOSS), timeout_s=5) as check:
-        losses = []
-        for inputs, target in microbatches:
-            loss = LOSS(stage(inputs), target)
-            losses.append(loss.item())
+@pytest.mark.parametrize(
+    ("stage", "outcome", "cause"),
+    [(Struck, "fail", ("computation", (1,))), (Moody, "unknown", None), (Left, "fail", ("stale-gradient", ()))],
+)
+def test_a_stage_that_gives_something_else_once(
+    stage: type[Odd], outcome: str, cause: tuple[str, tuple[int, ...]] | None
+) -> None:
+    module, microbatches = stage(), data(3)
+    with check_step(module, microbatches, against=Composed(LOSS), timeout_s=5) as check:
+        losses = [LOSS(module(inputs), target) for inputs, target in microbatches]
+        for loss in losses:
             (loss / 3).backward()
         check.gradients()
-        check.report(losses=losses)
-    return check.verdict
-
-
-def test_a_stage_that_is_no_function_of_its_inputs_is_not_judged(simulated: World) -> None:
-    (verdict,) = simulated.run(alone, Moody, ranks=1)
-    assert verdict.verdict == "unknown", str(verdict)
-    assert verdict.law("boundaries").reasons == (Reason.RERUN,)
-
-
-def left(here: nn.Module) -> nn.Module:
-    for parameter in here.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    return here
-
-
-def test_what_was_there_before_the_step_is_no_part_of_it(simulated: World) -> None:
-    (verdict,) = simulated.run(alone, lambda: left(nn.Linear(WIDTH, WIDTH)), ranks=1)
-    assert (verdict.verdict, verdict.cause[0].kind) == ("fail", "stale-gradient"), str(verdict)
+        check.report(losses=[loss.item() for loss in losses])
+    assert check.verdict.verdict == outcome, str(check.verdict)
+    assert [(one.kind, one.microbatches) for one in check.verdict.cause[:1]] == ([] if cause is None else [cause])
+    assert check.verdict.law("boundaries").reasons == ((Reason.RERUN,) if cause is None else ())

@@ -39,7 +39,7 @@ def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
     ("how", "sentence"),
     [("in place", UNSEEN), ("beside", UNSEEN), ("blocks", "PASS"), ("returned", "PASS")],
 )
-def test_of_a_compiled_module_it_is_said_what_to_pass(how: str, sentence: str) -> None:
+def test_what_to_pass_of_compiled_modules(how: str, sentence: str) -> None:
     given = called = nn.Sequential(*layers(torch.tanh))
     if how == "in place":
         given.compile(backend="eager")
@@ -57,7 +57,7 @@ def test_of_a_compiled_module_it_is_said_what_to_pass(how: str, sentence: str) -
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_module_that_is_called_several_times_for_a_microbatch_is_refused(several: bool) -> None:
+def test_several_calls_for_a_microbatch_are_refused(several: bool) -> None:
     inner = layers(torch.tanh)[0]
     around = (lambda x: inner(x) * inner(x + 1)) if several else Around(inner)
     data = [((x, x + 1), target) for x, target in DATA] if several else DATA
@@ -70,7 +70,7 @@ def test_a_module_that_is_called_several_times_for_a_microbatch_is_refused(sever
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_stage_that_ran_without_gradients_is_unknown_unless_it_is_frozen(trained: bool) -> None:
+def test_only_frozen_stages_may_run_without_gradients(trained: bool) -> None:
     first, last = layers(torch.tanh, torch.sin)
     first.requires_grad_(trained)
     with check_step({0: first, 1: last}, DATA, against=Composed(MSE), rename="{}.{}".format) as check:
@@ -110,17 +110,17 @@ def and_cleared(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("update", [alone, and_cleared])
-def test_a_step_that_was_over_too_early_is_not_judged(update: Update) -> None:
+def test_steps_over_too_early_are_not_judged(update: Update) -> None:
     verdict = verdict_of(update)
     assert verdict.verdict == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])
 
 
-def test_a_step_in_the_midst_of_backwards_is_a_fault() -> None:
+def test_a_step_amid_backwards_is_a_fault() -> None:
     assert {one.kind for one in verdict_of(alone, midst=True).cause} == {"computation"}
 
 
-def test_a_step_of_other_weights_is_nobody_s_business() -> None:
+def test_steps_of_other_weights_do_not_matter() -> None:
     assert verdict_of(alone, own=False).verdict == "pass"
 
 

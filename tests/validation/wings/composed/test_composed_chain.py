@@ -1,10 +1,9 @@
 """What flows back: a gradient that is lost is missed where it should have come, and one asked for in vain nowhere.
 
-Of a loss that a step makes of what an inner stage gave, outside of all stages, nobody knows what is due there.
+Of a loss that a step makes of what an inner stage gave, outside of all stages, it is not known what is expected there.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
-from tests.support.sweeps import each_once
 
 
 class Writing(Both):
@@ -30,10 +28,6 @@ class Writing(Both):
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         own = given if given[0].requires_grad else tuple(one.mul_(1.5) for one in given)
         return super().forward(*own)
-
-
-def writing(rank: int) -> nn.Module:
-    return Writing().requires_grad_(rank > 0)
 
 
 class Checkpointed(Both):
@@ -47,7 +41,7 @@ class Checkpointed(Both):
 class Silent(Both):
     """Frozen, and called without gradients."""
 
-    def __init__(self, how: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(self, how: Callable[[], Any]) -> None:
         super().__init__()
         self.requires_grad_(False)
         self.how = how
@@ -59,66 +53,62 @@ class Silent(Both):
 
 
 def stage(rank: int, *, plain: int = -1, frozen: int = -1) -> nn.Module:
-    made = Both(plain=rank == plain)
-    return made.requires_grad_(rank != frozen)
+    return Both(plain=rank == plain).requires_grad_(rank != frozen)
 
 
-def never(rank: int, *, ranks: frozenset[int]) -> bool:
-    return rank not in ranks
-
-
-@pytest.mark.parametrize("plain", [-1, 1])
-@pytest.mark.parametrize("ranks", [{1}, {2}, {1, 2}])
-def test_who_forgot_that_a_gradient_is_wanted_is_named(ranks: set[int], plain: int, simulated: World) -> None:
-    way = Chained(partial(stage, plain=plain), wants=partial(never, ranks=frozenset(ranks)))
-    verdict = simulated.run(chain_step, way, ranks=3)[0]
-    assert verdict.verdict == "fail", str(verdict)
-    assert verdict.cause[0].rank == min(ranks)
-    golden(verdict.cause[0].detail)
-
-
-@pytest.mark.parametrize(*each_once(plain=[-1, 1], wants=[(True, True), (False, True), (True, False), (False, False)]))
-def test_nothing_is_lost_where_the_first_stage_is_frozen(
-    plain: int, wants: tuple[bool, bool], simulated: World
-) -> None:
-    """A middle stage without parameters then gives nothing that brings a gradient, whoever asks it for one."""
-    lost = frozenset(rank for rank, wanted in enumerate(wants, 1) if not wanted)
-    way = Chained(partial(stage, plain=plain, frozen=0), wants=partial(never, ranks=lost))
-    verdict = simulated.run(chain_step, way, ranks=3)[0]
-    wrong = 2 in lost and plain != 1  # stage 1 has weights to be trained
-    assert verdict.verdict == ("fail" if wrong else "pass"), str(verdict)
-
-
-@pytest.mark.parametrize("wants", [True, False])
-def test_a_stage_that_writes_to_what_it_is_given_is_right_however_often_it_runs_again(
-    wants: bool, simulated: World
-) -> None:
-    """The frozen first stage's message may be asked for a gradient in vain; the next then runs once more to tell."""
-    lost = frozenset(set() if wants else {1})
-    way = Chained(writing, wants=partial(never, ranks=lost))
-    verdict = simulated.run(chain_step, way, ranks=3)[0]
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+def writing(rank: int) -> nn.Module:
+    return Writing().requires_grad_(rank > 0)
 
 
 def checkpointed(rank: int) -> nn.Module:
     return Checkpointed()
 
 
-def silent(rank: int, *, how: Callable[[], AbstractContextManager[object]]) -> nn.Module:
+def silent(rank: int, *, how: Callable[[], Any]) -> nn.Module:
     return Both() if rank else Silent(how)
 
 
-def test_a_checkpoint_that_runs_in_a_graph_of_its_own_is_no_fault(simulated: World) -> None:
-    verdict = simulated.run(chain_step, Chained(checkpointed, wants_first=True), ranks=3)[0]
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+def never(rank: int, *, ranks: frozenset[int]) -> bool:
+    return rank not in ranks
 
 
-@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
-def test_a_frozen_stage_may_be_called_without_gradients(
-    how: Callable[[], AbstractContextManager[object]], simulated: World
-) -> None:
-    verdict = simulated.run(chain_step, Chained(partial(silent, how=how)), ranks=2)[0]
-    assert verdict.verdict == "pass", str(verdict)
+def lost(*ranks: int, build: Callable[[int], nn.Module] = stage) -> Chained:
+    """A chain of which these ranks forget that messages want gradients."""
+    return Chained(build, wants=partial(never, ranks=frozenset(ranks)))
+
+
+FIRST_FROZEN = partial(stage, frozen=0)
+PLAIN_BETWEEN = partial(stage, plain=1, frozen=0)  # it gives nothing that brings a gradient, whoever asks it for one
+CHAINS: dict[str, tuple[Chained, int | None]] = {
+    "the second forgets": (lost(1), 1),
+    "the third forgets": (lost(2), 2),
+    "both forget": (lost(1, 2), 1),
+    "a plain one forgets": (lost(1, build=partial(stage, plain=1)), 1),
+    "the one behind a plain one forgets": (lost(2, build=partial(stage, plain=1)), 2),
+    "both forget, one is plain": (lost(1, 2, build=partial(stage, plain=1)), 1),
+    "behind a frozen one it is not needed": (lost(1, build=FIRST_FROZEN), None),
+    "one stage later it is": (lost(2, build=FIRST_FROZEN), 2),
+    "behind two that train nothing it is not": (lost(1, 2, build=PLAIN_BETWEEN), None),
+    "nor is it asked for there": (lost(build=PLAIN_BETWEEN), None),
+    "stages write to what they are given": (lost(build=writing), None),
+    "they do, and one does not ask": (lost(1, build=writing), None),
+    "a checkpoint has a graph of its own": (Chained(checkpointed, wants_first=True), None),
+    "a frozen stage runs without gradients": (Chained(partial(silent, how=torch.no_grad)), None),
+    "and in inference mode": (Chained(partial(silent, how=torch.inference_mode)), None),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CHAINS)
+def test_who_forgot_that_a_gradient_is_wanted(name: str, simulated: World) -> None:
+    way, rank = CHAINS[name]
+    verdict = simulated.run(chain_step, way, ranks=3)[0]
+    assert verdict.verdict == ("pass" if rank is None else "fail"), str(verdict)
+    assert [cause.rank for cause in verdict.cause[:1]] == ([] if rank is None else [rank])
+    if rank is None:
+        assert verdict.tier == "bitwise"
+    else:
+        golden(verdict.cause[0].detail)
 
 
 Back = Callable[[Tensor, Tensor], Any]  # what an inner stage gave, and what flows back to it
@@ -132,10 +122,10 @@ class Outside(Job):
     def _back(self, k: int, made: list[Tensor], sent: Any) -> None:
         (gave,), ((_, came),) = made, sent[k, 0]
         assert came.grad is not None
-        (self.back if k == 1 else _usual)(gave, came.grad)
+        (self.back if k == 1 else usual)(gave, came.grad)
 
 
-def _usual(gave: Tensor, flow: Tensor) -> None:
+def usual(gave: Tensor, flow: Tensor) -> None:
     gave.backward(flow)
 
 
@@ -161,12 +151,8 @@ def summed(gave: Tensor, flow: Tensor) -> None:
     ((gave * flow).sum() + small(gave)).backward()
 
 
-def multiplied(gave: Tensor, flow: Tensor) -> None:
-    (gave * flow).sum().backward()
-
-
-def doubled(gave: Tensor, flow: Tensor) -> None:
-    (gave * flow * 2).sum().backward()
+def multiplied(gave: Tensor, flow: Tensor, *, by: float = 1.0) -> None:
+    (gave * flow * by).sum().backward()
 
 
 def kept(gave: Tensor, flow: Tensor) -> None:
@@ -177,15 +163,20 @@ def altered(gave: Tensor, flow: Tensor) -> None:
     gave.backward(flow + small(gave).detach())
 
 
-def verdict_of(back: Back, *, stages: list[nn.Module] | None = None) -> Verdict:
+def twice(gave: Tensor, flow: Tensor) -> None:
+    gave.backward(flow, retain_graph=True)
+    before(gave, flow)
+
+
+def with_back(back: Back, *, stages: list[nn.Module] | None = None) -> Outside:
     job = Outside(stages or layers(torch.tanh, torch.sin, torch.tanh))
     job.back = back
-    return checked(job)
+    return job
 
 
 @pytest.mark.parametrize("back", [before, after, together, summed])
-def test_what_a_loss_outside_the_stages_adds_is_not_known(back: Back) -> None:
-    verdict = verdict_of(back)
+def test_a_loss_outside_of_stages_is_not_known(back: Back) -> None:
+    verdict = checked(with_back(back))
     assert verdict.verdict == "unknown", str(verdict)
     note = verdict.law("boundaries").note
     for told in ("comes to what stage 1 gave", "test_composed_chain.py", "output gradient of 1B0"):
@@ -193,27 +184,20 @@ def test_what_a_loss_outside_the_stages_adds_is_not_known(back: Back) -> None:
     assert verdict.law("gradient").outcome == "pass"
 
 
-@pytest.mark.parametrize("back", [multiplied, kept])
-def test_a_backward_that_brings_what_was_sent_is_right(back: Back) -> None:
-    verdict = verdict_of(back)
-    assert verdict.verdict == "pass", str(verdict)
-
-
-@pytest.mark.parametrize(("back", "kind"), [(doubled, "scale"), (altered, "altered")])
-def test_a_fault_that_no_loss_explains_is_one(back: Back, kind: str) -> None:
-    verdict = verdict_of(back)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [cause.kind for cause in verdict.cause] == [kind]
-
-
-def test_a_backward_that_runs_twice_beside_such_a_loss_is_a_fault() -> None:
-    def both(gave: Tensor, flow: Tensor) -> None:
-        gave.backward(flow, retain_graph=True)
-        before(gave, flow)
-
-    verdict = verdict_of(both)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [cause.kind for cause in verdict.cause] == ["doubled"]
+@pytest.mark.parametrize(
+    ("back", "kinds"),
+    [
+        (multiplied, []),
+        (kept, []),
+        (partial(multiplied, by=2), ["scale"]),
+        (altered, ["altered"]),
+        (twice, ["doubled"]),
+    ],
+)
+def test_a_backward_that_no_loss_explains(back: Back, kinds: list[str]) -> None:
+    verdict = checked(with_back(back))
+    assert verdict.verdict == ("fail" if kinds else "pass"), str(verdict)
+    assert [cause.kind for cause in verdict.cause] == kinds
 
 
 class Hooked(nn.Module):
@@ -232,9 +216,9 @@ class Hooked(nn.Module):
         return made
 
 
-def test_a_backward_in_mid_backward_that_comes_to_what_a_stage_was_given_is_not_known() -> None:
+def test_a_backward_within_a_backward_is_not_known() -> None:
     stages = layers(torch.tanh, torch.sin, torch.tanh)
-    verdict = verdict_of(_usual, stages=[stages[0], Hooked(), stages[2]])
+    verdict = checked(with_back(usual, stages=[stages[0], Hooked(), stages[2]]))
     assert verdict.verdict == "unknown", str(verdict)
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons, str(verdict)
 
@@ -283,7 +267,7 @@ def one_by_one(job: Job) -> list[Verdict]:
 
 
 @pytest.mark.parametrize("kind", [Job, EachOutput])
-def test_what_flows_from_one_output_to_another_is_known_where_the_stage_runs_again(kind: type[Job]) -> None:
+def test_flows_between_outputs_are_known_from_reruns(kind: type[Job]) -> None:
     verdict = checked(kind([*layers(torch.tanh), Twice(), Product()]))
     assert verdict.verdict == "pass", str(verdict)
     first, own, _ = one_by_one(kind([*layers(torch.tanh), Twice(), Product()]))
@@ -292,8 +276,6 @@ def test_what_flows_from_one_output_to_another_is_known_where_the_stage_runs_aga
     assert Reason.LINK in first.law("boundaries").reasons, str(first)
 
 
-def test_a_loss_outside_of_a_stage_that_is_not_run_again_is_not_known_either() -> None:
-    job = Outside(layers(torch.tanh, torch.sin, torch.tanh))
-    job.back = before
-    for verdict in one_by_one(job):
+def test_a_loss_outside_is_not_known_unrerun() -> None:
+    for verdict in one_by_one(with_back(before)):
         assert verdict.verdict == "unknown", str(verdict)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pipeproof import Composed, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign.handed_back import FlatShard
+from pipeproof.whitebox.handed_back import FlatShard
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -33,7 +33,7 @@ from tests.support.sharded_chain import (
     Sharded,
     sharded_steps,
 )
-from tests.support.sweeps import sampled, some
+from tests.support.sweeps import some
 
 pytestmark = pytest.mark.long
 
@@ -60,71 +60,61 @@ WAYS = [
     Sharded(tied=True),
     Sharded(tensor=2),
     Sharded(tensor=2, sequence=True),
+    Sharded(copies=2),
 ]
-PLAIN = (WAYS[0], WAYS[2], *WAYS[3:5], *WAYS[6:8], WAYS[9])  # as others are, that have something more
+PLAIN = (WAYS[0], *WAYS[2:4], *WAYS[6:8], WAYS[9])  # as others are, that have something more
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", some(WAYS, left=PLAIN))
-def test_right_steps_pass(way: Sharded, simulated: World) -> None:
-    for verdict in verdicts(simulated, way):
+def test_right_steps_in_shards_pass(way: Sharded, simulated: World) -> None:
+    for verdict in verdicts(simulated, way, ranks=8 if way.copies > 1 else 4):
         assert verdict.verdict == "pass", str(verdict)
-        compared = {law.name: law.checked for law in verdict.laws}
-        assert all(compared[law] for law in ("boundaries", "gradient", "updated-parameters"))
+        laws = {law.name: law for law in verdict.laws}
+        assert all(laws[name].checked for name in ("boundaries", "gradient", "updated-parameters"))
+        if way.policy == MixedPrecisionPolicy(BF16, FP32) and not way.late:
+            # Reduced in fp32, microbatch by microbatch, two ranks' bf16 gradients give one sum.
+            assert laws["gradient"].exact == laws["gradient"].checked
 
 
-@pytest.mark.parametrize("way", sampled([Sharded(copies=2), Sharded(tensor=2, sequence=True)], 2))
-def test_shards_may_have_copies_and_be_cut_inside(way: Sharded, simulated: World) -> None:
-    for verdict in verdicts(simulated, way, ranks=8, steps=1):
-        assert verdict.verdict == "pass", str(verdict)
+WHOLE_NORM = {("gradient", rank, f"{rank // 2}.3.{name}") for rank in range(4) for name in ("weight", "bias")}
+ONE_PART = {("gradient", 3, "1.0.weight")}
+FAULTS: dict[str, tuple[Sharded, set[Any] | None, tuple[Any, ...] | None]] = {  # what is wrong, and the one cause
+    "a part": (Sharded(plant=PART), ONE_PART, ("scale", 3, 1, (), "1.0.weight")),
+    "a part, cut inside": (Sharded(plant=PART, tensor=2), ONE_PART, ("scale", 3, 1, (), "1.0.weight")),
+    "a lost microbatch": (Sharded(plant=DROPPED), None, ("dropped", 3, 1, (1,), None)),
+    "one that is lost, cut inside": (Sharded(plant=DROPPED, tensor=2), None, None),
+    "sums in one replica": (Sharded(plant=NORM, tensor=2, sequence=True), WHOLE_NORM, None),
+    "the update of a part": (
+        Sharded(plant=UPDATE),
+        {("updated-parameters", 3, "1.0.weight")},
+        ("update", 3, 1, (), "1.0.weight"),
+    ),
+    "of a part, cut inside": (
+        Sharded(plant=UPDATE, tensor=2),
+        {("updated-parameters", 3, "1.0.weight")},
+        ("update", 3, 1, (), "1.0.weight"),
+    ),
+}
 
 
-def test_gradients_of_narrow_weights_are_added_up_as_they_are_kept(simulated: World) -> None:
-    """Reduced in fp32, microbatch by microbatch, two ranks' bf16 gradients give one sum."""
-    verdict = first(simulated, Sharded(MixedPrecisionPolicy(BF16, FP32)))
-    law = next(one for one in verdict.laws if one.name == "gradient")
-    assert law.exact == law.checked
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", some(FAULTS, left=["a part", "the update of a part"]))
+def test_a_fault_in_shards_is_named(name: str, simulated: World) -> None:
+    way, places, cause = FAULTS[name]
+    verdict = first(simulated, way)
+    wrong = {(one.law, one.rank, one.parameter) for one in verdict.mismatches}
+    assert verdict.verdict == "fail", str(verdict)
+    assert places is None or {one for one in wrong if one[0] in {law for law, *_ in places}} == places, str(verdict)
+    named = [(one.kind, one.rank, one.stage, one.microbatches, one.parameter) for one in verdict.cause]
+    assert named == [cause] if cause is not None else named, str(verdict)
+    assert "put together" not in verdict.details, "that is not told of other causes"
 
 
-@pytest.mark.parametrize("tensor", sampled([2, 1], 2))
-def test_a_part_that_is_wrong_is_named_with_its_rank(tensor: int, simulated: World) -> None:
-    verdict = first(simulated, Sharded(plant=PART, tensor=tensor))
-    wrong = [(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"]
-    assert wrong == [(3, "1.0.weight")], str(verdict)
-    (cause,) = verdict.cause
-    assert (cause.kind, cause.rank, cause.factor, cause.parameter) == ("scale", 3, 3.0, "1.0.weight")
-
-
-def test_gradients_of_the_step_before_are_named_in_shards(simulated: World) -> None:
+def test_gradients_of_the_step_before_in_shards(simulated: World) -> None:
     verdict = verdicts(simulated, Sharded(plant=Plant(kept=lambda rank: rank >= 2)))[1]
     told = [(cause.kind, cause.rank, cause.stage) for cause in verdict.cause]
     assert told == [("stale-gradient", 2, 1)], str(verdict)
-
-
-def test_other_causes_say_nothing_of_what_is_put_together(simulated: World) -> None:
-    verdict = first(simulated, Sharded(plant=DROPPED, tensor=2))
-    assert verdict.verdict == "fail", str(verdict)
-    assert verdict.cause, str(verdict)
-    assert "put together" not in verdict.details
-
-
-def test_a_microbatch_that_is_lost_is_named_where_it_was(simulated: World) -> None:
-    verdict = first(simulated, Sharded(plant=DROPPED))
-    (cause,) = verdict.cause
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 3, 1, (1,)), str(verdict)
-
-
-def test_sums_that_ranks_of_one_replica_do_not_form_are_named(simulated: World) -> None:
-    verdict = first(simulated, Sharded(plant=NORM, tensor=2, sequence=True))
-    wrong = {(one.rank, one.parameter) for one in verdict.mismatches if one.law == "gradient"}
-    assert wrong == {(rank, f"{rank // 2}.3.{name}") for rank in range(4) for name in ("weight", "bias")}, str(verdict)
-
-
-@pytest.mark.parametrize("tensor", sampled([2, 1], 2))
-def test_a_part_that_the_optimizer_moved_otherwise_is_named(tensor: int, simulated: World) -> None:
-    verdict = first(simulated, Sharded(plant=UPDATE, tensor=tensor))
-    assert {law.name for law in verdict.laws if law.outcome == "fail"} == {"updated-parameters"}
-    (cause,) = verdict.cause
-    assert (cause.kind, cause.rank, cause.parameter) == ("update", 3, "1.0.weight"), str(verdict)
 
 
 def in_flat_parts(context: RankContext, fault: str) -> Verdict:
@@ -186,16 +176,13 @@ def refused(context: RankContext, kind: str) -> Verdict:
     [
         ("flat", "in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"),
         ("kept", "weights that train are whole under fully_shard, as where it keeps them after the backward"),
+        ("evaluated", ""),  # what an evaluation leaves is let go when the step begins
     ],
 )
-def test_what_cannot_be_put_together_is_refused(kind: str, why: str, simulated: World) -> None:
+def test_what_cannot_be_put_together(kind: str, why: str, simulated: World) -> None:
     verdict = simulated.run(refused, kind, ranks=4)[0]
-    assert (verdict.verdict, [law.outcome for law in verdict.laws]) == ("unknown", ["unknown"]), str(verdict)
+    assert verdict.verdict == ("unknown" if why else "pass"), str(verdict)
     assert why in verdict.laws[0].note
-
-
-def test_whole_weights_that_an_evaluation_leaves_are_let_go_when_the_step_begins(simulated: World) -> None:
-    assert simulated.run(refused, "evaluated", ranks=4)[0].verdict == "pass"
 
 
 def cut_between(context: RankContext) -> Verdict:
@@ -309,28 +296,23 @@ def cut_inside(context: RankContext, kind: str) -> Verdict:
     return check.verdict
 
 
-def test_a_right_stage_that_is_cut_inside_passes(simulated: World) -> None:
-    verdict = simulated.run(cut_inside, "", ranks=2)[0]
-    assert verdict.verdict == "pass", str(verdict)
-
-
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
+        ("", "PASS"),
         ("dropout", "stage 0 draws random numbers, and layers that are cut among ranks draw others"),
         ("heads", "stage 0 gives something else when it is put together than its ranks gave, all alike"),
         ("by hand", "3.weight is another on ranks 0 and 1, which run the same microbatches, and no DTensor"),
         ("parts", "ranks that have a stage together are given other inputs in their first stage"),
         ("order", "ranks that have a stage together are given other inputs in their first stage"),
+        ("unsummed", ""),
     ],
 )
-def test_what_may_be_right_is_unknown_and_it_is_said_why(kind: str, told: str, simulated: World) -> None:
+def test_a_stage_that_is_cut_inside(kind: str, told: str, simulated: World) -> None:
     verdict = simulated.run(cut_inside, kind, ranks=2)[0]
-    assert verdict.verdict == "unknown", str(verdict)
+    outcome = {"": "pass", "unsummed": "fail"}.get(kind, "unknown")
+    assert verdict.verdict == outcome, str(verdict)
     assert told in verdict.details
-
-
-def test_ranks_that_give_unlike_outputs_are_wrong(simulated: World) -> None:
-    verdict = simulated.run(cut_inside, "unsummed", ranks=2)[0]
-    assert verdict.law("boundaries").outcome == "fail", str(verdict)
-    golden("\n".join(cause.detail for cause in verdict.cause), numbers=False)
+    if outcome == "fail":
+        assert verdict.law("boundaries").outcome == "fail", str(verdict)
+        golden("\n".join(cause.detail for cause in verdict.cause), numbers=False)

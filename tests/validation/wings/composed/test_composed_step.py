@@ -1,6 +1,9 @@
-"""A step of a user's own, held against itself on the ranks of a world, says what it says beside a whole reference."""
+"""A step of a user's own, held against itself on the ranks of a world, says what it says beside a whole reference.
 
-from collections.abc import Callable
+Which stage a module is that was handed back, the contract says, or names, the runtime or ranks tell.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,9 +16,15 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from pipeproof import Composed, Contract, World
 from pipeproof.core.cause import Cause
-from pipeproof.core.reason import Reason
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.reason import Reason, reasons_of
+from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
-from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
+from pipeproof.pipeline.action import Action
+from pipeproof.whitebox import HandedBack, WhiteBox, torch_pipelining, watch
+from pipeproof.whitebox.handed_back import HandBackError
+from pipeproof.whitebox.stages_in_order import Flow
+from pipeproof.wings.composed.step import Modules, stage_numbers, told_by
 from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
 from tests.support.golden import golden
 
@@ -117,7 +126,7 @@ def whole_on_meta() -> nn.Module:
     return build_model()
 
 
-def test_a_right_step_passes_where_nobody_builds_the_whole_model(whitebox: WhiteBox) -> None:
+def test_a_right_step_passes_without_a_model(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, Mine(after=updated), Composed(build=whole_on_meta), loss_fn=loss_fn)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
     golden(verdict.config)
@@ -138,30 +147,29 @@ def told(cause: Cause) -> tuple[Any, ...]:
 
 
 REPLICAS = {"pp": 2, "dp": 2}
-FAULTS: dict[str, tuple[Mine, Any, tuple[Any, ...]]] = {
+FAULTS: dict[str, tuple[Mine, Any, tuple[Any, ...] | None]] = {
     "wrong activation": (Mine(LastIn), 2, ("mispaired", 0, 0, (0, 1, 2, 3))),
     "gradient scale": (Mine(after=doubled), 2, ("scale", 1, 1, ())),
     "dropped microbatch": (Mine(Skipping), 2, ("dropped", 0, 0, (2,))),
     "another's target": (Mine(last_data=crossed), 2, ("swapped-data", 1, 1, (1, 2))),
     "no reduction": (Mine(AcrossReplicas), REPLICAS, ("not-reduced", 0, 0, ())),
+    "none": (Mine(AcrossReplicas, after=averaged), REPLICAS, None),
 }
 
 
 @pytest.mark.parametrize(("step", "ranks", "place"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_named_as_beside_a_whole_reference(
-    whitebox: WhiteBox, step: Mine, ranks: Any, place: tuple[Any, ...]
+def test_a_fault_is_named_as_beside_a_reference(
+    whitebox: WhiteBox, step: Mine, ranks: Any, place: tuple[Any, ...] | None
 ) -> None:
     alone = judged(whitebox, step, Composed(loss_fn), ranks)
+    if place is None:
+        assert alone.verdict == "pass", str(alone)
+        return
     beside = judged(whitebox, step, build_model, ranks, loss_fn=loss_fn)
     assert alone.verdict == beside.verdict == "fail", f"{alone}\n{beside}"
     assert told(alone.cause[0]) == place, str(alone)
     said = zip(told(beside.cause[0]), place, strict=True)
     assert all(one in (other, None) for one, other in said), f"the whole reference says more or else: {beside}"
-
-
-def test_replicas_that_reduce_pass(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, Mine(AcrossReplicas, after=averaged), Composed(loss_fn), REPLICAS)
-    assert verdict.verdict == "pass", str(verdict)
 
 
 def interleaved(model: None, microbatches: Pairs, loss_fn: Any = loss_fn, last_data: Any = unchanged) -> HandedBack:
@@ -209,9 +217,7 @@ def shifted(microbatches: Pairs) -> Pairs:
     ],
     ids=["right", "uphill", "targets shifted"],
 )
-def test_a_schedule_of_torch_says_its_stages_and_divides_gradients_at_last(
-    whitebox: WhiteBox, options: Any, place: tuple[Any, ...] | None
-) -> None:
+def test_a_schedule_of_torch_says_its_stages(whitebox: WhiteBox, options: Any, place: tuple[Any, ...] | None) -> None:
     verdict = judged(whitebox, partial(interleaved, **options), Composed(loss_fn))
     assert verdict.verdict == ("pass" if place is None else "fail"), str(verdict)
     assert [told(one) for one in verdict.cause[:1]] == ([] if place is None else [place]), str(verdict)
@@ -255,9 +261,7 @@ def of_the_model(model: Any, microbatches: Pairs) -> Any:
         (of_the_model, "the step is given what build= of Composed makes on the meta device, or None"),
     ],
 )
-def test_what_cannot_be_held_against_itself_is_said_with_the_cure(
-    simulated: World, step: Callable[..., Any], said: str
-) -> None:
+def test_what_cannot_be_checked_so_is_said(simulated: World, step: Callable[..., Any], said: str) -> None:
     verdict = judged(WhiteBox(simulated), step, Composed(loss_fn))
     assert verdict.verdict == "unknown"
     assert said in f"{verdict.headline}\n{verdict.failure}", str(verdict)
@@ -269,7 +273,7 @@ def local_names(model: None, microbatches: Pairs) -> Any:
     return stage, OneFOneB(stage, microbatches).step()
 
 
-def test_names_that_are_no_names_of_the_whole_model_are_told_by_names(simulated: World) -> None:
+def test_names_tell_what_weights_are_called(simulated: World) -> None:
     whitebox = WhiteBox(simulated)
     verdict = judged(whitebox, local_names, Composed(loss_fn))
     assert verdict.verdict == "unknown"
@@ -279,3 +283,99 @@ def test_names_that_are_no_names_of_the_whole_model_are_told_by_names(simulated:
         judged(whitebox, local_names, Composed(loss_fn, build=build_model), contract=Contract(names=names)).verdict
         == "pass"
     )
+
+
+WHOLE = ["words", "a", "b", "c", "head"]
+V_SHAPED = [Modules([frozenset({"words"}), frozenset({"c", "head"})]), Modules([frozenset({"a"}), frozenset({"b"})])]
+ONE_EACH = [Modules([frozenset({name})], [Flow()]) for name in ("x", "x", "y", "y")]
+NONE = Modules([])
+
+
+def numbers(every: Sequence[Modules], replicas: Replicas, whole: Sequence[str] = ()) -> list[list[int]]:
+    return [list(one) for one in stage_numbers(every, replicas, whole, "mine")]
+
+
+def test_the_models_names_tell_the_stages() -> None:
+    assert numbers(V_SHAPED, Replicas.along(2, 4), WHOLE) == [[0, 3], [1, 2]]
+    assert numbers([*V_SHAPED, *V_SHAPED], Replicas.along([0, 0, 1, 1], 4), WHOLE) == [[0, 3], [1, 2]] * 2
+    tied = [Modules([frozenset({"head", "words"})]), Modules([frozenset({"a", "words"})])]
+    assert numbers(tied, Replicas.along(2, 4), ["words", "a", "head"]) == [[1], [0]]
+
+
+def test_one_module_has_its_ranks_place() -> None:
+    assert numbers(ONE_EACH, Replicas.along(4, 4)) == [[0], [1], [2], [3]]
+    assert numbers(ONE_EACH, Replicas.along([0, 1, 0, 1], 4)) == [[0], [0], [1], [1]]
+    assert numbers(ONE_EACH, Replicas.along({"dp": 2, "pp": 2}, 4)) == [[0], [1], [0], [1]]
+    assert numbers([NONE, *ONE_EACH[:2]], Replicas.along(3, 4)) == [[], [0], [1]]
+
+
+def test_what_ran_tells_the_stage() -> None:
+    calls = [[Call(True, began=1), Call(True, began=4)], [Call(True, began=2)]]
+    trace = [Action.parse(one) for one in ("3F0", "0F0", "0B0", "3F1")]
+    told = told_by(trace, calls)
+    assert told == [3, 0]
+    every = [replace(V_SHAPED[0], told=told), replace(V_SHAPED[1], told=[1, 2])]
+    assert numbers(every, Replicas.along(2, 2)) == [[3, 0], [1, 2]]
+    assert told_by(trace[:-1], calls) is told_by(None, calls) is None, "other calls than the trace has"
+    assert told_by([Action.parse(one) for one in ("3F0", "3F1", "0F0")], calls) is None, "two stages in one module"
+
+
+def digests(*names: str) -> frozenset[bytes]:
+    return frozenset(name.encode() for name in names)
+
+
+def passed(came: str, gave: str, returned: str = "", handed: str = "") -> Flow:
+    """What passed a module of two calls, each tensor by a letter; - is one that is nobody's."""
+    return Flow([digests(one) for one in came], [digests(one) for one in returned], digests(*gave), digests(*handed))
+
+
+FIRST, SECOND, THIRD = passed("ab", "AB"), passed("AB", "cd"), passed("cd", "CD")
+
+
+def of_flows(*every: Sequence[Flow]) -> list[Modules]:
+    return [Modules([frozenset({"x"})] * len(own), own) for own in every]
+
+
+@pytest.mark.parametrize(
+    "flows",
+    [[[FIRST], [SECOND], [passed("--", "CD")]], [[FIRST], [passed("AC", "cd")], [THIRD]]],
+    ids=["one sees none", "one is another's"],
+)
+def test_ranks_tell_where_tensors_agree(flows: list[list[Flow]]) -> None:
+    assert numbers(of_flows(*flows), Replicas.along(3, 4)) == [[0], [1], [2]]
+
+
+BACKWARD = [THIRD], [FIRST], [SECOND]
+
+
+def test_what_the_contract_says_comes_first() -> None:
+    said = [[2], [0], [1]]
+    assert [*map(list, stage_numbers(of_flows(*BACKWARD), Replicas.along(3, 4), (), "mine", said))] == said
+    twice = stage_numbers(V_SHAPED * 2, Replicas.along([0, 0, 1, 1], 4), WHOLE, "mine", [[3, 0], [1, 2]])
+    assert [*map(list, twice)] == [[3, 0], [1, 2]] * 2, "for each rank of a pipeline, whatever names tell"
+
+
+@pytest.mark.parametrize(
+    ("one", "said", "told"),
+    [
+        (V_SHAPED[0], [[0]], "has \\[0\\] for rank 0, which handed back 2 modules: mend one"),
+        (V_SHAPED[0], [[0, 1], [2]], "has \\[2\\] for rank 1, which handed back 2 modules"),
+        (V_SHAPED[0], [[0, 1]], "has \\[\\] for rank 1, which handed back 2 modules"),
+        (replace(V_SHAPED[0], told=[0, 1]), [[1, 0], [2, 3]], "for rank 0, which handed back the stages \\[0, 1\\]"),
+    ],
+)
+def test_the_contract_may_not_be_contradicted(one: Modules, said: list[list[int]], told: str) -> None:
+    with pytest.raises(HandBackError, match=f"stages of the contract .*{told}"):
+        stage_numbers([one, one], Replicas.along(2, 4), (), "mine", said)
+
+
+def test_where_nothing_tells_that_is_said() -> None:
+    for flows in (([FIRST, THIRD], [SECOND]), BACKWARD, ([THIRD], [passed("A-", "cd")], [FIRST])):
+        with pytest.raises(HandBackError, match="mine handed back modules, and nothing tells in which") as error:
+            numbers(of_flows(*flows), Replicas.along(len(flows), 4))
+        assert reasons_of(*error.value.args) == (Reason.STAGES,)
+    bare = Modules([frozenset(), frozenset({"a"})])
+    for every, told in (([bare, *V_SHAPED], "no weights"), (V_SHAPED, "a")):
+        with pytest.raises(HandBackError, match=f"mine handed back a module with {told}, .* or stages= of") as error:
+            numbers(every, Replicas.along(len(every), 4), ["words", "c", "head"])
+        assert reasons_of(*error.value.args) == (Reason.STAGES,)

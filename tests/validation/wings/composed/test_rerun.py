@@ -78,7 +78,7 @@ DRAWING = {
 @pytest.mark.parametrize(
     ("at", "make"), [*product([0, 1, 2], DRAWING.values()), (1, partial(Recomputed, keeps=False, reentrant=True))]
 )
-def test_what_a_backward_gives_that_draws_random_numbers_is_not_known(at: int, make: Callable[[], nn.Module]) -> None:
+def test_a_backward_that_draws_is_not_known(at: int, make: Callable[[], nn.Module]) -> None:
     verdict = checked(Job(stages_with(make(), at), cast=drawing))
     law = verdict.law("boundaries")
     assert (verdict.verdict, law.reasons) == ("unknown", (Reason.RERUN,)), str(verdict)
@@ -106,13 +106,13 @@ def told(which: list[int]) -> Verdict:
 
 
 @pytest.mark.parametrize("which", [[0, 1, 2], [0, 0, 2]])
-def test_a_target_that_is_told_before_a_call_is_not_seen(which: list[int]) -> None:
+def test_a_target_told_before_is_not_seen(which: list[int]) -> None:
     verdict = told(which)
     assert verdict.verdict == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])
 
 
-def test_a_target_that_is_the_same_in_all_calls_came_to_no_stage() -> None:
+def test_a_target_alike_everywhere_came_nowhere() -> None:
     verdict = told([0, 0, 0])
     assert verdict.verdict == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])

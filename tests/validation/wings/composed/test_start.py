@@ -2,97 +2,80 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 
 from pipeproof import Composed, Contract, check_step
-from pipeproof.core.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
 from tests.support.golden import golden
-from tests.support.sweeps import each_once
 
 COUNT, BOUND_S = 3, 3.0
 Options = Mapping[str, Any]
 
 
-def one_step(
-    context: RankContext, stage: nn.Module, by: Composed, gradients: Mapping[str, Tensor] | None = None
-) -> Verdict | None:
-    """The verdict on a step, if it is checked."""
-    at, microbatches = Step(context.rank, context.ranks), data(COUNT)
-    with check_step(stage, microbatches, against=by, rename=named, timeout_s=BOUND_S) as check:
+@dataclass(frozen=True)
+class Ranks:
+    """What each of two ranks is told beside the loss; the number of its stage, whether that is frozen and moved."""
+
+    options: tuple[Options, Options] = ({}, {})
+    max_norms: tuple[float, float] = (math.inf, math.inf)
+    numbers: tuple[int, int] = (0, 1)
+    optimizers: tuple[bool, bool] = (False, False)
+    frozen: bool = False
+
+
+def told(context: RankContext, ranks: Ranks) -> str:
+    rank, stage = context.rank, stage_of(context.rank)
+    stage.requires_grad_(not (ranks.frozen and rank == 0))
+    options = dict(ranks.options[rank])
+    contract = replace(options.pop("contract", Contract()), max_norm=ranks.max_norms[rank])
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1) if ranks.optimizers[rank] else None
+    at, microbatches = Step(rank, context.ranks), data(COUNT)
+    by = Composed(LOSS, optimizer=optimizer, contract=contract, **options)
+    stages = {ranks.numbers[rank]: stage}
+    with check_step(
+        stages, microbatches, against=by, rename=lambda _, name: f"{rank}.{name}", timeout_s=BOUND_S
+    ) as check:
         forwards(at, stage, microbatches, Faults())
-        backwards(at, COUNT, Faults())
-        check.gradients(gradients)
-    return check.verdict if check.due else None
-
-
-def told(context: RankContext, options: list[Options], optimizers: list[bool]) -> str:
-    stage = stage_of(context.rank)
-    given = torch.optim.SGD(stage.parameters(), lr=0.1) if optimizers[context.rank] else None
-    return one_step(context, stage, Composed(LOSS, optimizer=given, **options[context.rank])).details
-
-
-LATE = Contract(accumulation=Accumulation(late=True))
-UNLIKE: dict[str, list[Options]] = {
-    "stages": [{}, {"stages": "one by one"}],
-    "every": [{}, {"every": 2}],
-    "build": [{"build": lambda: nn.Linear(1, 1)}, {}],
-    "scaler": [{}, {"scaler": GradScaler("cpu")}],
-    "accumulation": [{}, {"contract": LATE}],
-}
-
-
-@pytest.mark.parametrize(*each_once(case=UNLIKE, clips=[False, True]))
-def test_both_values_are_named(case: str, clips: bool, simulated: World) -> None:
-    options = UNLIKE[case]
-    both = options
-    if clips:
-        by = [replace(one.get("contract", Contract()), max_norm=1.0) for one in options]
-        both = [{**one, "contract": contract} for one, contract in zip(options, by, strict=True)]
-    said = simulated.run(told, both, [False, False], ranks=2)
-    golden(said[0].splitlines()[0])
-    assert said[0] == said[1]
-
-
-def test_all_that_train_have_an_optimizer_or_none(simulated: World) -> None:
-    said, _ = simulated.run(told, [{}, {}], [True, False], ranks=2)
-    golden(said.splitlines()[0])
-
-
-def test_who_trains_nothing_needs_no_optimizer(simulated: World) -> None:
-    said, _ = simulated.run(frozen, ranks=2)
-    assert said.startswith("PASS"), said
-
-
-def frozen(context: RankContext) -> str:
-    stage = stage_of(context.rank)
-    optimizer = None
-    if context.rank:
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-    else:
-        stage.requires_grad_(False)
-    at, microbatches = Step(context.rank, context.ranks), data(COUNT)
-    by = Composed(LOSS, optimizer=optimizer)
-    with check_step(stage, microbatches, against=by, rename=named, timeout_s=BOUND_S) as check:
-        forwards(at, stage, microbatches, Faults())
-        if context.rank:
-            backwards(at, COUNT, Faults())
-        else:
+        if ranks.frozen and rank == 0:
             flows(context)
+        else:
+            backwards(at, COUNT, Faults())
         check.gradients()
         if optimizer is not None:
             optimizer.step()
     return check.verdict.details
+
+
+LATE, CLIPPED = Contract(accumulation=Accumulation(late=True)), (1.0, 1.0)
+RANKS: dict[str, Ranks] = {
+    "stages": Ranks(({}, {"stages": "one by one"})),
+    "every": Ranks(({}, {"every": 2}), CLIPPED),
+    "build": Ranks(({"build": lambda: nn.Linear(1, 1)}, {})),
+    "scaler": Ranks(({}, {"scaler": GradScaler("cpu")}), CLIPPED),
+    "accumulation": Ranks(({}, {"contract": LATE})),
+    "max_norm": Ranks(max_norms=(1.0, 2.0)),
+    "a stage that is nowhere": Ranks(numbers=(0, 2)),
+    "a stage that is on both": Ranks(numbers=(0, 0)),
+    "one optimizer": Ranks(optimizers=(True, False)),
+    "one trains nothing": Ranks(optimizers=(False, True), frozen=True),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_are_told_alike_and_make_a_chain(name: str, simulated: World) -> None:
+    said, other = simulated.run(told, RANKS[name], ranks=2)
+    golden(said.splitlines()[0])
+    assert said == other
 
 
 def flows(context: RankContext) -> None:
@@ -102,9 +85,13 @@ def flows(context: RankContext) -> None:
 
 
 def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
+    at, microbatches, stage = Step(context.rank, context.ranks), data(COUNT), stage_of(context.rank)
     by, began = Composed(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
-    found = one_step(context, stage_of(context.rank), by, given if context.rank else None)
-    return found.details, monotonic() - began
+    with check_step(stage, microbatches, against=by, rename=named, timeout_s=BOUND_S) as check:
+        forwards(at, stage, microbatches, Faults())
+        backwards(at, COUNT, Faults())
+        check.gradients(given if context.rank else None)
+    return check.verdict.details, monotonic() - began
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -115,14 +102,31 @@ def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World) 
     assert took_s < BOUND_S
 
 
-def test_what_is_no_contract_is_said_in_a_sentence() -> None:
-    with check_step(nn.Linear(8, 8), data(COUNT), against=Composed(LOSS, contract=3)) as check:  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("stage", "by"),
+    [
+        (nn.Linear(8, 8), Composed(LOSS, contract=3)),  # type: ignore[arg-type]
+        (nn.LazyLinear(8), Composed(LOSS)),
+        (nn.Linear(8, 8, device="meta"), Composed(LOSS)),
+    ],
+    ids=["no contract", "lazy", "meta"],
+)
+def test_what_no_step_begins_with_is_said(stage: nn.Module, by: Composed) -> None:
+    with check_step(stage, data(COUNT), against=by) as check:
         check.gradients()
     golden(check.verdict.details.splitlines()[0])
 
 
-@pytest.mark.parametrize("stage", [nn.LazyLinear(8), nn.Linear(8, 8, device="meta")])
-def test_weights_that_are_made_in_the_first_call_are_said_in_a_sentence(stage: nn.Module) -> None:
-    with check_step(stage, data(COUNT), against=Composed(LOSS)) as check:
+def of_one_name(context: RankContext) -> str:
+    torch.manual_seed(context.rank)
+    module = nn.Linear(8, 8)
+    with check_step({context.rank: module}, data(COUNT), against=Composed(LOSS), timeout_s=10.0) as check:
+        for x, _ in data(COUNT):
+            module(x).sum().backward()
         check.gradients()
-    golden(check.verdict.details.splitlines()[0])
+    return check.verdict.details
+
+
+def test_one_name_of_two_weights_is_told(simulated: World) -> None:
+    (said, *_) = simulated.run(of_one_name, ranks=2)
+    golden(said.splitlines()[0])

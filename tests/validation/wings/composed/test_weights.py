@@ -34,9 +34,7 @@ HALF, OTHER_HALF = {(0, "b"): ("[0:2]", b"2")}, {(0, "b"): ("[2:4]", b"3")}
         ([HALF, OTHER_HALF], "not applicable", []),
     ],
 )
-def test_ranks_that_have_one_part_of_a_weight_begin_with_the_same(
-    ranks: list[Weights], outcome: str, apart: list[tuple[int, int, str]]
-) -> None:
+def test_ranks_with_one_part_begin_alike(ranks: list[Weights], outcome: str, apart: list[tuple[int, int, str]]) -> None:
     ledger = Ledger(OF_REPLICAS)
     enter_weights(ledger, ranks)
     assert [(one.rank, one.stage, one.parameter) for one in weights_apart(ledger.mismatches)] == apart
@@ -44,12 +42,12 @@ def test_ranks_that_have_one_part_of_a_weight_begin_with_the_same(
     assert [one.outcome for one in ledger.laws() if one.name == "initial-weights"] == [outcome]
 
 
-def test_one_name_of_several_weights_is_said_with_its_cure() -> None:
+def test_one_name_of_several_weights_is_said() -> None:
     assert not not_one([SAME, {(1, "a"): ("", b"1"), (1, "b"): ("[2:4]", b"3")}, SAME])
     golden(not_one([SAME, {(1, "a"): ("", b"5"), (1, "b"): ("[0:2]", b"6")}]))
 
 
-def test_weights_of_other_parts_and_of_other_replicas_may_differ() -> None:
+def test_weights_of_other_parts_may_differ() -> None:
     whole: list[Weights] = [{(0, "w"): ("", digest)} for digest in (b"a", b"b")]
     assert not cut_by_hand([HALF, OTHER_HALF], [0, 0])
     assert not cut_by_hand(whole, [0, 1])
@@ -78,7 +76,7 @@ def test_weights_are_equal_where_all_ranks_parts_are(
     assert equal_weights(ranks) == found
 
 
-def test_only_the_stage_that_is_compared_is_in_doubt() -> None:
+def test_only_the_compared_stage_is_in_doubt() -> None:
     for only, names in ((None, ["v", "w"]), (0, ["v", "w"]), (1, ["v", "w"]), (2, [])):
         ledger = Ledger(["presence", "gradient"])
         assert [*enter_equal(ledger, RANKS["two stages"][0], only)] == names

@@ -1,16 +1,17 @@
 """Which inputs of stages are which outputs and data: what is open is told, and what may hide a fault is unknown."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.reason import Reason
-from pipeproof.observers.calls import Call
-from pipeproof.observers.sketch import sketch
 from pipeproof.wings.composed.chain import Chain, place_of
-from pipeproof.wings.composed.link import StageSeen
+from pipeproof.wings.composed.link import StageCalls
 from pipeproof.wings.composed.wiring import refusals
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
@@ -59,43 +60,37 @@ def given(at: int, *order: int) -> partial[list[Tensor]]:
     return partial(picked, at=at, order=list(order))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_given_in_its_order_is_right(ranks: int, simulated: World) -> None:
-    verdict = simulated.run(chain_step, Chained(inputs=2), ranks=ranks)[0]
-    assert (verdict.verdict, verdict.law("boundaries").note) == ("pass", ""), str(verdict)
+CHAINS: dict[str, tuple[Chained, int, str, Any]] = {  # how many ranks run it, the outcome, and what is open or noted
+    "one stage": (Chained(inputs=2), 1, "pass", ""),
+    "three stages": (Chained(inputs=2), 3, "pass", ""),
+    "one tensor in two places": (Chained(given=given(0, 0, 0)), 1, "pass", ""),
+    "one message in two places": (Chained(given=given(1, 0, 0)), 2, "pass", ""),
+    "labels among the inputs": (Chained(given=given(0, 0, 0), inputs=2, labels=True), 1, "pass", ""),
+    "data of another use": (Chained(given=given(0, 0), inputs=2), 1, "pass", None),
+    "inputs in another order": (Chained(given=given(0, 1, 0), inputs=2), 2, "pass", None),
+    "messages in another order": (Chained(given=given(1, 1, 0), inputs=2), 2, "pass", None),
+    "an input that is given twice": (Chained(given=given(0, 0, 0), inputs=2), 2, "unknown", (INPUT,)),
+    "a message that is given twice": (Chained(given=given(1, 0, 0), inputs=2), 2, "unknown", (OUTPUT,)),
+    "and no gradient flows to the other": (Chained(built, given(1, 0, 0), inputs=2), 2, "unknown", (OUTPUT,)),
+    "one is altered and passed on": (Chained(lambda rank: Onward(), altered, inputs=2), 3, "fail", ("altered", 1)),
+}
 
 
-def test_an_input_that_is_given_twice_leaves_open_where_the_other_went(simulated: World) -> None:
-    verdict = simulated.run(chain_step, Chained(given=given(0, 0, 0), inputs=2), ranks=2)[0]
-    assert verdict.verdict == "unknown"
-    assert verdict.law("boundaries").left_out == (INPUT,)
-    assert verdict.law("boundaries").reasons == (Reason.WIRING,)
-
-
-def test_a_message_that_is_given_twice_leaves_open_where_the_other_went(simulated: World) -> None:
-    both = simulated.run(chain_step, Chained(given=given(1, 0, 0), inputs=2), ranks=2)[0]
-    assert both.verdict == "unknown"
-    assert both.law("boundaries").left_out == (OUTPUT,)
-    beside = simulated.run(chain_step, Chained(built, given(1, 0, 0), inputs=2), ranks=2)[0]
-    assert beside.verdict == "unknown", str(beside)
-    assert beside.law("boundaries").left_out == (OUTPUT,)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_tensor_in_two_places_is_right(ranks: int, simulated: World) -> None:
-    verdict = simulated.run(chain_step, Chained(given=given(ranks - 1, 0, 0)), ranks=ranks)[0]
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
-
-
-def test_labels_among_the_inputs_went_into_the_loss(simulated: World) -> None:
-    verdict = simulated.run(chain_step, Chained(given=given(0, 0, 0), inputs=2, labels=True), ranks=1)[0]
-    assert (verdict.verdict, verdict.law("boundaries").note) == ("pass", ""), str(verdict)
-
-
-def test_data_of_another_use_is_told_and_is_no_fault(simulated: World) -> None:
-    verdict = simulated.run(chain_step, Chained(given=given(0, 0), inputs=2), ranks=1)[0]
-    assert verdict.verdict == "pass"
-    golden(verdict.law("boundaries").note)
+@pytest.mark.parametrize("name", CHAINS)
+def test_where_inputs_come_from(name: str, simulated: World) -> None:
+    """Arguments may be given by name in any order, so that it is no fault; but it is noted what was taken as meant."""
+    way, ranks, outcome, said = CHAINS[name]
+    verdict = simulated.run(chain_step, way, ranks=ranks)[0]
+    law = verdict.law("boundaries")
+    assert verdict.verdict == outcome, str(verdict)
+    if said is None:
+        golden(law.note)
+    elif outcome == "pass":
+        assert (law.note, verdict.tier) == (said, "bitwise")
+    elif outcome == "unknown":
+        assert (law.left_out, law.reasons) == (said, (Reason.WIRING,))
+    else:
+        assert (verdict.cause[0].kind, verdict.cause[0].rank) == said
 
 
 class Placed(nn.Module):
@@ -111,7 +106,7 @@ class Placed(nn.Module):
 
 
 @pytest.mark.parametrize(("by_stage", "said"), [(True, "unknown"), (False, "pass")])
-def test_positions_that_are_others_than_were_sent_are_open_and_a_rank_s_own_are_not(by_stage: bool, said: str) -> None:
+def test_other_positions_than_were_sent_are_open(by_stage: bool, said: str) -> None:
     def shifted(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
         return [given[0], torch.arange(1, 9)] if stage else given
 
@@ -121,30 +116,16 @@ def test_positions_that_are_others_than_were_sent_are_open_and_a_rank_s_own_are_
     assert verdict.law("boundaries").left_out == (OUTPUT,) * by_stage
 
 
-def test_what_is_altered_and_passed_on_is_no_other_place_s(simulated: World) -> None:
-    verdict = simulated.run(chain_step, Chained(lambda rank: Onward(), altered, inputs=2), ranks=3)[0]
-    assert verdict.verdict == "fail"
-    assert (verdict.cause[0].kind, verdict.cause[0].rank) == ("altered", 1), str(verdict)
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_an_order_that_is_another_in_every_call_is_told(at: int, simulated: World) -> None:
-    """Arguments may be given by name in any order, so that it is no fault; but readers know what was taken as meant."""
-    verdict = simulated.run(chain_step, Chained(given=given(at, 1, 0), inputs=2), ranks=2)[0]
-    assert verdict.verdict == "pass"
-    golden(verdict.law("boundaries").note)
-
-
 @pytest.mark.parametrize("given", [1, 2])
-def test_more_calls_than_microbatches_were_given_are_told_so(given: int) -> None:
+def test_more_calls_than_microbatches_are_told(given: int) -> None:
     verdict = checked(Job(layers(torch.tanh, torch.tanh)), given=DATA[:given])
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.CALLS,)
     golden(verdict.law("comparable").note)
 
 
-def test_what_comes_out_of_a_stage_later_is_not_seen() -> None:
-    seen = {number: StageSeen(0, (Call(True, outputs=[sketch(DATA[0][0])] * number),)) for number in range(3)}
+def test_what_a_stage_gives_later_is_not_seen() -> None:
+    seen = {number: StageCalls(0, (Call(True, outputs=[sketch(DATA[0][0])] * number),)) for number in range(3)}
     golden("\n".join(refusals(Chain(seen, [{}]))))
     assert not [*refusals(Chain({0: seen[1], 1: seen[0]}, [{}]))], "of the last one the loss is another's"
 
@@ -164,7 +145,7 @@ class Batched(Job):
         return [one.item() for one in losses]
 
 
-def test_a_stage_that_is_called_on_all_microbatches_at_once_is_not_known() -> None:
+def test_a_call_on_all_microbatches_is_not_known() -> None:
     verdict = checked(Batched(layers(torch.tanh, torch.sin)))
     assert verdict.verdict == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.CALLS,)

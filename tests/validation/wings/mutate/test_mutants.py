@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.mutate import mutate, under_test
 from pipeproof.wings.mutate.mutants import MUTANTS
 from pipeproof.wings.mutate.planting import Planting

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign import WhiteBox
-from pipeproof.foreign.task import WhiteBoxError
+from pipeproof.whitebox import WhiteBox
+from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.mutate import LetPass, Mutated, mutate, under_test
 from pipeproof.wings.mutate.mutants import MUTANTS
 from pipeproof.worlds.worker import RankContext

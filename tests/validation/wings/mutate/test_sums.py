@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeproof.foreign import WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.mutate import mutate, under_test
 from pipeproof.wings.mutate.sums import is_sum
 from pipeproof.worlds.worker import RankContext

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.observers.shards import Shard
-from pipeproof.observers.sketch import brief
+from pipeproof.core.observe.shards import Shard
+from pipeproof.core.observe.sketch import brief
 from pipeproof.wings.runs.tensor import Part, whole_tensor
 
 WHOLE = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

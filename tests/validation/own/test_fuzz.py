@@ -1,0 +1,256 @@
+"""Fuzzing: what is drawn, that a campaign is its seed, and that a failure shrinks to the least that fails."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import strategies as st
+
+from pipeproof.core.verdict import LawResult, Mismatch, Verdict
+from pipeproof.own.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
+from pipeproof.own.fuzz import PLANS, Tally, by_seed_alone, cases, fuzz
+from pipeproof.own.runtimes import OWN, TORCH
+from pipeproof.own.validator import validate
+from pipeproof.pipeline.transports import RULES, Transport
+from pipeproof.wings.simulated import EVERY, Decisions, SimulatedWorld, Simulation
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
+from tests.support.golden import golden
+
+PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
+
+
+def campaign(budget: int, seed: int, run: Callable[[Case, World], Verdict] | None = None) -> tuple[list[Case], object]:
+    """A campaign without ranks; the cases that it ran."""
+    ran: list[Case] = []
+
+    def record(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        return run(case, world) if run else PASS
+
+    tally = Tally(budget)
+    with World() as world:
+        return ran, (tally, fuzz(world, tally, seed_=seed, run=record))
+
+
+@pytest.mark.long
+def test_a_campaign_is_its_seed_and_its_budget() -> None:
+    (one, _), (two, _), (other, _) = campaign(40, 1), campaign(40, 1), campaign(40, 2)
+    assert one == two
+    assert len(one) == 40
+    assert one != other
+
+
+@pytest.mark.long
+def test_draws_reach_everything_that_a_case_can_be() -> None:
+    ran, _ = campaign(400, 0)
+    assert {case.schedule for case in ran} == set(SCHEDULES)
+    assert {case.ranks for case in ran} == {1, 2, 3, 4}
+    assert {case.virtual for case in ran} == {1, 2, 3}
+    assert {case.microbatches for case in ran} == set(range(1, 10))
+    assert {case.model for case in ran} == set(MODELS)
+    assert {case.plan for case in ran} == set(PLANS)
+    assert {size for case in ran for size in case.split} == {1, 2, 3}
+    assert any(len(set(case.split)) > 1 for case in ran)
+    assert any(case.microbatches < case.ranks for case in ran)
+    for flag in ("ragged", "unequal"):
+        assert {getattr(case, flag) for case in ran} == {True, False}
+    assert {case.loss for case in ran} == {"mean", "tokens"}
+    assert {case.dtype for case in ran} == set(FUZZED_DTYPES)
+
+
+@pytest.mark.long
+def test_replicas_are_drawn_for_torch_as_far_as_there_are_ranks() -> None:
+    drawn: list[Case] = []
+
+    @settings(max_examples=200, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(cases(runtime=TORCH))
+    def draw(case: Case) -> None:
+        drawn.append(case)
+
+    draw()
+    assert {case.replicas for case in drawn} == {1, 2}
+    assert max(case.processes for case in drawn) <= 4
+    assert {case.ranks for case in drawn if case.replicas == 2} == {1, 2}
+    assert not [case for case in drawn if case.replicas == 2 and case.model == "batchnorm"]
+
+
+def test_a_failure_shrinks_to_the_least_that_fails() -> None:
+    def run(case: Case, world: World) -> Verdict:
+        wrong = case.microbatches >= 3 and case.ranks >= 2
+        return replace(PASS, verdict="fail", config=str(case)) if wrong else PASS
+
+    _, (tally, found) = campaign(200, 0, run)  # type: ignore[misc]
+    assert found.case == Case("naive", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
+    assert found.verdict.verdict == "fail"
+    assert found.repeated
+    assert tally.verdicts["fail"] > 0
+
+
+def test_a_failure_that_shows_once_is_kept_and_said_not_to_repeat() -> None:
+    ran: list[Case] = []
+
+    def run(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        return replace(PASS, verdict="fail", config=str(case)) if len(ran) == 3 else PASS
+
+    _, (tally, found) = campaign(20, 0, run)  # type: ignore[misc]
+    assert found.case == ran[2]
+    assert found.verdict.config == str(ran[2])
+    assert not found.repeated
+    assert tally.verdicts["fail"] == 1
+
+
+def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() -> None:
+    ran: list[Case] = []
+
+    def run(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        once = case.ranks == 1 and ran.count(case) == 1 and any(other.ranks > 2 for other in ran)
+        return replace(PASS, verdict="fail") if case.ranks > 2 or once else PASS
+
+    _, (_, found) = campaign(50, 0, run)  # type: ignore[misc]
+    assert found.repeated
+    assert found.case.ranks > 2
+
+
+def test_unknown_is_not_a_pass_either() -> None:
+    _, (_, found) = campaign(5, 0, lambda case, world: replace(PASS, verdict="unknown"))  # type: ignore[misc]
+    assert found.verdict.verdict == "unknown"
+
+
+def test_a_campaign_goes_on_where_rounding_is_too_coarse_to_decide() -> None:
+    differs = Mismatch("gradient", 1, error=3e-3, limit=6e-2)
+    coarse = replace(PASS, verdict="unknown", mismatches=(differs,))
+    ran, (tally, found) = campaign(5, 0, lambda case, world: coarse)  # type: ignore[misc]
+    assert found is None
+    assert [one.case for one in tally.undecided] == ran
+    assert len(ran) == 5
+
+
+def test_a_tally_counts_and_reads_well() -> None:
+    tally = Tally(10)
+    tally.verdicts.update({"pass": 3, "fail": 1})
+    tally.tiers.update({"bitwise": 3, "none": 1})
+    golden(str(tally))
+
+
+def test_real_ranks_agree_on_a_short_campaign(world: World) -> None:
+    tally = Tally(15)
+    assert fuzz(world, tally, seed_=11) is None
+    assert tally.tiers == {"bitwise": 15}
+
+
+def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) -> None:
+    planted = cases(schedules=("1f1b", "gpipe"), models=("mlp",), max_ranks=2).map(
+        lambda case: replace(case, specimen="microbatch-dropped", plan=("train",))
+    )
+    found = fuzz(world, Tally(20), seed_=0, strategy=planted)
+    assert found is not None
+    smallest = found.case
+    assert (smallest.ranks, smallest.microbatches, set(smallest.split)) == (1, 1, {1})
+    assert found.verdict is not None
+    assert found.verdict.law("presence").outcome == "fail"  # with one microbatch, dropping it leaves nothing
+    assert validate(Case.parse(str(smallest)), world).verdict == "fail"
+
+
+def test_what_decides_a_case_shrinks_with_it() -> None:
+    rooms = set[int]()
+
+    def run(case: Case, world: World) -> Verdict:
+        assert isinstance(world.seed, int)
+        wrong = case.microbatches > 2 and world.transport in (Transport.PAIR, Transport.RANK) and world.seed > 40
+        assert not (world.room and RULES[world.transport].by_name)
+        rooms.add(world.room)
+        return replace(PASS, verdict="fail") if wrong else PASS
+
+    tally = Tally(200)
+    with SimulatedWorld() as world:
+        found = fuzz(world, tally, run=run, deciding=Decisions(Simulation(), True, EVERY))
+    assert found is not None
+    assert found.case.microbatches == 3
+    assert found.decision == Simulation(Transport.RANK, 41)
+    assert sum(tally.transports.values()) == sum(tally.deciders.values()) == tally.cases
+    assert len(tally.transports) > 2
+    assert len(rooms) > 1
+
+
+def test_torch_s_runtime_is_drawn_no_transport_on_which_who_posts_waits() -> None:
+    deciding = Decisions(Simulation(), False, EVERY)
+    of_torch = Case("1f1b", 2, 1, 2, (1, 1), runtime=TORCH)
+    for case, count in ((of_torch, len(Transport) - 1), (replace(of_torch, runtime=OWN), len(Transport))):
+        tally = Tally(100)
+        with SimulatedWorld() as world:
+            assert fuzz(world, tally, strategy=st.just(case), run=lambda *_: PASS, deciding=deciding) is None
+        assert len(tally.transports) == count
+
+
+def test_a_rank_that_dies_is_a_finding(world: World) -> None:
+    def run(case: Case, world: World) -> Verdict:
+        world.run(die, ranks=1)
+        return PASS
+
+    tally = Tally(1)
+    found = fuzz(world, tally, run=run)
+    assert found is not None
+    assert isinstance(found.failure, RankFailed)
+    assert tally.verdicts["hang or crash"] >= 1
+
+
+def die(context: object) -> None:
+    raise RuntimeError("dead")
+
+
+@pytest.mark.long
+def test_the_simplest_case_is_plain() -> None:
+    assert find(cases(), lambda case: True, settings=settings(database=None)) == Case(
+        "naive", 1, 1, 1, (1,), model="mlp", plan=("train",)
+    )
+
+
+@pytest.mark.parametrize("budget", [1, 7])
+def test_a_budget_is_a_number_of_cases(budget: int) -> None:
+    ran, _ = campaign(budget, 3)
+    assert len(ran) == budget
+
+
+def draws() -> list[list[int]]:
+    drawn = []
+
+    @seed(1)
+    @settings(max_examples=100, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.integers(0, 1000), min_size=5))
+    def campaign(numbers: list[int]) -> None:
+        drawn.append(numbers)
+
+    campaign()
+    return drawn
+
+
+def put_into_code(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """``number`` is all that Hypothesis finds in the code of loaded modules."""
+    providers = pytest.importorskip("hypothesis.internal.conjecture.providers", reason="it reads no code")
+    found = providers.Constants(integers=providers.SortedSet([number]))
+    monkeypatch.setattr(providers, "_get_local_constants", lambda: found)
+    monkeypatch.setattr(providers, "CONSTANTS_CACHE", providers.LRUCache(16))
+
+
+def test_a_seed_draws_the_same_whatever_stands_in_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_into_code(monkeypatch, 123)
+    before = by_seed_alone()(draws)()
+    put_into_code(monkeypatch, 456)
+    assert by_seed_alone()(draws)() == before
+
+
+def test_without_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_into_code(monkeypatch, 123)
+    before = draws()
+    put_into_code(monkeypatch, 456)
+    assert draws() != before
+
+
+def test_afterwards_hypothesis_draws_as_it_did() -> None:
+    before = draws()
+    by_seed_alone()(draws)()
+    assert draws() == before

@@ -1,0 +1,97 @@
+"""Observing must not disturb, and must see what it is there to see."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from pipeproof.core.observe.wrappers import AroundStage
+from pipeproof.own.case import Case
+from pipeproof.own.data import data_for
+from pipeproof.own.judgement import judge
+from pipeproof.own.observe import WatchedStage, observe, observe_rank
+from pipeproof.own.replicated import as_one
+from pipeproof.pipeline.stage import Goal
+from pipeproof.reference.model import build_model
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+
+class Fixed(AroundStage):
+    """A stage that hands on what it is told to."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    @property
+    def index(self) -> int:
+        return 3
+
+    @property
+    def module(self) -> nn.Module:
+        return nn.Identity()
+
+    def begin(self) -> None:
+        pass
+
+    def forward(self, microbatch: int, inputs: tuple[torch.Tensor, ...], goal: Goal | None) -> tuple[torch.Tensor, ...]:
+        return torch.tensor([1.0, self.value]), torch.tensor([7])
+
+
+def test_a_watched_stage_notes_what_is_not_finite() -> None:
+    for value, noted in ((1.0, []), (float("nan"), ["3F2"]), (float("inf"), ["3F2"])):
+        stage = WatchedStage(Fixed(value))
+        stage.begin()
+        stage.forward(2, (), None)
+        assert list(map(str, stage.nonfinite)) == noted
+
+
+def test_operations_have_different_data_and_ranks_the_same() -> None:
+    case = Case("1f1b", 1, 1, 2, (1,), model="mlp")
+    one, again, other = (data_for(case, number)[0].inputs[0] for number in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_every_rank_reports_every_operation(world: World) -> None:
+    case = Case("1f1b", 2, 1, 3, (1, 1), model="mlp")
+    seen = observe(case, world)
+    assert [[op.operation for op in rank] for rank in seen.ranks] == [list(case.plan)] * 2
+    names = {name for name, _ in build_model("mlp", layers=2, seed=0).named_parameters()}
+    for number, operation in enumerate(case.plan):
+        gradients = {name for _, name in seen.gradients(number)}
+        assert gradients == (names if operation == "train" else set())
+        known = [len(rank[number].losses) for rank in seen.ranks]
+        assert known == ([0, 3] if operation == "accumulate" else [3, 3])
+    assert seen.ranks[0][0].norm == seen.ranks[1][0].norm
+
+
+def test_two_runs_of_a_case_give_the_same_bits(world: World) -> None:
+    case = Case("gpipe", 2, 1, 3, (1, 1), model="gpt", plan=("train",))
+    one, two = (observe(case, world).gradients(0) for _ in range(2))
+    assert all(torch.equal(one[site], two[site]) for site in one)  # type: ignore[arg-type]
+
+
+def planted(context: RankContext, case: Case, place: str) -> list[Any]:
+    """A rank's part, where an observer raises."""
+    with mock.patch(f"pipeproof.{place}", side_effect=RuntimeError("planted")):
+        return [*observe_rank(context, case, record=True)]
+
+
+@pytest.mark.parametrize(
+    ("place", "law", "recorded"),
+    [
+        ("own.observe.WatchedStage._note", "not seen", True),
+        ("core.observe.recorder.RecordedStage.weights", "pass", False),
+        ("core.observe.recorder.RecordedStage._flowed", "pass", False),
+    ],
+)
+def test_an_observer_that_raises_leaves_the_step_as_it_is(world: World, place: str, law: str, recorded: bool) -> None:
+    case = Case("1f1b", 2, 1, 2, (1, 1), model="mlp", plan=("train",))
+    seen = as_one(case, [tuple(row) for row in world.run(planted, case, place, ranks=2)])
+    verdict = judge(case, seen)
+    assert (verdict.verdict, verdict.law("microbatches").outcome) == ("pass", law), str(verdict)
+    assert (seen.recording(0) is not None) == recorded
+    assert ("planted" in verdict.law("microbatches").note) == (law == "not seen")

@@ -1,0 +1,119 @@
+"""What users call is what an adapter has, and another framework's adapter is one class."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeproof
+from pipeproof.records.record_file import read
+from pipeproof.wings.adapters import adapter
+from pipeproof.wings.adapters.adapter import Adapter
+from pipeproof.wings.adapters.framework import Framework
+from pipeproof.wings.adapters.step import FrameworkStep, Sight
+from pipeproof.wings.adapters.whole import Whole
+from tests.support.steps import blocks, loss_fn, pairs
+
+FRONTS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers")
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_an_adapter_imports_nothing_of_its_framework(name: str) -> None:
+    own = getattr(pipeproof, name)
+    assert own is import_module(f"pipeproof.wings.adapters.{name}")
+    assert {"check_step", "imports", "observed", "record_step", "validate"} <= {*own.__all__}
+    assert name not in sys.modules
+
+
+class Engine:
+    """A framework's engine, as its makers could have written it."""
+
+    def __init__(self, factor: float) -> None:
+        self.model, self.losses, self.factor = blocks(2), list[torch.Tensor](), factor
+
+    def train(self, microbatches: Sequence[Any]) -> None:
+        for inputs, target in microbatches:
+            loss = loss_fn(self.model(inputs), target)
+            self.losses.append(loss.detach())
+            (loss * self.factor / len(microbatches)).backward()
+        self.step()
+
+    def step(self) -> None:
+        """The optimizer's."""
+
+
+@dataclass(frozen=True)
+class Own(Adapter):
+    engine: Engine
+    framework = Framework("ours", "pipeproof", ("0.1",), "pip install pipeproof")
+
+    def step(self) -> FrameworkStep:
+        return FrameworkStep(
+            {0: self.engine.model},
+            lambda stage, name: name,
+            lambda: {one: one.grad for one in self.engine.model.parameters()},
+            lambda: self.engine.losses,
+            self._watching,
+        )
+
+    @contextmanager
+    def _watching(self, sight: Sight) -> Iterator[None]:
+        self.engine.step = sight.complete  # type: ignore[method-assign]
+        yield
+        del self.engine.step
+
+    def whole(self, reference: Any, microbatches: Sequence[Any]) -> Whole:
+        return Whole(reference, reference, microbatches, loss_fn)
+
+
+def build() -> nn.Module:
+    return blocks(2)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.0, ("pass", [])), (3.0, ("fail", ["scale"]))])
+def test_a_step_of_another_framework_is_checked(factor: float, said: Any) -> None:
+    engine = Engine(factor)
+    with adapter.check_step(Own(engine), pairs(3), reference=build, timeout_s=5) as check:
+        engine.train(pairs(3))
+    assert (check.verdict.verdict, [one.kind for one in check.verdict.cause]) == said, str(check.verdict)
+    assert "step" not in vars(engine)
+
+
+def test_it_is_recorded_and_observed(tmp_path: Path) -> None:
+    engine = Engine(1.0)
+    with adapter.record_step(Own(engine), pairs(3), str(tmp_path / "a"), timeout_s=5):
+        engine.train(pairs(3))
+    (one,) = read(tmp_path / "a").operations
+    assert one.losses == tuple(map(float, engine.losses))
+    engine, reference = Engine(1.0), build()
+    with torch.no_grad():
+        next(reference.parameters()).add_(1.0)
+    with adapter.observed(Own(engine), pairs(3), reference) as seen:
+        engine.train([*seen.data_iterator])
+    handed = seen.handed_back()
+    assert next(engine.model.parameters()).equal(next(reference.parameters()))
+    assert len(handed.losses) == 3
+    assert set(handed.gradients) == set(engine.model.parameters())
+
+
+def test_a_step_that_cannot_be_held_against_itself_says_so() -> None:
+    composed = import_module("pipeproof.wings.composed").Composed()
+    with adapter.check_step(Own(Engine(1.0)), pairs(3), reference=composed, timeout_s=5) as check:
+        pass
+    assert "held against itself" in check.verdict.details
+
+
+def test_a_whole_model_that_cannot_be_built_leaves_its_contract_to_the_verdict() -> None:
+    def failing() -> nn.Module:
+        raise RuntimeError("the user's")
+
+    whole = Whole(failing, failing, pairs(1), loss_fn, lambda model, every: 1 / 0)
+    assert whole.contract_in_step() == Whole(build, build, ()).contract_in_step()
+    assert replace(whole, microbatches=()).contract_in_step() == whole.contract_in_step()

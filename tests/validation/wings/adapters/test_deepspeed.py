@@ -1,0 +1,212 @@
+"""What pipeproof.deepspeed knows of DeepSpeed, on an engine that is like its: options, gradients, losses, names."""
+
+import os
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.whitebox import FlatShard
+from pipeproof.wings.adapters import deepspeed
+from pipeproof.wings.adapters.deepspeed import DeepSpeedError, WholeDeepSpeed
+from pipeproof.wings.adapters.whole import Whole
+from tests.support.like_deepspeed import (
+    DualPipeVEngine,
+    LayerSpec,
+    PipelineEngine,
+    TiedLayerSpec,
+    clip_grad_norm_,
+    installed,
+)
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+
+
+DATA = [(torch.ones(1, 2), torch.zeros(1)), (torch.full((1, 2), 2.0), torch.zeros(1))]
+
+
+def twice(embedding: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * x @ embedding.weight
+
+
+def layers() -> list[Any]:
+    spec = LayerSpec(nn.Linear, 2, 2)
+    return [TiedLayerSpec("w", nn.Linear, 2, 2), spec, torch.tanh, nn.Linear(2, 2), TiedLayerSpec("w", nn.Linear, 2, 2)]
+
+
+def test_the_reference_has_the_names_of_a_pipeline_module() -> None:
+    names = [name for name, _ in WholeDeepSpeed(layers).named_parameters()]
+    assert sorted(names) == ["1.bias", "1.weight", "3.bias", "3.weight", "tied_modules.w.bias", "tied_modules.w.weight"]
+
+
+def test_the_reference_calls_its_layers_one_after_the_other() -> None:
+    tied = TiedLayerSpec("w", nn.Linear, 2, 2, forward_fn=twice)
+    whole, x = WholeDeepSpeed(lambda: [TiedLayerSpec("w", nn.Linear, 2, 2), torch.tanh, tied]), torch.ones(1, 2)
+    linear = whole.tied_modules["w"]
+    assert whole(x).equal(2 * torch.tanh(linear(x)) @ linear.weight)
+
+
+def test_a_first_layer_is_given_a_tuple_of_several_inputs() -> None:
+    one, two = torch.ones(2), torch.zeros(2)
+    assert WholeDeepSpeed(lambda: [lambda given: given])(one, two) == (one, two)
+
+
+def test_the_reference_is_cast_where_the_engine_is() -> None:
+    assert {one.dtype for one in WholeDeepSpeed(layers, torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        (lambda: [nn.Linear(2, 2), 3], "^layer 1 is a int: expected a module, a LayerSpec or a function$"),
+        (lambda: nn.Linear(2, 2), "^the reference is a Linear: expected layers"),
+        (lambda: [nn.Sequential(nn.Dropout(0.1))], r"^layer 0.0 drops out with p=0.1: set p to 0 for the check$"),
+    ],
+)
+def test_layers_that_cannot_be_are_named(layers: Any, sentence: str) -> None:
+    with pytest.raises(DeepSpeedError, match=sentence):
+        WholeDeepSpeed(layers)
+
+
+def test_a_batch_is_observed_and_the_engine_left_as_it_was() -> None:
+    reference = WholeDeepSpeed(lambda: [nn.Linear(2, 2)])
+    engine = PipelineEngine(WholeDeepSpeed(lambda: [nn.Linear(2, 2)]))
+    with deepspeed.observed(engine, DATA, reference) as seen:
+        engine.train_batch(seen.data_iterator)
+    handed = seen.handed_back()
+    own = engine.module.get_parameter("0.weight")
+    assert own.equal(reference.get_parameter("0.weight"))
+    assert own.grad is None
+    assert handed.gradients[own].eq(1.5).all()
+    assert [one.item() for one in handed.losses] == [one.item() for one in engine.fwd_outputs]
+    assert (handed.grad_norm, engine.optimizer.times) == (1.5, 1)
+    assert handed.names("tied_modules.w.weight", 1, 0) == "tied_modules.w.weight"
+    assert "_take_model_step" not in vars(engine)
+
+
+def test_the_norm_that_clips_is_noted_where_the_engine_tells_none() -> None:
+    engine = PipelineEngine(WholeDeepSpeed(lambda: [nn.Linear(2, 2)]), norm=None)
+    with deepspeed.observed(engine, DATA, engine.module) as seen:
+        engine.train_batch(seen.data_iterator)
+    assert seen.handed_back().grad_norm == 2.5
+    assert sys.modules["deepspeed.runtime.engine"].clip_grad_norm_ is clip_grad_norm_
+
+
+def test_a_reference_of_another_type_is_said_with_its_cure() -> None:
+    engine = PipelineEngine(nn.Linear(2, 2, dtype=torch.bfloat16))
+    sentence = (
+        r"^the engine.s layers are in torch.bfloat16, the reference in torch.float32: pass dtype=torch.bfloat16 to"
+    )
+    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observed(engine, DATA, nn.Linear(2, 2)):
+        pass
+
+
+def test_a_step_that_was_not_taken_is_said() -> None:
+    module = WholeDeepSpeed(lambda: [nn.Linear(2, 2)])
+    with deepspeed.observed(PipelineEngine(module), DATA, module) as seen:
+        pass
+    with pytest.raises(DeepSpeedError, match=r"took no step: call engine\.train_batch"):
+        seen.handed_back()
+
+
+def mapped(start: int, part: Tensor) -> SimpleNamespace:
+    return SimpleNamespace(get_lp_grad_fragment=lambda number: part, lp_fragment_address=SimpleNamespace(start=start))
+
+
+def test_the_gradient_is_where_the_engine_keeps_it() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    assert deepspeed.gradient_of(parameter, 2) is None
+    parameter._hp_mapping, parameter._index_in_param_group = None, 0  # type: ignore[attr-defined]  # DeepSpeed's
+    nothing = deepspeed.gradient_of(parameter, 2)
+    assert isinstance(nothing, FlatShard)
+    assert nothing.part is None
+    parameter._hp_mapping = mapped(2, torch.ones(2))  # type: ignore[attr-defined]  # DeepSpeed's
+    shard = deepspeed.gradient_of(parameter, 2)
+    assert isinstance(shard, FlatShard)
+    assert isinstance(shard.part, Tensor)
+    assert (shard.part.tolist(), shard.start) == ([1, 1], 2)
+    parameter._hp_mapping = mapped(0, torch.ones(4))  # type: ignore[attr-defined]  # DeepSpeed's
+    alone = deepspeed.gradient_of(parameter, 1)
+    assert isinstance(alone, Tensor)
+    assert alone.tolist() == [[1, 1], [1, 1]]
+
+
+def test_of_two_gradients_the_one_in_fp32_counts() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    plain = deepspeed.gradient_of(parameter, 1)
+    parameter._hp_grad = torch.full((2,), 3.0)  # type: ignore[attr-defined]  # DeepSpeed's
+    found = deepspeed.gradient_of(parameter, 1)
+    assert isinstance(plain, Tensor)
+    assert isinstance(found, Tensor)
+    assert (plain.tolist(), found.tolist()) == ([1, 1], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        (nn.Linear, "^the engine is a type: pipeproof.deepspeed covers PipelineEngine only$"),
+        (DualPipeVEngine(nn.Linear(2, 2)), "^the engine is a DualPipeVEngine"),
+        (PipelineEngine(nn.Linear(2, 2), fp16=True), "^fp16_enabled is True: pipeproof.deepspeed covers False only"),
+        (PipelineEngine(nn.Linear(2, 2), is_model_parallel=True), "^is_model_parallel is True"),
+        (PipelineEngine(nn.Linear(2, 2), has_moe_layers=True), "^has_moe_layers is True"),
+        (PipelineEngine(nn.Linear(2, 2), batch_fn=tuple), "^the engine has a batch_fn: give microbatches as it makes"),
+        (PipelineEngine(nn.Linear(2, 2), micro_batches=4), "^gradient_accumulation_steps is 4, and the step has 2"),
+        (PipelineEngine(nn.Linear(2, 2), stage_id=1), "^rank 0 has stage 1, expected 0: ranks of a stage have to be"),
+    ],
+)
+def test_what_is_not_covered_is_said(engine: Any, sentence: str) -> None:
+    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observed(engine, DATA, nn.Linear(2, 2)):
+        pass
+
+
+def test_a_step_has_what_a_launcher_sets_and_leaves_deepspeed_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    seen: dict[str, str] = {}
+    comm, ops = sys.modules["deepspeed.comm.comm"], sys.modules["deepspeed.ops"]
+    comm.cdb = None  # type: ignore[attr-defined]  # DeepSpeed's
+
+    def step(model: nn.Module, microbatches: list[Any]) -> str:
+        seen.update(os.environ)
+        assert not ops.__compatible_ops__["deepspeed_shm_comm"]
+        comm.cdb = "made"  # type: ignore[attr-defined]  # DeepSpeed's
+        return "handed"
+
+    before = dict(os.environ)
+    whole = Whole(layers, lambda: nn.Linear(2, 2), [], alone=deepspeed.as_launched)
+    assert whole.run_by(step)(nn.Linear(2, 2), []) == "handed"
+    assert (seen["RANK"], seen["LOCAL_RANK"], seen["LOCAL_SIZE"], seen["DS_ACCELERATOR"]) == ("0", "7", "2", "cpu")
+    assert dict(os.environ) == before
+    assert comm.cdb is None
+    assert ops.__compatible_ops__["deepspeed_shm_comm"]
+
+
+def test_without_deepspeed_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(DeepSpeedError, match=r"^deepspeed is not installed: pip install deepspeed==0\.19"):
+        deepspeed.validate(lambda *_: None, reference=layers, microbatches=DATA, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"microbatches": None}, "microbatches is None: expected a list of those of the step"),
+        ({"dtype": "bf16"}, "dtype is 'bf16': expected a torch.dtype, as torch.bfloat16"),
+        (
+            {"microbatches": [(torch.ones(1, 2), (torch.zeros(1), torch.zeros(1))), torch.ones(1, 2)]},
+            "microbatch 1 is a Tensor: expected a pair of inputs and labels",
+        ),
+    ],
+)
+def test_what_validate_cannot_take_is_said(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DeepSpeedError, match=re.escape(sentence)):
+        deepspeed.validate(len, **{"reference": layers, "microbatches": DATA, "ranks": 2} | given)

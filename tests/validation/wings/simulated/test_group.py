@@ -1,0 +1,235 @@
+"""Everything that torch.distributed calls on a simulated group gives what it gives on real ranks."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeproof.pipeline.transports import Transport
+from pipeproof.wings.simulated import SimulatedWorld
+from pipeproof.worlds.rank_report import Race, RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.golden import golden
+
+
+def every_collective(context: RankContext) -> dict[str, Any]:
+    rank, ranks = context.rank, context.ranks
+    own = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    seen: dict[str, Any] = {}
+
+    def note(name: str, *tensors: Tensor) -> None:
+        seen[name] = [tensor.tolist() for tensor in tensors]
+
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        whole = own.clone()
+        dist.all_reduce(whole, operation)
+        note(f"all_reduce {operation}", whole)
+    given = own.clone()
+    dist.broadcast(given, 1)
+    note("broadcast", given)
+    to_one = own.clone()
+    dist.reduce(to_one, 1)
+    note("reduce", *([to_one] if rank == 1 else []))
+    parts = [torch.empty(2, 3) for _ in range(ranks)]
+    dist.all_gather(parts, own)
+    note("all_gather", *parts)
+    whole = torch.empty(2 * ranks, 3)
+    dist.all_gather_into_tensor(whole, own)
+    note("all_gather_into_tensor", whole)
+    dist.gather(own, parts if rank == 0 else None)
+    note("gather", *(parts if rank == 0 else []))
+    scattered = torch.empty(2, 3)
+    dist.scatter(scattered, [own + k for k in range(ranks)] if rank == 0 else None)
+    note("scatter", scattered)
+    share = torch.empty(2, 3)
+    dist.reduce_scatter(share, [own + k for k in range(ranks)])
+    note("reduce_scatter", share)
+    dist.reduce_scatter_tensor(share, whole)
+    note("reduce_scatter_tensor", share)
+    dist.all_to_all(parts, [own + 100 * k for k in range(ranks)])
+    note("all_to_all", *parts)
+    turned = torch.empty(ranks)
+    dist.all_to_all_single(turned, torch.arange(float(ranks)) + 10 * rank)
+    note("all_to_all_single", turned)
+    objects: list[Any] = [None] * ranks
+    dist.all_gather_object(objects, {"rank": rank})
+    listed = [f"from {rank}"]
+    dist.broadcast_object_list(listed, 0)
+    seen["objects"] = objects, listed
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(own, group=pair)
+    dist.barrier()
+    note("new_group", own)
+    seen["names"] = str(dist.get_backend()), dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(pair)
+    return seen
+
+
+def every_message(context: RankContext) -> list[Any]:
+    rank, after, before = context.rank, (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks
+    own, seen = torch.full((3,), float(rank)), []
+    here, there = torch.empty(3), torch.empty(3)
+    operations = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, here, before)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    sent = dist.isend(own + 10, after, tag=7)
+    came = dist.irecv(there, before, tag=7)
+    assert sent is not None, "its rank is in the group"
+    assert came is not None, "its rank is in the group"
+    came.wait()
+    sent.wait()
+    if rank == 0:
+        dist.send(own, after)
+    elif rank == 1:
+        seen.append(dist.recv(torch.empty(3)))  # from any
+    objects: list[Any] = [None]
+    if rank == 0:
+        dist.send_object_list([{"x": 1}], after)
+    elif rank == 1:
+        dist.recv_object_list(objects, 0)
+    return [here.tolist(), there.tolist(), seen, objects]
+
+
+@pytest.mark.parametrize("job", [every_collective, every_message])
+def test_what_calls_give_is_what_they_give_on_real_ranks(job: Any, simulated: SimulatedWorld, world: World) -> None:
+    real = world.run(job, ranks=2)
+    for simulated.seed in range(3):
+        assert simulated.run(job, ranks=2) == real
+
+
+def polls(context: RankContext) -> list[float]:
+    buffer = torch.empty(2)
+    work = dist.irecv(buffer, 1 - context.rank)
+    sent = dist.isend(torch.full((2,), float(context.rank)), 1 - context.rank)
+    assert work is not None, "its rank is in the group"
+    assert sent is not None, "its rank is in the group"
+    while not work.is_completed():
+        pass
+    sent.wait()
+    return buffer.tolist()
+
+
+def test_who_asks_whether_it_has_come_may_read_it(simulated: SimulatedWorld) -> None:
+    assert simulated.run(polls, ranks=2) == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def built_on_groups(context: RankContext) -> tuple[bool, float, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (context.ranks,))
+    whole = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)]).sum().full_tensor()
+
+    def gradient(wrap: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        wrapped = wrap(model)
+        wrapped(torch.full((2, 4), float(context.rank))).sum().backward()
+        found = model.weight.grad
+        assert found is not None, "a backward has run"
+        return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+    mean = torch.full((4, 4), 2.0 * sum(range(context.ranks)) / context.ranks)
+    replicated = torch.equal(gradient(DistributedDataParallel), mean)
+    return replicated, float(whole), torch.equal(gradient(lambda model: fully_shard(model, mesh=mesh)), mean)
+
+
+@pytest.mark.long
+def test_what_torch_builds_on_groups_runs_unchanged(simulated: SimulatedWorld) -> None:
+    for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
+        assert simulated.run(built_on_groups, ranks=2) == [(True, 28.0, True)] * 2
+
+
+def of_other_shapes(context: RankContext) -> list[float]:
+    number = torch.ones(() if context.rank == 0 else (1, 1))
+    dist.all_reduce(number)
+    row = torch.arange(3.0).reshape((1, 3) if context.rank == 0 else (3, 1))
+    dist.all_reduce(row)
+    rows = torch.full((2, 3) if context.rank == 0 else (6,), float(context.rank))
+    dist.broadcast(rows, 1)
+    return [number.item(), *row.flatten().tolist(), *rows.flatten().tolist()]
+
+
+def test_shapes_may_differ_where_numbers_of_elements_do_not(simulated: SimulatedWorld, world: World) -> None:
+    real = world.run(of_other_shapes, ranks=2)
+    assert simulated.run(of_other_shapes, ranks=2) == real == [[2.0, 0.0, 2.0, 4.0] + [1.0] * 6] * 2
+
+
+def divided(context: RankContext) -> None:
+    dist.new_group([0, 1], backend="gloo")
+    dist.monitored_barrier()
+
+
+def premultiplied(context: RankContext) -> None:
+    dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
+
+
+@pytest.mark.parametrize(("job", "said"), [(divided, "ProcessGroup.monitored_barrier"), (premultiplied, "PREMUL_SUM")])
+def test_what_is_not_there_says_so(job: Callable[..., None], said: str, simulated: SimulatedWorld) -> None:
+    with pytest.raises(RankFailed, match=f"the simulated world has no [a-z ]*{said}: run this on real ranks"):
+        simulated.run(job, ranks=2)
+
+
+def made_in_another_order(context: RankContext, use: str) -> None:
+    """Two groups of which each rank is in one: those of odd ranks make the other one first."""
+    pairs = [[0, 1], [2, 3]]
+    made = {pair[0]: dist.new_group(pair) for pair in (reversed(pairs) if context.rank % 2 else pairs)}
+    own = made[0 if context.rank < 2 else 2]
+    if use == "sums":
+        dist.all_reduce(torch.ones(1), group=own)
+    elif dist.get_rank(own):
+        dist.recv(torch.ones(1), group=own, group_src=0)
+    else:
+        dist.send(torch.ones(1), group=own, group_dst=1)
+
+
+@pytest.mark.parametrize("use", ["sums", "messages"])
+def test_groups_that_are_made_in_another_order_are_told(use: str, simulated: SimulatedWorld) -> None:
+    for simulated.seed in range(4):
+        with pytest.raises(RankFailed) as failed:
+            simulated.run(made_in_another_order, use, ranks=4)
+        cause = failed.value.cause
+        assert isinstance(cause, Race)
+        assert cause.kind == "desynchronised"
+        golden(re.sub(r"\d", "#", cause.said))
+        assert ["new_group(pair)" in line.text for _, line in cause.lines] == [True, True]
+
+
+def names_another(context: RankContext) -> None:
+    dist.broadcast(torch.ones(1), 2, group=dist.new_group([0, 1]))
+
+
+def test_a_group_is_called_the_same_in_every_run(simulated: SimulatedWorld) -> None:
+    for _ in range(2):
+        with pytest.raises(RankFailed, match="Global rank 2 is not part of group <SimulatedGloo 1>"):
+            simulated.run(names_another, ranks=2)
+
+
+def scatters_less(context: RankContext) -> None:
+    parts = [torch.ones(1)] * context.ranks if context.rank == 0 else None
+    dist.scatter(torch.empty(2), parts)
+
+
+def gathers_less(context: RankContext) -> None:
+    dist.all_gather_into_tensor(torch.empty(3), torch.ones(1))
+
+
+@pytest.mark.parametrize("job", [scatters_less, gathers_less])
+def test_what_does_not_fit_where_a_collective_puts_it_is_told(
+    job: Callable[..., None], simulated: SimulatedWorld
+) -> None:
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(job, ranks=2)
+    race = failed.value.cause
+    assert isinstance(race, Race)
+    assert race.kind == "mismatched"
+    ((_, line),) = race.lines
+    assert Path(line.file).name == "test_group.py"

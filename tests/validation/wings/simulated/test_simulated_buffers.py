@@ -1,0 +1,281 @@
+"""What a race is, and what is none: code that is right on every transport is never told of one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeproof.pipeline.transports import Transport
+from pipeproof.wings.simulated import SimulatedWorld
+from pipeproof.wings.simulated.buffers import fill, overlap, poison, unchanged
+from pipeproof.worlds.rank_report import Race, RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.golden import golden
+
+Use = Callable[[Tensor, Any], object]
+
+
+def used(context: RankContext, use: Use) -> None:
+    """Rank 1 uses a buffer that rank 0 is about to fill."""
+    if context.rank == 0:
+        dist.send(torch.ones(4), 1)
+        return
+    buffer = torch.zeros(4)
+    work = dist.irecv(buffer, 0)
+    use(buffer, work)
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    assert buffer.tolist() == [1.0] * 4
+
+
+def gradient_of(buffer: Tensor, work: Any) -> object:
+    inputs = torch.ones(4, requires_grad=True)
+    return torch.autograd.grad(inputs * 2, inputs, grad_outputs=buffer)
+
+
+def fused_step(buffer: Tensor, work: Any) -> object:
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = buffer
+    return torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+
+
+READS: list[Use] = [
+    lambda buffer, work: buffer + 1,
+    lambda buffer, work: buffer.sum(),
+    lambda buffer, work: buffer.tolist(),
+    lambda buffer, work: bool(buffer[0] > 0),
+    lambda buffer, work: torch.zeros(4).copy_(buffer),
+    lambda buffer, work: buffer.view(2, 2)[0].clone(),
+    lambda buffer, work: torch.nn.functional.gelu(buffer),
+    lambda buffer, work: dist.isend(buffer, 0),
+    lambda buffer, work: torch.zeros(8).__setitem__(slice(4), buffer),
+    lambda buffer, work: buffer.type_as(torch.zeros(1, dtype=torch.float64)),
+    lambda buffer, work: torch.full((2,), buffer[0]),  # type: ignore[arg-type]  # a tensor of one number is one
+    lambda buffer, work: torch.zeros(2).new_tensor(buffer),
+    lambda buffer, work: np.asarray(buffer),
+    lambda buffer, work: f"{buffer[0]:.2f}",
+    gradient_of,
+    fused_step,
+]
+NO_READS: list[Use] = [
+    lambda buffer, work: (
+        buffer.shape,
+        buffer.dtype,
+        buffer.device,
+        buffer.numel(),
+        len(buffer),
+        buffer.is_contiguous(),
+    ),
+    lambda buffer, work: (torch.empty_like(buffer), torch.zeros_like(buffer), buffer.new_empty(3)),
+    lambda buffer, work: (
+        buffer.view(2, 2),
+        buffer.detach(),
+        buffer[1:],
+        buffer.unbind(),
+        torch.ones(4).view_as(buffer),
+        torch.ones(4).type_as(other=buffer),  # type: ignore[call-arg]  # as torch names it
+        torch.empty_like(input=buffer),
+        torch.full_like(buffer, 2.0),
+        buffer.new_tensor([1.0]),
+    ),
+    lambda buffer, work: (buffer.requires_grad, buffer.grad, buffer.data_ptr(), buffer.untyped_storage()),
+    lambda buffer, work: (work.wait(), buffer + 1),
+    lambda buffer, work: torch.randn(3, 3) @ torch.randn(3, 3),
+]
+
+
+@pytest.mark.parametrize("use", READS)
+def test_a_buffer_that_is_used_before_its_message_is_waited_for(use: Use, simulated: SimulatedWorld) -> None:
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(used, use, ranks=2)
+    race = failed.value.cause
+    assert isinstance(race, Race)
+    assert (race.kind, race.rank) == ("read-before-wait", 1)
+    golden(race.said)
+    assert [what for what, _ in race.lines] == ["used", "received"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda buffer, work: buffer.mul_(2),
+        lambda buffer, work: buffer[1:].add_(1),
+        lambda buffer, work: torch.nn.functional.relu_(buffer),
+        lambda buffer, work: torch._foreach_mul_([buffer], 2.0),
+        lambda buffer, work: torch.add(buffer, 1, out=buffer),
+    ],
+)
+def test_a_buffer_that_is_changed_in_place_before_its_message_is_waited_for(
+    use: Use, simulated: SimulatedWorld
+) -> None:
+    """What is no number stays none: the bits tell nothing."""
+    with pytest.raises(RankFailed, match="rank 1 wrote into a buffer while a message from rank 0 was on its way"):
+        simulated.run(used, use, ranks=2)
+
+
+def uses_other_parts(context: RankContext) -> list[float]:
+    if context.rank == 0:
+        dist.send(torch.ones(2), 1)
+        return []
+    whole = torch.zeros(3, 2)
+    work = dist.irecv(whole[1], 0)
+    whole[0].add_(1)
+    whole[2] = 2
+    whole.index_add_(0, torch.tensor([0, 2]), torch.ones(2, 2))
+    torch.add(whole[0], 1, out=whole[0])
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    return whole[:, 0].tolist()
+
+
+def reshapes(context: RankContext) -> float:
+    if context.rank == 0:
+        dist.send(torch.ones(4), 1)
+        return 4.0
+    work = dist.irecv(buffer := torch.zeros(4), 0)
+    buffer.unsqueeze_(0)
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    return float(buffer.sum())
+
+
+@pytest.mark.parametrize("use", NO_READS)
+def test_what_asks_for_a_shape_or_makes_a_view_reads_nothing(use: Use, simulated: SimulatedWorld) -> None:
+    simulated.run(used, use, ranks=2)
+
+
+def answered(context: RankContext) -> None:
+    """Who has an answer to what it sent may write there, whether or not it has waited for it."""
+    buffer = torch.ones(4)
+    if context.rank == 0:
+        work = dist.isend(buffer, 1)
+        dist.recv(torch.empty(1), 1)
+        buffer.zero_()
+        assert work is not None, "its rank is in the group"
+        work.wait()
+    else:
+        dist.recv(buffer, 0)
+        dist.send(torch.ones(1), 0)
+
+
+def in_two_halves(context: RankContext) -> list[float]:
+    buffer = torch.zeros(4, 2)
+    halves = [buffer[:2], buffer[2:]]
+    post: Any = dist.isend if context.rank == 0 else dist.irecv
+    works = [post(half.add_(context.rank == 0), 1 - context.rank) for half in halves]
+    for work in works:
+        work.wait()
+    return buffer.flatten().tolist()
+
+
+def beside(context: RankContext) -> float:
+    """Every other row is there, and is read while those between are on their way."""
+    rows = torch.ones(4, 2)
+    if context.rank == 0:
+        dist.send(rows[1], 1)
+        return 0.0
+    work = dist.irecv(rows[1], 0)
+    total = float(rows[::2].sum())
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (answered, None),
+        (in_two_halves, [1.0] * 8),
+        (beside, 4.0),
+        (uses_other_parts, [3.0, 1.0, 3.0]),
+        (reshapes, 4.0),
+    ],
+)
+def test_right_code_is_told_of_no_race(
+    job: Callable[[RankContext], object], expected: object, simulated: SimulatedWorld
+) -> None:
+    for simulated.seed in range(5):
+        assert simulated.run(job, ranks=2)[1] == expected
+
+
+def test_a_tensor_with_gaps_is_refused_as_gloo_does(simulated: SimulatedWorld, world: World) -> None:
+    for place in (simulated, world):
+        with pytest.raises(RankFailed, match="input tensor has to be contiguous"):
+            place.run(with_gaps, ranks=1)
+
+
+def with_gaps(context: RankContext) -> None:
+    dist.isend(torch.ones(4, 4)[:, :2], 0)
+
+
+def test_memory_in_common() -> None:
+    whole = torch.zeros(4, 4)
+    assert overlap(whole[0], whole)
+    assert not overlap(whole[0], whole[1])
+    assert not overlap(whole[:, :2], whole[:, 2:])
+    assert overlap(whole[:, :3], whole[:, 2:])
+    assert not overlap(whole, torch.zeros(4, 4))
+    assert not overlap(torch.empty(0), torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+)
+def test_poison_and_what_comes_leave_no_trace_in_autograd(dtype: torch.dtype) -> None:
+    buffer, content = torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+    version = buffer._version
+    poison([buffer])
+    assert not unchanged([buffer], [torch.zeros(3, dtype=dtype)])
+    fill([buffer], [content])
+    assert unchanged([buffer], [content])
+    assert buffer._version == version
+
+
+def left_alone(context: RankContext) -> None:
+    """A send that nobody waits for, of a buffer that nobody touches again."""
+    if context.rank == 0:
+        dist.isend(torch.ones(4), 1)
+        return
+    buffer = torch.zeros(4)
+    dist.recv(buffer, 0)
+    assert buffer.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("transport", Transport)
+def test_a_send_is_to_be_waited_for_with_gloo_alone(transport: Transport, simulated: SimulatedWorld) -> None:
+    simulated.transport = transport
+    if transport is not Transport.UNLIMITED:
+        simulated.run(left_alone, ranks=2)
+        return
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(left_alone, ranks=2)
+    assert isinstance(failed.value.cause, Race)
+    assert (failed.value.cause.kind, failed.value.cause.rank) == ("never-waited", 0)
+
+
+def swallows(context: RankContext, ending: type[Exception] | None) -> None:
+    """Rank 1 reads too early, and its code catches what it is told."""
+    if context.rank == 0:
+        dist.send(torch.ones(4), 1)
+        return
+    buffer = torch.zeros(4)
+    work: Any = dist.irecv(buffer, 0)
+    try:
+        buffer.sum()
+    except Exception as error:
+        if ending is not None:
+            raise ending("a stage failed") from error
+    work.wait()
+
+
+@pytest.mark.parametrize("ending", [None, RuntimeError])
+def test_a_race_is_told_though_code_catches_it(ending: type[Exception] | None, simulated: SimulatedWorld) -> None:
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(swallows, ending, ranks=2)
+    assert isinstance(failed.value.cause, Race)
+    assert failed.value.cause.kind == "read-before-wait"

@@ -1,0 +1,101 @@
+"""What of a config is run here: a case, or a stack of primitives; and what a reader of its verdict must know.
+
+What is said of a model of ours is run, or refused. A job that no machine here can run is run small, and what that
+leaves out is said. A stack is asked of its wing when a config may be one.
+"""
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipeproof.core.measured import versions
+from pipeproof.own.case import DTYPES, MODELS, Case, CaseError
+from pipeproof.own.config import BESIDE, STACKED, Config
+from pipeproof.pipeline.schedules import known_are
+from pipeproof.pipeline.sizes import MOST_LAYERS, counted, some
+
+if TYPE_CHECKING:
+    from pipeproof.wings.primitives import Stack
+
+Work: TypeAlias = "Case | Stack"
+
+_RANKS = 4  # of a pipeline that stands for a longer one
+
+
+def work_of(config: Config) -> Work:
+    """A stack where it has more than a pipeline, or is of a stack's model; else a case.
+
+    Raises ``CaseError``, ``StackError`` or ``ScheduleError`` where that cannot be.
+    """
+    from pipeproof.wings.primitives import stack_of
+
+    _check_model(config)
+    return stack_of(config) or case_of(config)
+
+
+def case_of(config: Config) -> Case:
+    """All, where it is of a model of ours, and a small step of the same kind otherwise.
+
+    Raises ``CaseError``, or ``ScheduleError``, where that cannot be.
+    """
+    if config["model"] == STACKED:
+        raise CaseError(
+            f'{config.name}: "model": "{STACKED}" is run as a stack, and this is for cases: expected another model, '
+            f"such as {MODELS[0]}"
+        )
+    _check_model(config)
+    if not config.is_scaled:
+        if not_run := _not_run(config):
+            raise CaseError(
+                f"{config.name}: {', '.join(not_run)}: a case has pp and dp alone; leave it out, or say "
+                f'"model": "{STACKED}", which is run with more'
+            )
+        if data := config.asked("micro", "sequence"):
+            raise CaseError(f"{config.name}: {', '.join(data)}: a case has sequences of its own; leave it out")
+        return Case.of_config(config.data)
+    ranks, virtual = min(config["pp"], _RANKS), config["virtual"]
+    stages = counted("layers", ranks * virtual, most=MOST_LAYERS)
+    sizes = {"pp": ranks, "dp": 1, "microbatches": ranks * config.rounds, "split": [1] * stages}
+    return Case.of_config({**config.data, **sizes, "model": MODELS[0], "dtype": DTYPES[0]})
+
+
+def notes_of(config: Config, work: Work) -> list[str]:
+    """What stands for what, what is not run, other versions."""
+    found = []
+    if config.is_scaled and config["model"] != STACKED:
+        found.append(f"{config.name} is run small: {_small(config, work)} for {config['model']}")
+        if isinstance(work, Case):
+            left = ", ".join(_not_run(config))
+        else:
+            from pipeproof.wings.primitives import not_stacked
+
+            left = "; ".join(not_stacked(config))
+        found += [f"not run: {left}"] if left else []
+    if (torch := versions()["torch"]) != (written := config["torch"] or torch):
+        found.append(f"{config.name} was written with torch {written}; this is {torch}")
+    return found
+
+
+def _small(config: Config, work: Work) -> str:
+    """What is run, and of what."""
+    if isinstance(work, Case):
+        return (
+            f"{work.ranks} of {config['pp']} pipeline ranks, {work.microbatches} of {config['microbatches']} "
+            f"microbatches, {work.model} in {work.dtype}"
+        )
+    return (
+        f"stack {work} for {', '.join(config.asked('pp', 'dp', *BESIDE)) or 'one device'}, {work.each} of "
+        f"{config['microbatches']} microbatches, a decoder of {some(work.layers, 'layer')} in fp32"
+    )
+
+
+def _not_run(config: Config) -> list[str]:
+    """What it asks for and no case has: ``tp 8``."""
+    return config.asked(*["dp"] * config.is_scaled, *BESIDE)
+
+
+def _check_model(config: Config) -> None:
+    """Raise ``CaseError`` for a name that is nobody's. What advise writes has a sequence: its model may be a file's."""
+    from pipeproof.wings.advise import MODELS as PUBLIC
+
+    if "sequence" not in config.data and (model := config["model"]) not in (*MODELS, STACKED, *PUBLIC):
+        ours = known_are(model, [*MODELS, STACKED])
+        raise CaseError(f"{config.name}: unknown model {model!r}: {ours}, and those of pipeproof advise --list")

@@ -1,0 +1,229 @@
+"""The recorder: wrapped around stages, it copies what passes and changes no bit of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pipeproof.core.observe.elements import version
+from pipeproof.core.observe.fence import Fence, looking
+from pipeproof.core.observe.recording import (
+    FLOWED,
+    GIVEN,
+    HANDED_ON,
+    KEPT,
+    LATE,
+    LOSS,
+    MADE,
+    OUTPUT,
+    RECEIVED,
+    USED,
+    Point,
+    Recording,
+    Site,
+    merged,
+)
+from pipeproof.core.observe.wrappers import AroundStage
+from pipeproof.pipeline.boundary import Gradients, Tensors
+
+if TYPE_CHECKING:
+    from pipeproof.pipeline.stage import Goal, Stage
+    from pipeproof.pipeline.step import Parts
+
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Copies = Sequence[Tensor | None]
+Mark = tuple[Tensor | None, int | None]  # a gradient, and how often it was written to: torch counts the writes
+
+
+class RecordedStage(AroundStage):
+    """A stage whose tensors are copied: by this wrapper where they come and go, by plain hooks at its module.
+
+    While a step runs, copies are only listed, on the device that they were made on; ``recorded`` sorts them.
+    """
+
+    def __init__(self, inner: Stage) -> None:
+        super().__init__(inner)
+        self.fence = Fence()
+        self._hooks: list[RemovableHandle] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._named: Named = ()
+        self._began: dict[Site, Tensor] = {}
+        self._marks: Sequence[Mark] = ()
+        self._adders: list[int] = []
+        self._seen: list[tuple[int, str, Copies]] = []
+        # Gradients that flowed: in whose backward, as which of the module's outputs.
+        self._flows: list[tuple[int, int, Tensor]] = []
+        self._graphs: dict[int, list[int]] = {}
+        self._inputs: dict[int, Sequence[Tensor]] = {}
+        self._received: dict[int, Gradients] = {}
+        self._forward_of: int | None = None
+        self._backward_of: int | None = None
+        self._ran: Collection[int] = ()  # the outputs into which that backward's first half let gradients flow
+
+    def begin(self) -> None:
+        self._forget()
+        self._leave()
+        self._look_at_module()
+        self.inner.begin()
+
+    @looking
+    def _look_at_module(self) -> None:
+        # Until the recording is asked for: putting hooks on and off for every forward takes longer than what they do.
+        self._hooks = [
+            self.module.register_forward_pre_hook(self.fence.around(self._called)),
+            self.module.register_forward_hook(self.fence.around(self._returned)),
+        ]
+        self._named = list(self.module.named_parameters(remove_duplicate=False))
+        self._began = self.weights()
+
+    def weights(self) -> dict[Site, Tensor]:
+        """Copies of the stage's parameters, as they are now."""
+        return {(self.index, name): parameter.detach().clone() for name, parameter in self._named}
+
+    def recorded(self) -> Recording:
+        """What passed since ``begin``; from now on the module is watched no more."""
+        self._leave()
+        stage = self.index
+        tensors = {Point(stage, microbatch, where): _on_cpu(seen) for microbatch, where, seen in self._seen}
+        for microbatch, number, gradient in self._flows:
+            found = list(tensors.get(Point(stage, microbatch, FLOWED), ()))
+            found += [None] * (number + 1 - len(found))
+            found[number] = gradient.cpu()
+            tensors[Point(stage, microbatch, FLOWED)] = found
+        graphs = {(stage, microbatch): tuple(made) for microbatch, made in self._graphs.items()}
+        return Recording(tensors, graphs, {stage: tuple(self._adders)}, _on_host(self._began))
+
+    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
+        self._note(microbatch, GIVEN, inputs)
+        self._forward_of = microbatch
+        try:
+            outputs = self.inner.forward(microbatch, inputs, goal)
+        finally:
+            self._forward_of = None
+        if goal is None:
+            self._note(microbatch, OUTPUT, outputs)
+        elif microbatch in self.losses:
+            self._note(microbatch, LOSS, (self.losses[microbatch],))
+        return outputs
+
+    def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._forward_of is not None:
+            taken = self._inputs[self._forward_of] = [one for one in arguments if isinstance(one, Tensor)]
+            self._note(self._forward_of, USED, taken)
+
+    def _returned(self, module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+        if self._forward_of is not None:
+            self._made(self._forward_of, outputs if isinstance(outputs, tuple | list) else (outputs,))
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        self._begin_backward(microbatch, gradients)
+        handed_on = self.inner.backward(microbatch, gradients)
+        self._note(microbatch, HANDED_ON, handed_on)
+        self._end_backward(microbatch, whole=True)
+        return handed_on
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        self._begin_backward(microbatch, gradients)
+        self._received[microbatch] = gradients
+        handed_on = self.inner.backward_input(microbatch, gradients)
+        self._note(microbatch, HANDED_ON, handed_on)
+        self._end_backward(microbatch, whole=False)
+        return handed_on
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._note(microbatch, LATE, self._received.pop(microbatch, ()))
+        # What leads to no input runs now; the ends of what has run already run once more, which is no news.
+        self._start(microbatch, ran={number for of, number, _ in self._flows if of == microbatch})
+        self.inner.backward_weight(microbatch)
+        self._end_backward(microbatch, whole=True)
+
+    def _begin_backward(self, microbatch: int, gradients: Gradients) -> None:
+        self._note(microbatch, RECEIVED, gradients)
+        self._keep(microbatch)
+        self._start(microbatch)
+
+    def _keep(self, microbatch: int) -> None:
+        """Note the module's input as the backward finds it: when it begins, and again when gradients begin to flow."""
+        if microbatch in self._inputs:
+            self._note(microbatch, KEPT, self._inputs[microbatch])
+
+    def _made(self, microbatch: int, outputs: Sequence[Any]) -> None:
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        self._note(microbatch, MADE, tensors)
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                # A hook on a tensor sees the gradient that flows, whoever started the backward.
+                flowed = self.fence.around(partial(self._flowed, microbatch, number))
+                tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+
+    def _flowed(self, made: int, number: int, gradient: Tensor) -> None:
+        microbatch = self._backward_of
+        if microbatch is None or number in self._ran:
+            return
+        if not number:
+            self._graphs.setdefault(microbatch, []).append(made)
+            self._keep(microbatch)
+        self._flows.append((microbatch, number, gradient.detach().clone()))
+
+    @looking
+    def _start(self, microbatch: int, *, ran: Collection[int] = ()) -> None:
+        self._backward_of, self._ran = microbatch, ran
+        self._marks = self._marked()
+
+    @looking
+    def _end_backward(self, microbatch: int, *, whole: bool) -> None:
+        self._backward_of = None
+        if whole:
+            self._inputs.pop(microbatch, None)
+        pairs = zip(self._marks, self._marked(), strict=True)
+        if any(one is not other or times != then for (one, times), (other, then) in pairs):
+            self._adders.append(microbatch)
+
+    def _marked(self) -> Sequence[Mark]:
+        grads = [parameter.grad for _, parameter in self._named]
+        return [(grad, None if grad is None else version(grad)) for grad in grads]
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @looking
+    def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
+        copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+        self._seen.append((microbatch, where, copies))
+
+
+class Recorder:
+    """The wrappers around one rank's parts, and what they hold."""
+
+    def __init__(self) -> None:
+        self._stages: tuple[RecordedStage, ...] = ()
+
+    def wrap(self, parts: Parts) -> Parts:
+        """``parts`` under observation; for ``PipelineSchedule.wrapped``."""
+        self._stages = tuple(map(RecordedStage, parts.stages))
+        return replace(parts, stages=self._stages)
+
+    def take(self) -> Recording | None:
+        """What passed in the operation that has just ended; None where not all was seen."""
+        assert self._stages, "a recorder is wrapped around parts before it records"
+        if any(stage.fence.broken for stage in self._stages):
+            return None
+        return merged([stage.recorded() for stage in self._stages])
+
+
+def _on_cpu(copies: Copies) -> Copies:
+    return tuple([None if copy is None else copy.cpu() for copy in copies])
+
+
+def _on_host(copies: dict[Site, Tensor]) -> dict[Site, Tensor]:
+    return {site: copy.cpu() for site, copy in copies.items()}

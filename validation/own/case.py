@@ -1,0 +1,272 @@
+"""A case: everything that one validation depends on, as a value and as the line that replays it.
+
+A schedule of one's own is named by its file, and what the file holds travels with the case.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from pipeproof.own.own_schedule import own_schedule
+from pipeproof.own.runtimes import OPTIONS, OWN, RUNTIMES, why_not
+from pipeproof.pipeline.files import is_csv
+from pipeproof.pipeline.mesh import AXES
+from pipeproof.pipeline.partition import by_sizes
+from pipeproof.pipeline.program import Program
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name, known_are
+from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.worlds import accelerator
+
+# One step; a second one; an accumulation over two calls; an evaluation between two steps.
+FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
+SCHEDULES = tuple(FAMILIES)
+OPERATIONS = ("train", "accumulate", "eval")
+STREAMS = ("pair", "view", "carry", "fresh", "prompt", "sometimes")  # what passes between stages is uncommon
+MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", *STREAMS)
+LOSSES = ("mean", "tokens")
+DTYPES = ("fp32", "bf16", "fp64")
+FUZZED_DTYPES = DTYPES[:2]  # those that people train in
+
+
+def plainest_first(models: Iterable[str]) -> list[str]:
+    """``mlp`` if it is among them, then the others as they come."""
+    return sorted(models, key=lambda model: model != "mlp")
+
+
+class CaseError(ValueError):
+    """A case that cannot be, or text that does not spell one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One validation. ``str(case)`` is the replay line and ``parse`` its inverse.
+
+    schedule: a family, or a FILE.csv. virtual: stages per rank; for a file the most that a rank has. split: layers per
+    stage. dtype: of weights, activations and gradients. plan: the operations that are run and compared, in order; the
+    last must be "train". loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged:
+    microbatches differ in length. unequal: they differ in how many targets count. specimen: a planted fault's name.
+    runtime: whose runtime carries it out. options: what that runtime is told. replicas: how many pipelines run side by
+    side, with DDP around their stages. Each has so many ranks, and so many microbatches of its own.
+    """
+
+    schedule: str
+    ranks: int
+    virtual: int
+    microbatches: int
+    split: tuple[int, ...]
+    model: str = "gpt"
+    dtype: str = "fp32"
+    loss: str = "mean"
+    ragged: bool = False
+    unequal: bool = False
+    plan: tuple[str, ...] = FULL_PLAN
+    seed: int = 0
+    device: str = "cpu"
+    specimen: str = ""
+    runtime: str = OWN
+    options: tuple[str, ...] = ()
+    replicas: int = 1
+    own: Schedule | Program | None = field(default=None, repr=False)  # what the file holds; read if it is not given
+
+    def __post_init__(self) -> None:
+        counted("ranks", self.ranks, most=MOST_PROCESSES)
+        counted("replicas", self.replicas, most=MOST_PROCESSES // self.ranks)
+        counted("layers", self.layers, most=MOST_LAYERS)
+        counted("seed", self.seed, least=0, most=MOST_SEED)
+        if not is_csv(self.schedule):
+            object.__setattr__(self, "schedule", canonical_name(self.schedule))
+        elif self.own is None:
+            object.__setattr__(self, "own", own_schedule(self.schedule))
+        if self.own is not None:
+            self._agree()
+        by_sizes(sum(self.split), self.built.n_stages, self.split)
+        choices = (
+            ("model", self.model, MODELS),
+            ("dtype", self.dtype, DTYPES),
+            ("loss", self.loss, LOSSES),
+            ("runtime", self.runtime, RUNTIMES),
+            *(("option", option, OPTIONS) for option in self.options),
+        )
+        for what, value, known in choices:
+            if value not in known:
+                raise CaseError(f"unknown {what} {value!r}: {known_are(value, known)}")
+        if why := accelerator.refusal(self.device):
+            raise CaseError(why)
+        for operation in self.plan:
+            if operation not in OPERATIONS:
+                raise CaseError(f"unknown operation {operation!r} in the plan: {known_are(operation, OPERATIONS)}")
+        if not self.plan or self.plan[-1] != "train":
+            plan = "+".join(self.plan) or "(empty)"
+            raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
+        if self.reason:
+            raise CaseError(f"runtime={self.runtime} cannot run this: {self.reason}")
+
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether microbatches differ in shape; text of which less counts does not."""
+        return self.ragged or (self.unequal and not self.model.startswith("gpt"))
+
+    @property
+    def reason(self) -> str:
+        """Why its runtime cannot run it; empty if it can."""
+        return why_not(
+            self.runtime,
+            self.options,
+            schedule=self.schedule,
+            model=self.model,
+            shape=(self.ranks, self.stages, self.microbatches, self.replicas),
+            sizes_differ=self.sizes_differ,
+            specimen=self.specimen,
+        )
+
+    def _agree(self) -> None:
+        """Raise unless these are the numbers of the file."""
+        schedule = self.built
+        found = schedule.n_ranks, schedule.n_stages, schedule.microbatches, most_stages(schedule)
+        said = self.ranks, self.stages, self.microbatches, self.virtual
+        if found != said:
+            numbers = "{} ranks, {} stages, {} microbatches and up to {} stages on a rank"
+            texts = (numbers.format(*shape) for shape in (found, said))
+            raise CaseError(f"{self.schedule} has {', not '.join(texts)}")
+
+    @cached_property
+    def built(self) -> Schedule:
+        """The case's schedule. Raises ``ScheduleError`` where it cannot be."""
+        if self.own is None:
+            return build(self.schedule, ranks=self.ranks, virtual=self.virtual, microbatches=self.microbatches)
+        return self.own.schedule if isinstance(self.own, Program) else self.own
+
+    @property
+    def run(self) -> Schedule | Program:
+        """What the ranks run: the schedule, or the program of a file that has messages."""
+        return self.built if self.own is None else self.own
+
+    @property
+    def late(self) -> float:
+        """What gradients are divided by after the backward: torch's documented ``scale_grads`` divides by M when a call
+        ends, and DDP takes the mean over replicas."""
+        scaled = self.runtime != OWN and "unscaled" not in self.options
+        return float(self.replicas * (self.microbatches if scaled else 1))
+
+    @property
+    def processes(self) -> int:
+        """The ranks of all replicas: rank k of replica r is rank r * P + k of the world."""
+        return self.ranks * self.replicas
+
+    def share(self, replica: int) -> range:
+        """The microbatches that are given to ``replica``: every n-th of all that there are."""
+        return range(replica, self.microbatches * self.replicas, self.replicas)
+
+    @property
+    def stages(self) -> int:
+        return len(self.split)
+
+    @property
+    def layers(self) -> int:
+        return sum(self.split)
+
+    @property
+    def bindings(self) -> str:
+        """What the case's letters stand for, as a reader wants them beside a failure."""
+        split = ",".join(map(str, self.split))
+        sizes = f"P {self.ranks}, V {self.virtual}, M {self.microbatches}, split {split}"
+        sizes += f", {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{self.schedule}, {sizes}, seed {self.seed}, model {self.model}, loss {self.loss}"
+
+    def __str__(self) -> str:
+        head = f"{self.schedule} r{self.ranks} s{self.stages} m{self.microbatches}"
+        return " ".join([head, f"split={','.join(map(str, self.split))}", *self._words()])
+
+    def _words(self) -> Iterator[str]:
+        for option in _options()[1:]:
+            value = getattr(self, option.name)
+            if isinstance(value, tuple):
+                if value != option.default:
+                    yield f"{option.name}={'+'.join(value)}"
+            elif isinstance(value, bool):
+                if value:
+                    yield option.name
+            elif value != option.default or option.name in ("model", "seed"):
+                yield f"{option.name}={value}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The case in plain data, as a config and a record have it: axes by the field's names."""
+        return {name: _plain(getattr(self, option.name)) for name, option in config_fields().items()}
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "Case":
+        """The case that ``config`` spells in values of the types of ``config_fields``; what it says besides is left."""
+        named: dict[str, Any] = {
+            option.name: config[name] for name, option in config_fields().items() if name in config
+        }
+        tuples = {name: tuple(one) for name, one in named.items() if isinstance(one, list)}
+        return cls(**{**named, **tuples})
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """The case that ``text`` spells: ``1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17``; the rest has defaults."""
+        shape = re.fullmatch(r"(.+?)\s+r(\d+)\s+s(\d+)\s+m(\d+)((?:\s+\S+)*)\s*", text, flags=re.ASCII)
+        if shape is None:
+            raise CaseError(
+                f"not a case: {text!r}; expected a schedule, ranks, stages and microbatches first, "
+                "e.g. 1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17"
+            )
+        name, ranks, stages, microbatches = shape[1], int(shape[2]), int(shape[3]), int(shape[4])
+        options: dict[str, Any] = {}
+        for word in shape[5].split():
+            option, value = _option(word, text)
+            if option in options:
+                raise CaseError(f"{text!r}: {option} is said twice")
+            options[option] = value
+        counted("stages", stages, most=MOST_LAYERS)
+        split = options.pop("split", (2,) * stages)
+        if is_csv(name):
+            own = own_schedule(name)
+            return cls(name, ranks, most_stages(own), microbatches, split, own=own, **options)
+        if ranks < 1 or stages % ranks:
+            raise CaseError(f"{text!r}: {stages} stages on {ranks} ranks: expected a rank, and as many stages on each")
+        by_sizes(sum(split), stages, split)
+        return cls(name, ranks, stages // ranks, microbatches, split, **options)
+
+
+def _option(word: str, text: str) -> tuple[str, Any]:
+    """The option that ``word`` of the line ``text`` names, and its value."""
+    name, equals, value = word.partition("=")
+    known = [option.name for option in _options()]
+    flag = name in ("ragged", "unequal")
+    if name not in known or bool(equals) == flag:
+        raise CaseError(f"{text!r}: {word!r} is no option: {known_are(name, known)}")
+    try:
+        if name == "split":
+            return name, tuple(map(int, value.split(",")))
+        if name in ("plan", "options"):
+            return name, tuple(value.split("+"))
+        return name, int(value) if name in ("seed", "replicas") else flag or value
+    except ValueError:
+        expected = "whole numbers with commas between" if name == "split" else "a whole number"
+        raise CaseError(f"{text!r}: {word!r}: expected {expected} behind the =") from None
+
+
+def _options() -> list[Field[Any]]:
+    """What a replay line says by name: the split first."""
+    return [option for option in fields(Case)[4:] if option.name != "own"]
+
+
+def config_fields() -> dict[str, Field[Any]]:
+    """What a config says of a case, by its names there."""
+    return {AXES.get(option.name, option.name): option for option in fields(Case) if option.name != "own"}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def most_stages(own: Schedule | Program) -> int:
+    """The most stages that a rank holds: V where all hold as many."""
+    schedule = own.schedule if isinstance(own, Program) else own
+    return max(Counter(schedule.placement).values())

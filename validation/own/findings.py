@@ -1,0 +1,179 @@
+"""What this suite found in runtimes that are not ours, each with the smallest case that shows it.
+
+FINDINGS.md tells causes. A campaign first runs every line here: what shows on this torch is left out of what it draws,
+and what does not show is drawn like everything else. So nothing is excused that is not there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pipeproof.own.case import Case
+from pipeproof.own.fuzz import judged
+from pipeproof.own.runtimes import OWN, UNUSED
+from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``line`` replays the smallest case; ``shows`` says of a case on that runtime whether it should show there too.
+
+    ``csv`` is the schedule, where no family has it: ``own.csv`` in the line. ``tries``: how often the line is run until
+    it shows something; more than once for what hangs on memory that nobody has initialised, and shows in most runs.
+    """
+
+    name: str
+    line: str
+    shows: Callable[[Case], bool]
+    csv: str = ""
+    tries: int = 1
+
+    def verdict(self, world: World) -> str:
+        """What its smallest case comes to here and now: ``pass``, ``fail``, ``unknown``, or ``raised``."""
+        tried = (self._tried(world) for _ in range(self.tries))
+        return next((verdict for verdict in tried if verdict != "pass"), "pass")
+
+    def _tried(self, world: World) -> str:
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "own.csv")
+            file.write_text(self.csv)
+            try:
+                return judged(Case.parse(self.line.replace("own.csv", str(file))), world).verdict
+            except RankFailed:
+                return "raised"
+
+
+def _scaled(case: Case) -> bool:
+    return case.microbatches > 1 and "unscaled" not in case.options
+
+
+def _split_stages(case: Case) -> set[int]:
+    """The stages whose backward torch splits; of stage 0 it puts off the whole."""
+    kinds = {(action.stage, action.kind) for row in case.built.ranks for action in row}
+    return {stage for stage, kind in kinds if kind is Kind.BACKWARD_INPUT and stage > 0}
+
+
+def _inner_splits(case: Case) -> bool:
+    return bool(_split_stages(case) - {case.stages - 1})
+
+
+def _neighbours(case: Case) -> bool:
+    return any(one == two for one, two in pairwise(case.built.placement))
+
+
+def _losses_out_of_order(case: Case) -> bool:
+    last = case.stages - 1
+    row = case.built.ranks[case.built.placement[last]]
+    order = [action.microbatch for action in row if action.stage == last and action.kind is Kind.FORWARD]
+    return case.microbatches > 1 and ("descending" in case.options or order != sorted(order))
+
+
+def _one_phase(case: Case) -> bool:
+    """Whether some stage has no forward between its first backward and its last."""
+    return any(_waits(case, stage) for stage in range(case.stages))
+
+
+def _waits(case: Case, stage: int) -> bool:
+    row = case.built.ranks[case.built.placement[stage]]
+    kinds = [action.kind for action in row if action.stage == stage]
+    backs = [slot for slot, kind in enumerate(kinds) if kind in GIVES_WEIGHT_GRADIENT]
+    return len(backs) > 1 and Kind.FORWARD not in kinds[backs[0] : backs[-1]]
+
+
+def _steps(case: Case) -> int:
+    return sum(operation != "eval" for operation in case.plan)
+
+
+FINDINGS: tuple[Finding, ...] = (
+    Finding(
+        "scaled-again",
+        "gpipe r1 s1 m2 split=1 model=mlp plan=accumulate+train runtime=torch",
+        lambda case: "accumulate" in case.plan and _scaled(case),
+    ),
+    Finding(
+        "tied-scaled-twice",
+        "looped-bfs r1 s2 m2 split=1,1 model=gpt-tied plan=train runtime=torch",
+        lambda case: case.model == "gpt-tied" and case.stages > 1 and _scaled(case),
+    ),
+    Finding(
+        "eval-of-neighbours",
+        "looped-bfs r1 s2 m1 split=1,1 model=mlp plan=eval+train options=unscaled runtime=torch",
+        lambda case: "eval" in case.plan and _neighbours(case),
+    ),
+    Finding(
+        "trial-run-trains-buffers",
+        "gpipe r1 s1 m1 split=1 model=batchnorm plan=train options=unscaled runtime=torch",
+        lambda case: case.model == "batchnorm",
+    ),
+    Finding(
+        "view-cannot-be-split",
+        "zb-h1 r1 s3 m1 split=1,1,1 model=view plan=train options=unscaled runtime=torch",
+        lambda case: case.model == "view" and _inner_splits(case),
+    ),
+    Finding(
+        "parameters-alone-lost",
+        "zb-h1 r1 s3 m1 split=1,1,1 model=fresh plan=train options=unscaled runtime=torch",
+        lambda case: case.model == "fresh" and _inner_splits(case),
+    ),
+    Finding(
+        "losses-by-order",
+        "looped-bfs r1 s2 m2 split=1,1 model=mlp plan=train options=unscaled+descending runtime=torch-csv",
+        _losses_out_of_order,
+    ),
+    Finding(
+        "split-without-ddp",
+        "zb-h1 r1 s2 m1 split=1,1 model=mlp plan=train options=unscaled replicas=2 runtime=torch",
+        lambda case: case.replicas > 1 and bool(_split_stages(case)),
+    ),
+    Finding(
+        "trial-run-reduces",
+        "gpipe r1 s1 m2 split=1 model=mlp plan=train+train options=unscaled replicas=2 runtime=torch",
+        lambda case: _steps(case) > 1 and case.replicas > 1 and case.model not in UNUSED and _one_phase(case),
+    ),
+    Finding(
+        "trial-run-marks-unused",
+        "gpipe r2 s2 m2 split=1,2 model=sometimes plan=train seed=1 replicas=2 runtime=torch",
+        lambda case: case.replicas > 1 and case.model == "sometimes" and case.microbatches > 1 and max(case.split) > 1,
+        tries=6,
+    ),
+    Finding(
+        "messages-to-oneself",
+        "looped-bfs r1 s2 m1 split=1,1 model=mlp plan=train options=unscaled runtime=torch",
+        _neighbours,
+    ),
+    Finding(
+        "integers-between-stages",
+        "gpipe r2 s2 m1 split=1,1 model=dropout plan=train options=unscaled runtime=torch",
+        lambda case: case.model in ("dropout", "sometimes") and case.stages > 1,
+    ),
+    Finding(
+        "no-deferred-receives",  # an option that older versions do not have
+        "looped-bfs r1 s1 m1 split=1 model=mlp plan=train options=defer-recv runtime=torch",
+        lambda case: "defer-recv" in case.options,
+    ),
+    Finding(
+        "deferred-receives-swapped",
+        "zb-v r2 s4 m3 split=1,1,1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch",
+        lambda case: "defer-recv" in case.options and case.ranks > 1 and case.virtual > 1,
+    ),
+    Finding(
+        "deferred-receives-wait",  # where messages of two ranks run one at a time
+        "interleaved r2 s2 m2 split=1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch",
+        lambda case: "defer-recv" in case.options and case.ranks > 1,
+    ),
+    Finding(
+        "shared-gradient",
+        "own.csv r1 s3 m2 split=1,1,1 model=prompt plan=train options=unscaled runtime=torch-csv",
+        lambda case: case.model == "prompt" and bool(_split_stages(case)),
+        csv="0F0,0F1,1F0,1F1,2F0,2F1,2I0,2W0,2I1,2W1,1I0,1W0,1I1,1W1,0B0,0B1\n",
+    ),
+)
+
+
+def known(case: Case, findings: Sequence[Finding]) -> bool:
+    """Whether one of ``findings`` should show in ``case``."""
+    return case.runtime != OWN and any(finding.shows(case) for finding in findings)

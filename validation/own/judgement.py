@@ -1,0 +1,67 @@
+"""A case before the judge, and what a diagnosis of it may ask for: the reference, its data, its stages."""
+
+from pipeproof.core.judge import LAWS, judged
+from pipeproof.core.observe.observed import Observed
+from pipeproof.core.oracle import LiveOracle, Requirements
+from pipeproof.core.verdict import Verdict
+from pipeproof.explain.explain import diagnose as diagnose_run
+from pipeproof.explain.played import Setup
+from pipeproof.own.case import Case
+from pipeproof.own.data import data_for, max_norm_of, model_for
+from pipeproof.own.stages import layers_of, owners
+from pipeproof.reference.copies import copies_apart
+from pipeproof.reference.model import DTYPES
+from pipeproof.reference.step import Recipe, Reference
+from pipeproof.worlds.accelerator import deterministic, first_of
+
+
+def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
+    """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
+    deterministic(case.device)
+    return judged(requirements_of(case), observed, measure=measure)
+
+
+def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
+    """``verdict`` with its causes, the likeliest first; none where the evidence does not decide."""
+    return diagnose_run(setup_of(case), observed, verdict)
+
+
+def requirements_of(case: Case) -> Requirements:
+    """``case`` as a subject: its reference, and what its plan leaves out."""
+    device = first_of(case.device)
+    model = model_for(case).to(device)
+    owner = owners(model, case.split)
+    oracle = LiveOracle(
+        Reference(model, owner=owner, recipe=Recipe(loss=case.loss, late=case.late)),
+        plan=case.plan,
+        batches=lambda number: [batch.to(device) for batch in data_for(case, number)],
+        max_norm=lambda number: max_norm_of(case, number),
+    )
+    laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
+    return Requirements(
+        config=str(case),
+        laws=laws,
+        plan=case.plan,
+        counts=(case.microbatches * case.replicas,) * len(case.plan),
+        due=frozenset((stage, name) for name, stage in owner.items()),
+        oracle=oracle,
+        tied=copies_apart(model, owner),
+        bindings=case.bindings,
+    )
+
+
+def setup_of(case: Case) -> Setup:
+    """``case`` as a diagnosis knows it."""
+    return Setup(
+        case.plan,
+        layers=tuple(layers_of(case.split)),
+        owner=owners(model_for(case), case.split),
+        placement=case.built.placement,
+        ranks=case.ranks,
+        microbatches=case.microbatches,
+        dtype=DTYPES[case.dtype],
+        recipe=Recipe(loss=case.loss),
+        build=lambda: model_for(case),
+        batches=lambda number: data_for(case, number),
+        max_norm=lambda number: max_norm_of(case, number),
+    )

@@ -1,0 +1,202 @@
+"""Running a case on real ranks and bringing back what they produced. Observers are wrapped around parts of the step."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.core.observe.fence import Fence, looking
+from pipeproof.core.observe.observed import Observed, RankOperation
+from pipeproof.core.observe.recorder import Recorder
+from pipeproof.core.observe.recording import Site
+from pipeproof.core.observe.wrappers import AroundGradients, AroundStage, Steps
+from pipeproof.own.case import Case
+from pipeproof.own.data import data_for, max_norm_of, model_for
+from pipeproof.own.faults import Files, files_behind, read, specimen
+from pipeproof.own.replicated import as_one
+from pipeproof.own.runtimes import OWN
+from pipeproof.own.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.boundary import Tensors
+from pipeproof.pipeline.gradients import GradientWork
+from pipeproof.pipeline.stage import Goal, Stage
+from pipeproof.pipeline.step import Parts, PipelineSchedule
+from pipeproof.pipeline.transport import DistributedTransport
+from pipeproof.reference.model import Model
+from pipeproof.reference.step import Recipe, objective
+from pipeproof.worlds.accelerator import deterministic
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+# A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
+STEP_TIMEOUT_S = 30.0
+
+
+class WatchedStage(AroundStage):
+    """A stage whose module's calls are noted, and which of its outputs were not finite."""
+
+    def __init__(self, inner: Stage) -> None:
+        super().__init__(inner)
+        self.fence = Fence()
+        self._finite: list[tuple[Action, list[Tensor]]] = []
+        self.called: list[tuple[Action, bool]] = []
+
+    @property
+    def nonfinite(self) -> tuple[Action, ...]:
+        """The forwards whose outputs were not finite. Asked after the step: to read it waits for a device."""
+        return tuple(action for action, finite in self._finite if not all(map(bool, finite)))
+
+    def begin(self) -> None:
+        self._finite, self.called = [], []
+        self.inner.begin()
+
+    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
+        # A plain forward hook: it does not touch the graph, and it sees calls that a wrapper does not know of.
+        hook = self.module.register_forward_pre_hook(self.fence.around(partial(self._note, microbatch)))
+        try:
+            outputs = self.inner.forward(microbatch, inputs, goal)
+        finally:
+            hook.remove()
+        self._look_at(microbatch, outputs if goal is None else (self.losses[microbatch],))
+        return outputs
+
+    @looking
+    def _look_at(self, microbatch: int, made: Tensors) -> None:
+        finite = [tensor.detach().isfinite().all() for tensor in made if tensor.is_floating_point()]
+        self._finite.append((Action(self.index, Kind.FORWARD, microbatch), finite))
+
+    def _note(self, microbatch: int, module: nn.Module, _: object) -> None:
+        training = any(part.training for part in module.modules())
+        self.called.append((Action(self.index, Kind.FORWARD, microbatch), training))
+
+
+class WatchedGradients(AroundGradients):
+    """Gradient work that keeps a copy of every gradient as it is between the tied reduction and the clipping."""
+
+    def __init__(self, inner: GradientWork, stages: Sequence[Stage]) -> None:
+        super().__init__(inner, stages)
+        self.kept: dict[Site, Tensor | None] = {}
+
+    def reduce_tied(self) -> None:
+        self.inner.reduce_tied()
+        self.kept = gradients_of(_modules(self.stages))
+
+
+def observe(case: Case, world: World, *, record: bool = False) -> Observed:
+    """Run ``case`` on ``world``'s ranks; ``record``: and copy every boundary tensor on the way.
+
+    Raises what the world raises: a rank that failed, hung or is missing.
+    """
+    rows = world.run(_observe_planted, case, record, files_behind(case.specimen), ranks=case.processes)
+    return as_one(case, [tuple(row) for row in rows])
+
+
+def _observe_planted(context: RankContext, case: Case, record: bool, files: Files) -> list[RankOperation]:
+    """As ``observe_rank``, with the specimens that these files register."""
+    read(files)
+    return observe_rank(context, case, record)
+
+
+def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
+    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
+    if case.runtime != OWN:
+        from pipeproof.own.torch_runtime import observe_torch
+
+        deterministic(context.device)
+        return observe_torch(context, case)
+    model, schedule = assemble(context, case)
+    prepared = planted(case, schedule)
+    recorder = Recorder() if record else None
+    watched = (prepared.wrapped(recorder.wrap) if recorder else prepared).wrapped(_watch)
+    steps = specimen(case.specimen).drive(watched)
+    started = parameters_of(_modules(watched.parts.stages))
+    done = []
+    for operation in range(len(case.plan)):
+        seen = _perform(watched, steps, model, case, operation, device=context.device)
+        done.append(replace(seen, recording=recorder.take()) if recorder else seen)
+    return [replace(done[0], started=started), *done[1:]]
+
+
+def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:
+    """The whole model, and this rank's end of the pipeline that ``case`` is about."""
+    deterministic(context.device)
+    model = model_for(case)
+    own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
+    modules: dict[int, nn.Module] = {stage: on_device(model, layers, context.device) for stage, layers in own.items()}
+    recipe = Recipe(loss=case.loss)
+    loss_fn, _ = objective(model, data_for(case, 0), recipe)
+    trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    timeout_s = specimen(case.specimen).timeout_s or STEP_TIMEOUT_S
+    transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=timeout_s)
+    schedule = PipelineSchedule(
+        kind=case.run,
+        n_microbatches=case.microbatches,
+        stages=list(modules.values()),
+        loss_fn=loss_fn,
+        optimizer=recipe.optimizer(trained),
+        pp_group=transport,
+        tied=tied_across(model, case.split),
+    )
+    return model, schedule
+
+
+def planted(case: Case, schedule: PipelineSchedule) -> PipelineSchedule:
+    """``schedule`` with the case's specimen in its program and its parts."""
+    one = specimen(case.specimen)
+    return schedule.wrapped(lambda parts: one.plant(replace(parts, program=one.reorder(parts.program))))
+
+
+def _watch(parts: Parts) -> Parts:
+    stages = tuple(map(WatchedStage, parts.stages))
+    return replace(parts, stages=stages, gradients=WatchedGradients(parts.gradients, stages))
+
+
+def _perform(
+    schedule: PipelineSchedule, steps: Steps, model: Model, case: Case, operation: int, *, device: str
+) -> RankOperation:
+    batches = data_for(case, operation)
+    recipe = Recipe(loss=case.loss)
+    _, divisor = objective(model, batches, recipe)
+    # A mean over microbatches is what a schedule does unless told otherwise; so it is not told.
+    loss_divisor = None if case.loss == "mean" else divisor
+    fed = specimen(case.specimen).feed(batches, schedule.parts)
+    pairs = [(batch.inputs, batch.target) for batch in (batch.to(device) for batch in fed)]
+    name = case.plan[operation]
+    if name == "accumulate":
+        known = steps.accumulate(pairs, loss_divisor=loss_divisor)
+        return _seen(schedule, RankOperation(name, tuple(known[m].item() for m in sorted(known)), schedule.executed))
+    if name == "eval":
+        result = steps.eval_step(pairs, loss_divisor=loss_divisor)
+        return _seen(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
+    result = steps.train_step(pairs, max_norm=max_norm_of(case, operation), loss_divisor=loss_divisor)
+    gradients = schedule.parts.gradients
+    assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
+    seen = RankOperation(
+        name,
+        result.losses,
+        schedule.executed,
+        loss=result.loss,
+        gradients=gradients.kept,
+        norm=result.grad_norm,
+        parameters=parameters_of(_modules(gradients.stages)),
+        profile=result.profile,
+    )
+    return _seen(schedule, seen)
+
+
+def _modules(stages: Sequence[Stage]) -> dict[int, nn.Module]:
+    return {stage.index: stage.module for stage in stages}
+
+
+def _seen(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation:
+    """``operation`` with what the watched stages noted."""
+    watched = [stage for stage in schedule.parts.stages if isinstance(stage, WatchedStage)]
+    return replace(
+        operation,
+        nonfinite=tuple(action for stage in watched for action in stage.nonfinite),
+        called=tuple(call for stage in watched for call in stage.called),
+        unseen=dict([("microbatches", stage.fence.broken) for stage in watched if stage.fence.broken][:1]),
+        buffers=buffers_of(_modules(watched)),
+    )

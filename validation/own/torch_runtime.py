@@ -1,0 +1,212 @@
+"""A case on ``torch.distributed.pipelining``: one rank's part of its plan, with a training loop as a user writes it."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.core.observe.observed import RankOperation
+from pipeproof.core.observe.posted_messages import noted_messages
+from pipeproof.own.case import Case
+from pipeproof.own.data import data_for, max_norm_of, model_for
+from pipeproof.own.runtimes import SINGLE, TORCH, TORCH_CLASSES, UNUSED
+from pipeproof.own.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
+from pipeproof.pipeline.action import Action
+from pipeproof.reference.data import Batch
+from pipeproof.reference.model import Model
+from pipeproof.reference.step import Recipe, objective
+from pipeproof.whitebox.torch_pipelining import Recorder, run
+from pipeproof.worlds.worker import RankContext
+
+_Plant = Callable[["TorchRank"], None]
+
+
+class TorchRank:
+    """One rank of a pipeline of torch's."""
+
+    def __init__(self, context: RankContext, case: Case) -> None:
+        self.case, self.context = case, context
+        self.groups = groups(context.ranks, case.replicas)
+        self.replica, self.place = divmod(context.rank, case.ranks)
+        self.model = model_for(case)
+        self.modules = stage_modules(self.model, case, self.place, context.device)
+        self.wrapped = {index: self._replicated(module) for index, module in self.modules.items()}
+        self.loss_fn, _ = objective(self.model, data_for(case, 0), Recipe(loss=case.loss))
+        self.divisor = 1.0  # of the operation that is under way; torch divides by the number of microbatches after it
+        stages = [
+            pipelining.PipelineStage(
+                module, index, case.stages, torch.device(context.device), group=self.groups.pipeline or context.group
+            )
+            for index, module in self.wrapped.items()
+        ]
+        self.schedule = build_schedule(case, stages, self._loss)
+        self.recorder = Recorder(self.schedule)
+        self.optimizer = Recipe().optimizer([p for p in self._parameters().values() if p.requires_grad])
+
+    def _replicated(self, module: nn.Module) -> nn.Module:
+        """``module`` in DDP, where there are replicas; not one without anything to train, which DDP refuses."""
+        trained = any(p.requires_grad for p in module.parameters())
+        if self.case.replicas == 1 or not trained:
+            return module
+        unused = self.case.model in UNUSED
+        return DistributedDataParallel(module, process_group=self.groups.peers, find_unused_parameters=unused)
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        value = self.loss_fn(output, target)
+        return value if self.divisor == 1.0 else value / self.divisor
+
+    def perform(self, operation: int) -> RankOperation:
+        """Operation ``operation`` of the plan."""
+        name, every = self.case.plan[operation], data_for(self.case, operation)
+        batches = [every[number] for number in self.case.share(self.replica)]
+        _, divisor = objective(self.model, every, Recipe(loss=self.case.loss))
+        self.divisor = divisor / self.case.late
+        self.recorder.begin()
+        own = self._run(name, [batch.to(self.context.device) for batch in batches])
+        rows = self._gathered([loss.item() * self.divisor for loss in own])
+        losses = next(filter(None, self._of_pipeline(rows)), [])
+        total = [loss for row in rows for loss in row]
+        loss = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
+        executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
+        seen: dict[str, Any] = {"called": called, "buffers": buffers_of(self.modules)}
+        if unseen := self.recorder.fence.broken:
+            seen["unseen"] = {"microbatches": unseen}
+        if name != "accumulate":
+            seen["loss"] = loss
+        if name == "train":
+            seen["gradients"] = gradients_of(self.modules)
+            seen["norm"] = self._update(max_norm_of(self.case, operation))
+            seen["parameters"] = parameters_of(self.modules)
+        return RankOperation(name, tuple(losses), executed, **seen)
+
+    def _run(self, name: str, batches: list[Batch]) -> list[Tensor]:
+        losses: list[Tensor] = []
+        if name != "eval":
+            later = name == "accumulate" and "finalize_gradients" in inspect.signature(self.schedule.step).parameters
+            self._feed(self.schedule.step, batches, losses, **({"finalize_gradients": False} if later else {}))
+            return losses
+        for module in self.wrapped.values():
+            module.eval()
+        with torch.no_grad():
+            self._feed(self.schedule.eval, batches, losses)
+        for module in self.wrapped.values():
+            module.train()
+        return losses
+
+    def _feed(self, call: Callable[..., Any], batches: list[Batch], losses: list[Tensor], **options: Any) -> None:
+        if "whole" not in self.case.options:
+            run(call, self.schedule, [(batch.inputs, batch.target) for batch in batches], losses, **options)
+            return
+        whole = tuple(map(torch.cat, zip(*(batch.inputs for batch in batches), strict=True)))
+        inputs = whole if 0 in self.modules else ()
+        target = torch.cat([batch.target for batch in batches]) if self.case.stages - 1 in self.modules else None
+        call(*inputs, target=target, losses=losses, **options)
+
+    def _update(self, max_norm: float) -> float:
+        """Clip, step and clear; the norm before clipping, over all ranks."""
+        gradients = [p.grad for p in self._parameters().values() if p.grad is not None]
+        squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() ** 2 for grad in gradients]
+        norm = math.sqrt(math.fsum(square for row in self._of_pipeline(self._gathered(squares)) for square in row))
+        factor = max_norm / (norm + 1e-6)
+        for grad in gradients if factor < 1.0 else ():
+            grad.mul_(factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _gathered(self, own: list[float]) -> list[list[float]]:
+        rows: list[Any] = [None] * self.context.ranks
+        dist.all_gather_object(rows, own, group=self.context.group)
+        return rows
+
+    def _of_pipeline(self, rows: list[list[float]]) -> list[list[float]]:
+        """Of what every rank said, that of the ranks of this rank's replica."""
+        first = self.replica * self.case.ranks
+        return rows[first : first + self.case.ranks]
+
+    def _parameters(self) -> Mapping[int, nn.Parameter]:
+        return {id(p): p for module in self.modules.values() for p in module.parameters()}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's pipeline, and its peers: the ranks that hold the same stages in other replicas."""
+
+    pipeline: dist.ProcessGroup | None
+    peers: dist.ProcessGroup | None
+
+
+_made: dict[tuple[int, int], Groups] = {}  # once on a rank: groups are not given back
+belongs_to_rank(__name__, "_made", fresh=lambda _: {})
+
+
+def groups(ranks: int, replicas: int) -> Groups:
+    """Of this rank."""
+    if replicas == 1:
+        return Groups(None, None)
+    if (ranks, replicas) not in _made:
+        _made[ranks, replicas] = _new_groups(ranks, replicas)
+    return _made[ranks, replicas]
+
+
+def _new_groups(ranks: int, replicas: int) -> Groups:
+    size, rank = ranks // replicas, dist.get_rank()
+    pipelines = [dist.new_group([*range(first, first + size)]) for first in range(0, ranks, size)]
+    peers = [dist.new_group([*range(place, ranks, size)]) for place in range(size)]
+    return Groups(pipelines[rank // size], peers[rank % size])
+
+
+def stage_modules(model: Model, case: Case, place: int, device: str) -> dict[int, nn.Module]:
+    """The stages of rank ``place`` of a pipeline, by their index.
+
+    A parameter that two of them tie is one object, as in a user's own model.
+    """
+    own = case.built.stages_of(place)
+    modules: dict[int, nn.Module] = {stage: on_device(model, layers_of(case.split)[stage], device) for stage in own}
+    for copies in tied_across(model, case.split):
+        (first, shared), *others = sorted(copies.items())
+        for stage, name in others if copies.keys() <= modules.keys() else ():
+            holder, _, leaf = name.rpartition(".")
+            setattr(modules[stage].get_submodule(holder), leaf, modules[first].get_parameter(shared))
+    return modules
+
+
+def build_schedule(case: Case, stages: list[Any], loss_fn: Callable[..., Tensor]) -> Any:
+    """torch's schedule object for this rank: its class for the family, or its runtime with the case's own actions."""
+    options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": "unscaled" not in case.options}
+    if "defer-recv" in case.options:
+        options["defer_pp_recv"] = True
+    if case.runtime == TORCH:
+        build = getattr(pipelining, TORCH_CLASSES[case.schedule])
+        return build(stages[0] if case.schedule in SINGLE else stages, case.microbatches, **options)
+    schedule = schedules._PipelineScheduleRuntime(stages, case.microbatches, **options)  # type: ignore[no-untyped-call]
+    schedule._prepare_schedule_with_comms(torch_actions(case))
+    return schedule
+
+
+def torch_actions(case: Case) -> dict[int, list[Any]]:
+    """The case's schedule in torch's words, by rank; with microbatches renumbered from the end if it says so."""
+    last, turned = case.microbatches - 1, "descending" in case.options
+
+    def spelled(action: Action) -> Any:
+        microbatch = last - action.microbatch if turned else action.microbatch
+        return schedules._Action.from_str(str(action._replace(microbatch=microbatch)))
+
+    return {rank: list(map(spelled, row)) for rank, row in enumerate(case.built.ranks)}
+
+
+def observe_torch(context: RankContext, case: Case, *, plant: _Plant = lambda rank: None) -> list[RankOperation]:
+    """One rank's part of ``case`` on torch's runtime. ``plant``: what is done to the rank before it begins."""
+    rank = TorchRank(context, case)
+    plant(rank)
+    with noted_messages():
+        return [rank.perform(operation) for operation in range(len(case.plan))]

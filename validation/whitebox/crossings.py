@@ -1,0 +1,396 @@
+"""What passed the boundaries of watched stages, call by call, and whether it is the reference's."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Self
+
+from pipeproof.core.limits import precision_of
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.likeness import ROUNDED_TO, Label, Likeness
+from pipeproof.core.observe.observed import INPUT, OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed
+from pipeproof.core.observe.posted_messages import Came
+from pipeproof.core.observe.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from pipeproof.core.observe.sketch import Sketch
+from pipeproof.explain.limits import LEFT
+from pipeproof.explain.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.whitebox.boundary_places import Cuts, place_by_structure
+from pipeproof.whitebox.call_matching import CallOrder, Column, columns_of, orders, without_extra
+from pipeproof.whitebox.survey import Both, is_part
+
+_FAINT = 10.0  # times what is taken for rounding: by so much a stage may magnify what is wrong before it
+
+
+def _no_note(cuts: Cuts) -> None:
+    """Notes nothing."""
+
+
+def passed(
+    lines: Sequence[Mapping[int, Sequence[Call]]],
+    microbatches: int,
+    places: Both,
+    note_handed_on: Callable[[Cuts], None] = _no_note,
+    *,
+    scaled: float = 1.0,
+) -> list[dict[int, Passed]]:
+    """What the calls of every stage were, of each line of ranks; ``places`` are those of tensors and of gradients.
+
+    ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``scaled``: what losses are said to
+    be multiplied by.
+    """
+    of = partial(_WatchedLine.of, microbatches=microbatches, places=places, scaled=scaled)
+    watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
+    late = watched[0].late  # ranks with the same stages divide alike
+    return [one.passed(late if near(one.late, late) else None) for one in watched]
+
+
+Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
+
+
+@dataclass(frozen=True)
+class _WatchedLine:
+    """The calls of one line of ranks, of every stage with their tensors and their order."""
+
+    stages: Stages
+    orders: Mapping[int, CallOrder]
+    extra: Mapping[int, tuple[int, int]]
+    scaled: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        watched: Mapping[int, Sequence[Call]],
+        *,
+        microbatches: int,
+        places: Both,
+        note: Callable[[Cuts], None],
+        scaled: float,
+    ) -> Self:
+        own = {stage: without_extra(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+        extra = {stage: _extra(watched[stage], calls) for stage, calls in own.items()}
+        observed = {stage: list(columns_of(calls, places)) for stage, calls in own.items()}
+        columns = place_by_structure(observed, places, note)
+        stages = {stage: (calls, columns[stage]) for stage, calls in own.items()}
+        return cls(stages, orders(stages, microbatches), extra, scaled)
+
+    @cached_property
+    def late(self) -> float | None:
+        return _late(self.stages, self.orders, self.scaled)
+
+    def passed(self, late: float | None) -> dict[int, Passed]:
+        """What is known; ``late`` as in what crossings are judged by."""
+        sent = sent_by(self.stages, self.orders)
+        return {
+            stage: replace(
+                passed_of(stage, *there, Context(stage, self.orders[stage], sent, late)),
+                detached=detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
+                extra=self.extra[stage],
+            )
+            for stage, there in self.stages.items()
+        }
+
+
+def _extra(calls: Sequence[Call], own: Sequence[Call]) -> tuple[int, int]:
+    """How many of a stage's ``calls`` are not its ``own``, and how many of these may add to gradients."""
+    kept = set(map(id, own))
+    others = [call for call in calls if id(call) not in kept]
+    return len(others), sum(bool(call.ran) and not call.is_idle for call in others)
+
+
+def _late(stages: Stages, orders: Mapping[int, CallOrder], scaled: float) -> float | None:
+    """How many times the reference's the gradients of all stages are, where a runtime may divide them later: mostly.
+
+    None where the content of any tells its place, or where they are no multiples. But where losses are said to be
+    ``scaled``, and any gradient is, so much is due: of one whose content tells its place that was forgotten.
+    """
+    flowing = [
+        (stage, column)
+        for stage, (_, observed) in stages.items()
+        for column in observed
+        if column.where in (RECEIVED, HANDED_ON)
+    ]
+    factors = [
+        factor
+        for stage, column in flowing
+        for observed, number in zip(column.observed, orders[stage].numbers, strict=True)
+        if observed is not None
+        and number in column.known
+        and (factor := observed.factor(column.known[number])) is not None
+    ]
+    if any(column.judged for _, column in flowing):
+        return scaled if scaled != 1.0 and any(near(factor, scaled) for factor in factors) else None
+    common = statistics.median_low(factors) if factors else None
+    return common if sum(near(factor, common) for factor in factors) * 2 > len(factors) else None
+
+
+def detached(before: Sequence[Call], calls: Sequence[Call], order: CallOrder) -> Mapping[int, frozenset[int]]:
+    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them.
+
+    Not what the stage before put out without one, too: that may be it.
+    """
+    made = {call.outputs[number].digest for call in before for number in call.giving}
+    made -= {one.digest for call in before for number, one in enumerate(call.outputs) if number not in call.giving}
+    cut = {
+        number: frozenset(
+            k for k, one in enumerate(call.inputs) if k not in call.needing | call.given_again and one.digest in made
+        )
+        for call, number in zip(calls, order.numbers, strict=True)
+    }
+    return {number: inputs for number, inputs in cut.items() if inputs and number != UNKNOWN_MICROBATCH}
+
+
+def near(one: float | None, other: float | None) -> bool:
+    """Whether two factors are one, but for rounding."""
+    return one is not None and other is not None and abs(one - other) <= LEFT * abs(other)
+
+
+_FROM = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # what comes in was put out: how many stages further, and where
+Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and in words
+
+
+def sent_by(stages: Stages, orders: Mapping[int, CallOrder]) -> Sent:
+    """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged.
+
+    Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.
+    """
+    found: dict[bytes, dict[str, tuple[Point, str]]] = {}
+    for stage, (calls, columns) in stages.items():
+        for column in (one for one in columns if one.where in (MADE, HANDED_ON)):
+            for k, (call, observed, number) in enumerate(
+                zip(calls, column.observed, orders[stage].numbers, strict=True), 1
+            ):
+                came = call.inputs if column.where == MADE else call.output_gradients.values()
+                own = observed is not None and observed.norm and observed.digest not in {one.digest for one in came}
+                if observed is not None and own:
+                    whose = f"call {k}" if number == UNKNOWN_MICROBATCH else f"microbatch {number}"
+                    words = f"stage {stage}'s {column.what} of {whose}"
+                    found.setdefault(observed.digest, {})[whose] = Point(stage, number, column.where), words
+    return {digest: next(iter(those.values())) for digest, those in found.items() if len(those) == 1}
+
+
+def passed_of(stage: int, calls: Sequence[Call], columns: Sequence[Column], context: "Context") -> Passed:
+    """What passed ``stage`` in its ``calls``, of whose tensors these are the ``columns``."""
+    order = context.order
+    numbered = list(zip(order.numbers, calls, strict=True))
+    backs = sorted((end, number) for number, call in numbered for end in call.ran)
+    forwards = [Action(stage, Kind.FORWARD, number) for number, _ in numbered]
+    every = [(column, k) for column in columns for k in range(len(calls)) if column.observed[k] is not None]
+    passing = [(column, k) for column, k in every if column.where != KEPT]
+    began = [call.began for call in calls if call.began is not None]
+    came: dict[Action, dict[int, Came]] = {}
+    for number, call in numbered:
+        for (kind, tensor), one in call.came.items():
+            came.setdefault(Action(stage, kind, number), {})[tensor] = one
+    return Passed(
+        (*forwards, *(Action(stage, Kind.BACKWARD, number) for _, number in backs)),
+        tuple((action, call.training) for action, call in zip(forwards, calls, strict=True)),
+        tuple(one for column in columns for k, call in enumerate(calls) for one in _crossing(column, k, call, context)),
+        _at(GIVEN, columns),
+        _at(MADE, columns),
+        order.left,
+        order.complete,
+        frozenset((one.where, order.numbers[k]) for one, k in passing if order.numbers[k] not in one.known),
+        sum(not column.judged for column, _ in passing),
+        {number: call.rank for number, call in numbered},
+        {number: [*_strange(columns, k)] for k, number in enumerate(order.numbers)},
+        any(call.mixed for call in calls),
+        stacks={Action(stage, kind, m): stack for m, call in numbered for kind, stack in call.stacks.items()},
+        came=came,
+        cleared={number: call.cleared for number, call in numbered if call.cleared},
+        cut=frozenset(m for m, call in numbered if call.flowed and not call.backwards and m != UNKNOWN_MICROBATCH),
+        times=(*began, *(end for end, _ in backs)) if len(began) == len(calls) else (),
+    )
+
+
+def _strange(observed: Sequence[Column], call: int) -> Iterator[Sketch]:
+    """The outputs of a call that have no place."""
+    for column in observed:
+        one = column.observed[call]
+        if column.where == MADE and not column.place and one is not None:
+            yield one
+
+
+def _at(where: str, observed: Sequence[Column]) -> dict[int, str]:
+    return {column.number: column.place for column in observed if column.where == where and column.place}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage's crossings are judged by. ``late``: by what gradients may still be divided; None: nothing.
+
+    ``limits``: how far rounding may put a tensor, by where it is, its number and its call's; what is not there is to be
+    the same to the bit. None: half of the digits are as many as another kernel leaves.
+    """
+
+    stage: int
+    order: CallOrder
+    sent: Sent
+    late: float | None
+    limits: Mapping[tuple[str, int, int], float] | None = None
+
+    def limit(self, column: Column, k: int, expected: Sketch) -> float:
+        """How far from what is ``expected`` the tensor of call ``k`` may be."""
+        if self.limits is None:
+            return expected.limit
+        return self.limits.get((column.where, column.number, k), 0.0)
+
+
+def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[Crossing]:
+    observed, microbatch = column.observed[k], context.order.numbers[k]
+    place = column.place if column.where == GIVEN else ""
+    crossing = Crossing(
+        Action(context.stage, column.kind, microbatch),
+        column.what,
+        False,
+        False,
+        None,
+        column.where,
+        column.judged,
+        k + 1,
+        place,
+        call.rank,
+        number=column.number,
+    )
+    if observed is not None and microbatch == UNKNOWN_MICROBATCH and column.place:
+        yield replace(crossing, really=_of_unknown(column, observed, context))
+    # An input that is still the one that the call had was not written to, whatever it is.
+    expected = call.inputs[column.number] if column.where == KEPT else column.known.get(microbatch)
+    if expected is None or microbatch == UNKNOWN_MICROBATCH:
+        return
+    if observed is None:
+        # An input that is gone before the backward is none that it needs.
+        if column.where != KEPT and call.ran and not column.own and expected.norm:
+            yield replace(crossing, really=Likeness("missing"))
+        return
+    # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
+    error, limit, exact = observed.distance(expected), context.limit(column, k, expected), observed.is_same(expected)
+    little = error <= limit and (limit > 0 or context.limits is None)
+    same = exact or (little and (_is_coarse(limit, observed) or not is_rounded_sketch(observed, expected)))
+    if context.late is not None and column.where in (RECEIVED, HANDED_ON):
+        same = (same and (near(context.late, 1.0) or not expected.norm)) or near(
+            observed.factor(expected), context.late
+        )
+        exact = exact and same
+    really = (
+        None
+        if same
+        else _really(column, observed, expected, k, context, passed_on=_passes_on(call, column.where, observed))
+    )
+    faint = not same and error <= _FAINT * limit
+    other_form = context.limits is not None and really is not None and really.kind == "shape"
+    if other_form and not column.place.startswith(INPUT):  # data has its form
+        crossing = replace(crossing, judged=False)  # the stages may have filled it up, or cut it
+    yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
+
+
+def _is_coarse(limit: float, observed: Sketch) -> bool:
+    """Whether rounding alone may do as much as the narrower type that could hold ``observed``."""
+    narrow = ROUNDED_TO.get(observed.narrow)
+    return limit == math.inf or (narrow is not None and limit >= precision_of(narrow).unit)
+
+
+def _passes_on(call: Call, where: str, observed: Sketch) -> bool:
+    """Whether ``call`` puts out what it was given there, as it is: so that is found at every place after it."""
+    out = {GIVEN: call.outputs, RECEIVED: [*call.input_gradients.values()]}.get(where, [])
+    return observed.digest in {one.digest for one in out}
+
+
+def _really(
+    column: Column, observed: Sketch, expected: Sketch, k: int, context: Context, *, passed_on: bool
+) -> Likeness:
+    """What ``observed`` is, the one of call ``k``, in place of the expected one; ``passed_on``: it is put out, too."""
+    observed = observed.widened(expected.dtype)
+    microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
+    told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
+    late = context.late if column.where in (RECEIVED, HANDED_ON) else None
+    owners = sorted(
+        m for m in column.owners(observed) - {microbatch} if is_far_nearer(observed, column.known[m], expected)
+    )
+    if math.prod(observed.shape) == 1:  # one number is near others by chance
+        owners = [one for one in owners if column.known[one].digest == observed.digest]
+    made = _empty(observed, told) or _rounded(observed, expected, late) or _times(observed, expected, late)
+    if owners and not is_rounded_sketch(observed, expected):
+        return Likeness(
+            "other", label=Label(Point(context.stage, owners[0], column.where)), words=f"microbatch {owners[0]}'s"
+        )
+    if observed.shape != expected.shape:
+        return Likeness("shape", forms=(f"shape {list(observed.shape)}", f"{list(expected.shape)}"))
+    if made is not None:
+        return made
+    point, words = _sent(column, observed, context)
+    if point is None or point[:2] == (context.stage, microbatch):
+        point = None
+    elif point.microbatch != microbatch:  # that it was sent says more than where else in the model it may be
+        return Likeness("other", label=Label(point), words=words)
+    # What a stage put out is no message, also where it is like a tensor elsewhere in the model.
+    kind = "different" if column.where in (MADE, HANDED_ON) else "other"
+    for place, owner, of, known in _anywhere(column, observed):
+        if not is_far_nearer(observed, known, expected):
+            continue  # coarse types are like many that are alike
+        if (place, owner) == (column.place, microbatch) or (passed_on and owner == microbatch):
+            continue  # nearly its own, or made of it
+        if owner == microbatch and is_part(place, column.place):
+            return Likeness("different", words=f"a part of its own alone: {place}")
+        whose = f"the {of}{place}{OF_ANOTHER_PLACE}" if owner == microbatch else f"microbatch {owner}'s {of}{place}"
+        return Likeness(kind, words=whose)
+    if point is not None:
+        return Likeness("other", label=Label(point), words=words)
+    if nearest_sketch(observed, column.known) == microbatch:
+        return Likeness("noisy")
+    return Likeness("different", words=f"no microbatch's{told}", error=None if told else observed.distance(expected))
+
+
+def _sent(column: Column, observed: Sketch, context: Context) -> tuple[Point | None, str]:
+    """What another stage put out that came in there; of the stage that it should come from, an unknown one is due."""
+    point, words = context.sent.get(observed.digest, (None, ""))
+    if point is None or column.where not in _FROM:
+        return None, ""
+    due = _FROM[column.where] == (point.stage - context.stage, point.where)
+    return (None, "") if due and point.microbatch == UNKNOWN_MICROBATCH else (point, words)
+
+
+def _anywhere(column: Column, observed: Sketch) -> Iterator[tuple[str, int, str, Sketch]]:
+    """Each place in the reference, and microbatch, whose tensor, or its gradient, ``observed`` is; with that one."""
+    flows = (column.places, column.elsewhere)
+    activation, gradient = flows if column.where in (*FORWARD_POINTS, KEPT) else reversed(flows)
+    for flow, of in ((activation, ""), (gradient, "gradient of ")) if observed.norm else ():
+        yield from ((place, owner, of, flow[place][owner]) for place, owner in flow.find(observed))
+
+
+def _rounded(observed: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
+    """Whether it went through a narrower type, beside what may still be divided."""
+    found = None if late is None else of_sketches(observed, expected.times(late))
+    return found if found is not None and found.kind == "rounded" else None
+
+
+def _times(observed: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
+    """What makes it of the expected one; a factor beside that of all that flows, which may still be divided by it."""
+    what, times = of_sketches(observed, expected), late
+    if what is None and late is not None:  # it may be the expected one as it is
+        what, times = of_sketches(observed, expected.times(late)), 1.0
+    if late is None or times is None or what is None or what.factor is None:
+        return what
+    factor = what.factor / times
+    return replace(what, words=f"{factor:.6g} times the expected, beside {late:.6g} in every stage", factor=factor)
+
+
+def _of_unknown(column: Column, observed: Sketch, context: Context) -> Likeness:
+    """What a tensor is of which nothing tells the microbatch."""
+    point, words = _sent(column, observed, context)
+    if (made := _empty(observed)) is not None:
+        return made
+    if point is not None:
+        return Likeness("other", label=Label(point), words=words)
+    found = (f"microbatch {owner}'s {of}{place}" for place, owner, of, _ in _anywhere(column, observed))
+    told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
+    return Likeness("different", words=next(found, told))
+
+
+def _empty(observed: Sketch, told: str = "") -> Likeness | None:
+    """What has nothing in it of any microbatch; ``told`` is what tells its own all the same."""
+    if not math.isfinite(observed.norm):
+        return Likeness("not-finite", words=f"not finite{told}")
+    return None if observed.norm else Likeness("zero", words=f"zero{told}")

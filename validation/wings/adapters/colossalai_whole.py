@@ -1,0 +1,158 @@
+"""The whole model beside a step of ColossalAI's pipelines, the same criterion of it, and a place where it is run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.whitebox.task import LossOfAll
+from pipeproof.wings.adapters import on_cpu
+from pipeproof.wings.adapters.framework import AdapterError, Framework, around, replaced
+from pipeproof.wings.adapters.whole import Called, OfMicrobatch, Packed, Whole
+
+COLOSSALAI = Framework(
+    "colossalai",
+    "colossalai",
+    ("0.5",),
+    "pip install --no-deps colossalai==0.5.0 galore-torch==1.0 bitsandbytes==0.50.2 && "
+    "pip install peft==0.21.2 einops psutil",
+    child="model",
+    axes=("dp", "pp"),
+    shim=on_cpu.colossalai,
+)
+
+Criterion = Callable[[Any, Any], Tensor]  # of what the model gives, and the microbatch
+
+
+def whole_of(
+    reference: Callable[..., Any],
+    criterion: Any,
+    microbatches: Sequence[Any],
+    dtype: torch.dtype | None = None,
+    *,
+    replica: int = 0,
+) -> Whole:
+    """The whole model and the criterion, of microbatches of this replica as they are cut from one batch."""
+    due = "a function of what the model gives and the microbatch, as execute_pipeline is given"
+    COLOSSALAI.expect_function("criterion", criterion, due)
+    packed = Packed.of(microbatches)
+    rows = [rows_in(f"microbatch {number}", one) for number, one in enumerate(microbatches)]
+    if other := [number for number, count in enumerate(rows) if count != rows[0]]:
+        raise AdapterError(
+            f"microbatch {other[0]} has {rows[other[0]]} rows, microbatch 0 has {rows[0]}: expected the same number in "
+            "all, as they are cut from one batch"
+        )
+
+    def of_all(every: Sequence[tuple[Any, Any]]) -> OfMicrobatch:
+        return OfMicrobatch(criterion, {tuple(number.tolist()): packed.unpack(inputs) for inputs, number in every})
+
+    def given(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+        return model, [packed.unpack(inputs) for inputs, _ in microbatches]
+
+    pairs = [(packed.pack(one), torch.tensor([replica, number])) for number, one in enumerate(microbatches)]
+    build = partial(_built, reference, packed, dtype)
+    return Whole(reference, build, pairs, LossOfAll(of_all), given=given, alone=as_launched)
+
+
+def cut(batch: Any, count: int | None, size: int | None) -> list[Any]:
+    """The microbatches, so many or of so many rows, that a pipeline cuts from ``batch``.
+
+    Raises ``AdapterError`` where they would not be of equal sizes.
+    """
+    rows = rows_in("the batch", batch)
+    due = size or (rows // count if count else 0)
+    if not due or rows % due or count not in (None, rows // due):
+        wanted = f"{count} microbatches" if count else "microbatches"
+        wanted += f" of {size} rows" if size else " of equal sizes"
+        raise AdapterError(f"the batch has {rows} rows: expected what is cut into {wanted}")
+    starts = range(0, rows, due)
+    return [tree_map_only(Tensor, lambda tensor, k=k: tensor[k : k + due], batch) for k in starts]  # type: ignore[misc]
+
+
+def rows_in(what: str, batch: Any) -> int:
+    """The rows that all tensors have."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise AdapterError(f"{what} has no tensor in it: expected a dict, a tuple or a tensor")
+    found = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
+    if others := [one for one in found if one != found[0] or one is None]:
+        has = "a tensor without dimensions" if others[0] is None else f"tensors of {found[0]} and of {others[0]} rows"
+        raise AdapterError(
+            f"{what} has {has}: ColossalAI cuts every tensor along dimension 0, so give all of them one row per sample"
+        )
+    rows: int = found[0]  # type: ignore[assignment]  # it has dimensions
+    return rows
+
+
+def _built(reference: Callable[[], nn.Module], packed: Packed, dtype: torch.dtype | None) -> Called:
+    """The whole model, called as ColossalAI's schedules call it; mixed precision casts its inputs, too."""
+    model = COLOSSALAI.built(reference)
+    COLOSSALAI.expect("the reference", model, nn.Module, "the model, before it is boosted")
+    check_model(model)
+
+    def call(model: nn.Module, microbatch: Any) -> Any:
+        if dtype is not None:
+            microbatch = tree_map_only(
+                Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, microbatch
+            )
+        if isinstance(microbatch, list | tuple):
+            return model(*microbatch)
+        return model(**microbatch) if isinstance(microbatch, dict) else model(microbatch)
+
+    return Called(model if dtype is None else model.to(dtype), packed, call)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ``AdapterError`` for a model that would be judged wrongly."""
+    if hasattr(model, "peft_config"):
+        raise AdapterError(f"the model has LoRA's layers: {COLOSSALAI.adapter} covers models without; train all of it")
+    COLOSSALAI.check_dropout(model)
+
+
+@contextmanager
+def as_launched(device: str) -> Iterator[None]:
+    """While this is open, ColossalAI works on ``device``, although it takes the first GPU that there is.
+
+    Its only coordinator of ranks is whatever a step makes; then all is as it was.
+    """
+    place: Any = COLOSSALAI.module("accelerator.api")
+    kept = place._ACCELERATOR
+    if kept is None or kept.name != device:
+        place.set_accelerator(device)
+    with ExitStack() as stack:
+        stack.callback(setattr, place, "_ACCELERATOR", kept)
+        if device == "cpu":
+            stack.enter_context(_handles_kept())
+            # It asks torch for what only some vendors' torch has.
+            messages = COLOSSALAI.module("pipeline.p2p")
+            stack.enter_context(replaced(messages, "_check_for_nccl_hccl_backend", lambda _: False))
+        coordinators = COLOSSALAI.module("context.singleton_meta").SingletonMeta._instances
+        stack.enter_context(mock.patch.dict(coordinators, clear=True))
+        yield
+
+
+_handles: list[Any] = []  # of the messages of the step that is run, or was last
+belongs_to_rank(__name__, "_handles", fresh=lambda _: [])
+
+
+@contextmanager
+def _handles_kept() -> Iterator[None]:
+    """While this is open, handles of messages live on: gloo forgets a send whose handle ColossalAI drops.
+
+    They do until the next step, for a rank may be done when its last message is not there yet.
+    """
+    _handles.clear()
+
+    def keeping(send_and_receive: Any, *given: Any, **named: Any) -> Any:
+        made = send_and_receive(*given, **named)
+        _handles.append(made[1])
+        return made
+
+    with around(COLOSSALAI.module("pipeline.p2p"), "_batch_send_recv_tensor", keeping):
+        yield

@@ -1,0 +1,354 @@
+"""DeepSpeed: a step of a PipelineEngine that pipeproof starts, or one of a running job.
+
+A user's step makes its engine as ever and calls ``train_batch`` inside ``observed``. The reference is made of the same
+layers. Nothing of DeepSpeed is imported before one of these is called.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.core.verdict import Verdict
+from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.step_expectation import StepExpectation
+from pipeproof.records.step_record import Pairs
+from pipeproof.reference.accumulation import Accumulation
+from pipeproof.whitebox.handed_back import FlatShard, Gradient
+from pipeproof.whitebox.task import form, name_of
+from pipeproof.whitebox.validator import WhiteBox
+from pipeproof.wings.adapters import adapter
+from pipeproof.wings.adapters.adapter import Adapter
+from pipeproof.wings.adapters.drawn import Drawn
+from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launched
+from pipeproof.wings.adapters.recording import StepRecording
+from pipeproof.wings.adapters.sight import Observation
+from pipeproof.wings.adapters.step import FrameworkStep, Sight, telling
+from pipeproof.wings.adapters.whole import OfMicrobatch, Whole
+
+__all__ = ["DeepSpeedError", "check_step", "imports", "observed", "record_step", "validate"]
+
+DeepSpeedError = AdapterError
+DEEPSPEED = Framework("deepspeed", "deepspeed", ("0.19",), "pip install deepspeed==0.19.8")
+imports = DEEPSPEED.imports
+
+# By what the engine calls them: attributes, or methods that tell.
+_COVERED = {
+    "is_model_parallel": False,
+    "has_moe_layers": False,
+    "fp16_enabled": False,
+    "torch_autocast_enabled": False,
+    "zero_cpu_offload": False,
+    "random_ltd_enabled": False,
+    "curriculum_learning_enabled": False,
+    "is_deepcompile_enabled": False,
+    "managed_gradient_accumulation": True,
+}
+
+
+def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> AbstractContextManager[Observation]:
+    """Observe the batch that is trained inside this, from the weights of ``reference``.
+
+    engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: as the step is given them; the
+    engine's gradient accumulation steps are their number. What this gives has a ``data_iterator`` to hand to
+    ``train_batch``. Raises ``DeepSpeedError`` for what is not covered.
+    """
+    return adapter.observed(DeepSpeed(engine), microbatches, reference)
+
+
+def validate(
+    step: Callable[[Any, list[Any]], Any],
+    *,
+    reference: Callable[[], Any],
+    microbatches: Sequence[Any],
+    ranks: int | Mapping[str, int],
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    whitebox: WhiteBox | None = None,
+) -> Verdict:
+    """The verdict on ``step(reference, microbatches)``, which trains a PipelineEngine inside ``observed``.
+
+    reference: gives the layers, seeded, as PipelineModule takes them. microbatches: pairs of inputs and labels, as the
+    data iterator gives them. ranks: how many, all of one pipeline; or ``{"pp": 2, "dp": 2}``. loss_fn: the
+    PipelineModule's; None: the last layer gives the loss. dtype: what the engine's config has the layers cast to.
+    whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+
+    Raises ``DeepSpeedError``, and what ``whitebox.validate`` raises.
+    """
+    DEEPSPEED.module()
+    DEEPSPEED.check_dtype(dtype)
+    _check_loss(loss_fn)
+    data = [tuple(one) if isinstance(one, list) else one for one in DEEPSPEED.listed(microbatches)]
+    loss = loss_fn or loss_of_layers
+    whole = Whole(reference, partial(WholeDeepSpeed, reference, dtype), data, loss, alone=as_launched)
+    if any(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], tuple | list) for one in data):
+        whole = _numbered(whole, loss)
+    return adapter.validate(DEEPSPEED, step, whole, ranks=ranks, whitebox=whitebox)
+
+
+def check_step(
+    engine: Any,
+    microbatches: Sequence[Any] | None,
+    *,
+    reference: Callable[[], Any] | StepExpectation,
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    floors: bool = True,
+    timeout_s: float = 300.0,
+) -> AbstractContextManager[CheckedStep]:
+    """A context manager around one ``engine.train_batch`` of a running job. Every rank enters it.
+
+    After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any
+    case: what is not covered makes the verdict unknown.
+
+    engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: pairs of inputs and labels, those
+    that this rank's replica trains in the step; None on a rank that does not have them, and not on rank 0. reference:
+    gives the layers, as PipelineModule takes them; or a ``Composed``, for a model too large for one device: the ranks
+    of the first and of the last stage then have microbatches. loss_fn: the PipelineModule's; None: the last layer gives
+    the loss. floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
+    """
+    return adapter.check_step(
+        DeepSpeed(engine, loss_fn), microbatches, reference=reference, floors=floors, timeout_s=timeout_s
+    )
+
+
+def record_step(
+    engine: Any, microbatches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
+) -> AbstractContextManager[StepRecording]:
+    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+
+    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
+    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
+
+    engine: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in any form: the
+    record has digests of their tensors alone, so that it is known which steps are of the same data. None on a rank that
+    does not have them. timeout_s bounds each wait for the other ranks.
+    """
+    return adapter.record_step(DeepSpeed(engine), microbatches, path, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class DeepSpeed(Adapter):
+    """A PipelineEngine, and the loss function of its PipelineModule, as the user says it."""
+
+    engine: Any
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None
+    framework = DEEPSPEED
+
+    def step(self) -> FrameworkStep:
+        engine, drawn = self.engine, Drawn()
+        _check_covered(engine)
+        return FrameworkStep(
+            {engine.stage_id: engine.module},
+            lambda stage, name: name,  # those of a PipelineModule are the reference's
+            self._gradients,
+            lambda: engine.fwd_outputs,
+            partial(_watching, engine, drawn),
+            unfinished=AdapterError("the engine took no step: call engine.train_batch in the block"),
+            drawn=drawn,
+            sum_of=_sum_of,
+            accumulation=_accumulation(engine),
+        )
+
+    def load(self, step: FrameworkStep, microbatches: Sequence[Any], reference: nn.Module) -> Any:
+        engine = self.engine
+        self._check_count(DEEPSPEED.listed(microbatches))
+        DEEPSPEED.check_neighbours(engine.stage_id, engine.grid.data_parallel_size, "DeepSpeed's own topology")
+        DEEPSPEED.check_types(engine.module, reference, "the engine's layers are in")
+        data = super().load(step, microbatches, reference)
+        if hasattr(engine.optimizer, "refresh_fp32_params"):
+            engine.optimizer.refresh_fp32_params()
+        return data
+
+    def whole(self, reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whole:
+        enabled = getattr(self.engine, "bfloat16_enabled", None)
+        dtype = torch.bfloat16 if enabled is not None and enabled() else None  # what it casts its layers to
+        pairs = self._pairs(microbatches)
+        return Whole(reference, partial(WholeDeepSpeed, reference, dtype), pairs, self.loss_fn or loss_of_layers)
+
+    def against_itself(self, by: StepExpectation, microbatches: Sequence[Any]) -> tuple[StepExpectation, Pairs]:
+        pairs = self._pairs(microbatches)
+        return by.in_framework({}, loss_fn=self.loss_fn), pairs
+
+    def _gradients(self) -> dict[nn.Parameter, Gradient]:
+        replicas = self.engine.grid.data_parallel_size
+        return {one: gradient_of(one, replicas) for one in self.engine.module.parameters() if one.requires_grad}
+
+    def _pairs(self, microbatches: Sequence[Any]) -> Pairs:
+        if microbatches:
+            self._check_count(microbatches)
+        own = getattr(getattr(self.engine, "module", None), "loss_fn", None)
+        if self.loss_fn is None and own is not None:
+            raise AdapterError(
+                f"loss_fn is None, and the engine's PipelineModule has {name_of(own)}: pass that to the check"
+            )
+        _check_loss(self.loss_fn)
+        return [_pair(number, one) for number, one in enumerate(microbatches)]
+
+    def _check_count(self, microbatches: Sequence[Any]) -> None:
+        DEEPSPEED.expect_count("gradient_accumulation_steps", self.engine.micro_batches, len(microbatches))
+
+
+def _sum_of(parameter: nn.Parameter) -> Tensor | None:
+    """What the engine adds gradients to, where that is the whole: with bf16, flat and of a type of its own."""
+    whole: Tensor | None = getattr(parameter, "_hp_grad", None)
+    return parameter.grad if whole is None else whole
+
+
+def gradient_of(parameter: nn.Parameter, replicas: int) -> Gradient:
+    """The gradient that the engine's optimizer is about to take, where the engine has it.
+
+    With ZeRO-1, each of several replicas has a part.
+    """
+    whole = _sum_of(parameter)
+    if whole is not None:
+        return whole.detach().view_as(parameter)
+    if not hasattr(parameter, "_hp_mapping"):
+        return None
+    mapping: Any = parameter._hp_mapping
+    if mapping is None:
+        return FlatShard(None)
+    part: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach()  # type: ignore[attr-defined]  # DeepSpeed's
+    return part.view_as(parameter) if replicas == 1 else FlatShard(part.flatten(), mapping.lp_fragment_address.start)
+
+
+@contextmanager
+def _watching(engine: Any, drawn: Drawn, sight: Sight) -> Iterator[None]:
+    """While this is open, note what is ``drawn``, tell ``sight`` when the optimizer is about to step, and the norm."""
+    clipped_by = list[Any]()  # in fp32 without ZeRO, where the engine has no norm to tell
+
+    def next_batch(draw: Any) -> Any:
+        batch = draw()
+        drawn.note(batch)
+        return batch
+
+    def clipping(clip: Any, *given: Any, **named: Any) -> Any:
+        clipped_by[:] = [clip(*given, **named)]
+        return clipped_by[0]
+
+    def taking(step: Any, *given: Any, **named: Any) -> Any:
+        clipped_by.clear()
+        with around(DEEPSPEED.module("runtime.engine"), "clip_grad_norm_", clipping):
+            return step(*given, **named)
+
+    def norm(_: Any) -> Any:
+        told = engine.get_global_grad_norm()
+        return next(iter(clipped_by), None) if told is None else told
+
+    with (
+        around(engine, "_take_model_step", taking),
+        around(engine, "_take_model_step", telling(sight, norm)),
+        around(engine, "_next_batch", next_batch),
+    ):
+        yield
+
+
+def _accumulation(engine: Any) -> Accumulation | None:
+    """What is in bf16 is added up in ``grad_accum_dtype``, and reduced in ``communication_data_type``, mostly bf16.
+
+    Its schedule has ``ReduceTiedGrads`` before ``ReduceGrads``.
+    """
+    if not engine.bfloat16_enabled():
+        return None
+    _, dtype = engine.get_data_types()
+    return Accumulation(dtype, engine.communication_data_type, tied_first=True)
+
+
+def _check_covered(engine: Any) -> None:
+    """Raise for what would be judged wrongly."""
+    if type(engine) is not DEEPSPEED.module("runtime.pipe.engine").PipelineEngine:
+        raise AdapterError(f"the engine is a {type(engine).__name__}: {DEEPSPEED.adapter} covers PipelineEngine only")
+    values = {name: getattr(engine, name) for name in _COVERED}
+    DEEPSPEED.covers({name: value() if callable(value) else value for name, value in values.items()}, _COVERED)
+    if engine.batch_fn is not None:
+        raise AdapterError("the engine has a batch_fn: give microbatches as it makes them, and leave it out")
+
+
+def _check_loss(loss_fn: Any) -> None:
+    if loss_fn is not None:
+        due = "the PipelineModule's, a function of what the last layer gives and the labels"
+        DEEPSPEED.expect_function("loss_fn", loss_fn, due)
+
+
+def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
+    """A microbatch as a pair of inputs and labels."""
+    if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
+        found = type(microbatch).__name__
+        found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
+        raise AdapterError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
+    return microbatch[0], microbatch[1]
+
+
+def _numbered(whole: Whole, loss: Callable[[Any, Any], Tensor]) -> Whole:
+    """``whole`` with numbers in the place of labels, which are several tensors."""
+    pairs = [_pair(number, one) for number, one in enumerate(whole.microbatches)]
+    labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
+
+    def given(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+        return model, [(inputs, labels[tuple(number.tolist())]) for inputs, number in microbatches]
+
+    data = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
+    return replace(whole, microbatches=data, loss_fn=OfMicrobatch(loss, labels), given=given)
+
+
+@contextmanager
+def as_launched(device: str) -> Iterator[None]:
+    """While this is open, a step runs as DeepSpeed's launcher starts it; then DeepSpeed is as it was."""
+    on_cpu = {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
+    places = [vars(DEEPSPEED.module(name)) for name in ("comm.comm", "utils.groups", "runtime.pipe.p2p")]
+    kept = [dict(place) for place in places]
+    # Ranks are used for several layouts. Its shared memory is made for the first one's, and serves inference alone.
+    without = mock.patch.dict(DEEPSPEED.module("ops").__compatible_ops__, deepspeed_shm_comm=False)
+    try:
+        with launched(LOCAL_SIZE=str(dist.get_world_size()), **on_cpu), without:
+            yield
+    finally:
+        for place, values in zip(places, kept, strict=True):
+            place.update(values)
+
+
+class WholeDeepSpeed(nn.Module):
+    """All layers, as ``build`` gives them to a PipelineModule, with the names that they have in one."""
+
+    def __init__(self, build: Callable[[], Iterable[Any]], dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        layers = DEEPSPEED.built(build)
+        DEEPSPEED.expect("the reference", layers, Iterable, "layers as PipelineModule is given")
+        self._calls = [self._made(str(number), layer) for number, layer in enumerate(layers)]
+        if dtype is not None:
+            self.to(dtype)
+        DEEPSPEED.check_dropout(self, what="layer ")
+
+    def _made(self, name: str, layer: Any) -> Callable[[Any], Any]:
+        """What to call for ``layer``, which is a module, the specification of one, or a function."""
+        pipe = DEEPSPEED.module("pipe")
+        if isinstance(layer, pipe.TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            tied = self.tied_modules[layer.key]
+            return tied if layer.forward_fn is None else partial(layer.forward_fn, tied)
+        made = layer.build() if isinstance(layer, pipe.LayerSpec) else layer
+        if isinstance(made, nn.Module):
+            self.add_module(name, made)
+        DEEPSPEED.expect(f"layer {name}", made, Callable, "a module, a LayerSpec or a function")
+        return made  # type: ignore[no-any-return]  # of the user's
+
+    def forward(self, *inputs: Tensor) -> Any:
+        made: Any = inputs[0] if len(inputs) == 1 else inputs
+        for call in self._calls:
+            made = call(made)
+        return made
+
+
+def loss_of_layers(output: Any, _: Any) -> Tensor:
+    """For layers that give the loss themselves. Raises ``DeepSpeedError`` where they do not."""
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        found = f"a tensor of {form(output)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise AdapterError(f"the last layer gives {found}, and no loss: pass the PipelineModule's loss_fn")
+    return output

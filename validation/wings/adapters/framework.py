@@ -1,0 +1,271 @@
+"""What every adapter of a framework needs: its package, and sentences for what it does not cover."""
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from traceback import walk_tb
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from pipeproof.core.verdict import Verdict
+from pipeproof.whitebox.task import WhiteBoxError, check_builds, form, shown
+from pipeproof.whitebox.validator import WhiteBox
+from pipeproof.whitebox.validator import validate as validated
+from pipeproof.worlds.shipping import FIRST
+
+_ON_CPU: set[str] = set()  # frameworks that this process had run without a GPU
+
+
+class AdapterError(WhiteBoxError):
+    """A framework is missing, of a version that is not known, or used in a way that is not covered."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework, as it is installed and imported, and the versions that its adapter knows.
+
+    child: what its reference calls the user's model, which is in it. axes: in the order in which it numbers ranks;
+    neighbours differ along the last; none: any. own: packages that keep a rank's state, of which simulated ranks have
+    one each; None: its own. shim: has it run without a GPU; may be called again.
+    """
+
+    name: str
+    package: str
+    known: tuple[str, ...]
+    install: str
+    child: str = ""
+    axes: tuple[str, ...] = ("pp", "dp")
+    own: tuple[str, ...] | None = None
+    shim: Callable[[], None] | None = None
+
+    @property
+    def root(self) -> str:
+        return self.package.partition(".")[0]
+
+    @property
+    def adapter(self) -> str:
+        """What its users call."""
+        return f"pipeproof.{self.root}"
+
+    @contextmanager
+    def imports(self) -> Iterator[None]:
+        """While this is open, import what imports the framework. From then on it runs without a GPU, too.
+
+        Each framework's module has this. Raises its error, in one sentence, where the framework is not installed, or
+        what it needs is not. Where there is a GPU, nothing is changed.
+        """
+        __tracebackhide__ = True
+        try:
+            self.module()
+            self.on_cpu()
+            yield
+        except ModuleNotFoundError as error:
+            by = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+            if self.root not in by:  # another's import
+                raise
+            raise AdapterError(f"{self.name} needs {error.name}, which is not installed: {self.install}") from None
+
+    def on_cpu(self) -> None:
+        """Have it run without a GPU, where there is none."""
+        if self.shim is not None and torch.accelerator.current_accelerator(check_available=True) is None:
+            _ON_CPU.add(self.name)
+            self.shim()
+
+    def module(self, name: str = "") -> ModuleType:
+        """Its package, or the module ``name`` in it."""
+        try:
+            package = importlib.import_module(self.package)
+        except ModuleNotFoundError as error:
+            if error.name not in (self.package, self.root):
+                raise
+            raise AdapterError(f"{self.name} is not installed: {self.install}") from None
+        found = getattr(package, "__version__", "of no version")
+        if not f"{found}.".startswith(tuple(f"{one}." for one in self.known)):
+            known = ", ".join(self.known)
+            raise AdapterError(f"{self.name} is {found}: this pipeproof knows {known}, so install one of it")
+        return importlib.import_module(f"{self.package}.{name}") if name else package
+
+    @property
+    def installed(self) -> str:
+        """Its name and version."""
+        return f"{self.name} {self.module().__version__}"
+
+    def own_name(self, name: str) -> str:
+        """What the user's model calls the parameter that the reference calls ``name``."""
+        return name.removeprefix(f"{self.child}.") if self.child else name
+
+    def in_whole(self, name: str) -> str:
+        """What the reference calls the parameter that the user's model calls ``name``."""
+        return f"{self.child}.{name}" if self.child else name
+
+    def covers(self, given: Mapping[str, Any], covered: Mapping[str, Any]) -> None:
+        """Raise for an option that is not as it is ``covered``. What is not ``given`` is not looked at."""
+        for name, value in covered.items():
+            if given.get(name, value) != value:
+                raise AdapterError(
+                    f"{name} is {given[name]}: {self.adapter} covers {value} only; set it so for the check"
+                )
+
+    def mesh(self, ranks: int | Sequence[int] | Mapping[str, int]) -> int | Sequence[int] | Mapping[str, int]:
+        """Ranks as the framework numbers them."""
+        if not self.axes or not isinstance(ranks, Mapping):
+            return ranks
+        if other := [axis for axis in ranks if axis not in self.axes]:
+            raise AdapterError(f"ranks has the axis {other[0]!r}: {self.adapter} covers pp and dp")
+        return {axis: ranks.get(axis, 1) for axis in self.axes}
+
+    def judge(self, whitebox: Any) -> Callable[..., Verdict]:
+        """What judges a step: on the ranks of ``whitebox``, or where that is None, on ranks of its own."""
+        if not isinstance(whitebox, WhiteBox | None):
+            raise AdapterError(f"whitebox is {shown(whitebox)}: expected pytest's fixture of that name, or None")
+        if whitebox is not None:
+            whitebox.world.own_modules |= {self.root} if self.own is None else set(self.own)
+        validate = validated if whitebox is None else whitebox.validate
+        # A test's functions are imported where a rank unpacks them, which for nanotron has to be later.
+        return partial(self._on_ranks, validate) if self.name in _ON_CPU else validate
+
+    def _on_ranks(self, validate: Callable[..., Verdict], *given: Any, **named: Any) -> Verdict:
+        FIRST.append(self.on_cpu)
+        try:
+            return validate(*given, **named)
+        finally:
+            FIRST.remove(self.on_cpu)
+
+    @staticmethod
+    def expect(what: str, given: Any, kinds: Any, due: str) -> None:
+        """Raise where what is ``given`` is none of these ``kinds``; ``due`` says in words what it is to be."""
+        if not isinstance(given, kinds):
+            raise AdapterError(f"{what} is a {type(given).__name__}: expected {due}")
+
+    @staticmethod
+    def expect_function(what: str, given: Any, due: str) -> None:
+        """Raise where what is ``given`` as ``what`` is no function; ``due`` says in words which one it is to be."""
+        if not callable(given) or isinstance(given, type):
+            raise AdapterError(f"{what} is {shown(given)}: expected {due}")
+
+    @staticmethod
+    def expect_count(option: str, count: int | None, due: int, what: str = "microbatches") -> None:
+        """Raise unless ``count``, which the ``option`` has, is that of the step; None: nothing says it."""
+        if count is not None and count != due:
+            raise AdapterError(f"{option} is {count}, and the step has {due} {what}: let both be the same")
+
+    @staticmethod
+    def listed(microbatches: Any, *, what: str = "microbatches") -> Sequence[Any]:
+        """The ``microbatches``. Raises where they are no list: one that is drawn from is the job's, and left alone."""
+        if not isinstance(microbatches, Sequence) or isinstance(microbatches, str):
+            found = "None" if microbatches is None else f"a {type(microbatches).__name__}"
+            raise AdapterError(f"{what} is {found}: expected a list of those of the step")
+        if not microbatches:
+            raise AdapterError(f"{what} is empty: expected at least one")
+        return microbatches
+
+    @staticmethod
+    def built(build: Any, *given: Any) -> Any:
+        """What ``build``, the user's reference, gives for what it is ``given``. Raises where it is no function."""
+        check_builds("reference", build, AdapterError)
+        return build(*given)
+
+    @staticmethod
+    def check_neighbours(stage: int, replicas: int, numbering: str) -> None:
+        """Raise where this rank, which has ``stage``, is numbered otherwise than ``whitebox.validate`` numbers it."""
+        rank = dist.get_rank()
+        if stage != rank // replicas:
+            raise AdapterError(
+                f"rank {rank} has stage {stage}, expected {rank // replicas}: ranks of a stage have to be neighbours, "
+                f"as in {numbering}"
+            )
+
+    @staticmethod
+    def check_dropout(model: nn.Module, *, what: str = "") -> None:
+        """Raise for a module of torch's that drops out; ``what`` stands before its name."""
+        for name, module in model.named_modules():
+            if isinstance(module, _DropoutNd) and module.p:
+                raise AdapterError(f"{what}{name} drops out with p={module.p}: set p to 0 for the check")
+
+    @staticmethod
+    def check_types(module: nn.Module, reference: nn.Module, which: str) -> None:
+        """Raise where the framework cast ``module``, and the reference was not; ``which`` it is, in words."""
+        types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
+        if theirs := sorted(map(str, types[0] - types[1])):
+            ours = ", ".join(sorted(map(str, types[1])))
+            raise AdapterError(f"{which} {theirs[0]}, the reference in {ours}: pass dtype={theirs[0]} to validate")
+
+    @staticmethod
+    def check_dtype(dtype: Any) -> None:
+        """Raise where ``dtype`` is neither None nor a type of torch's."""
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise AdapterError(f"dtype is {dtype!r}: expected a torch.dtype, as torch.bfloat16")
+
+    def load(self, parameters: Iterable[tuple[str, nn.Parameter]], reference: nn.Module) -> None:
+        """Give the parameters, by their names in the reference, its weights; also where a rank has a shard of one.
+
+        ``reference`` may be the user's model, too. Raises where it has no such parameter, or one of another shape or
+        type.
+        """
+        weights = dict(reference.named_parameters(remove_duplicate=False))
+        for name, one in parameters:
+            theirs, weight = form(one), weights.get(name, weights.get(self.own_name(name)))
+            if weight is None or form(weight) != theirs:
+                ours = "none" if weight is None else f"one of {form(weight)}"
+                raise AdapterError(
+                    f"a stage has a parameter {name} of {theirs}, the reference has {ours}: build both by the same "
+                    "function, with the same sizes and types"
+                )
+            whole = weight.detach()
+            if isinstance(one, DTensor):
+                whole = distribute_tensor(whole, one.device_mesh, one.placements, src_data_rank=None)
+            with torch.no_grad():
+                one.copy_(whole)
+
+
+def unwrapped(name: str, *wrappers: str) -> str:
+    """A parameter's name without the parts that are ``wrappers`` around modules."""
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+_NOTHING = object()
+
+
+@contextmanager
+def replaced(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """While this is open, ``place`` has ``by`` under that name; then again what it had of its own, or nothing."""
+    own = vars(place).get(name, _NOTHING)
+    setattr(place, name, by)
+    try:
+        yield
+    finally:
+        if own is _NOTHING:
+            delattr(place, name)
+        else:
+            setattr(place, name, own)
+
+
+@contextmanager
+def around(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """While this is open, a call of ``name`` in ``place`` is one of ``by``, which is given what was there, and all."""
+    inner = getattr(place, name)
+    with replaced(place, name, wraps(inner)(partial(by, inner))):
+        yield
+
+
+@contextmanager
+def launched(**more: str) -> Iterator[None]:
+    """While this is open, the environment has what a launcher would have set on this rank, and ``more``."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    wanted = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": ranks, **more}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

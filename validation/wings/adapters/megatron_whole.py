@@ -1,0 +1,186 @@
+"""The reference of a step of Megatron-core: the whole model on one rank, by the same forward step."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.wings.adapters import on_cpu
+from pipeproof.wings.adapters.framework import AdapterError, Framework
+
+ForwardStep = Callable[..., tuple[Any, Any]]  # of a data iterator and a chunk: its output, and a function of that
+
+
+MEGATRON = Framework(
+    "megatron-core",
+    "megatron.core",
+    ("0.16",),
+    "pip install --no-deps megatron-core==0.16.1",
+    child="model",
+    shim=on_cpu.megatron,
+)
+core = MEGATRON.module
+
+
+def bare(chunk: Any) -> Any:
+    """The model in ``chunk``, without DDP and conversions around it."""
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk
+
+
+_COVERED = {
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "num_moe_experts": None,
+    "mtp_num_layers": None,
+    "fp16": False,
+    "fp8": None,
+    "fp4": None,
+}
+# Megatron's own default is 0.1: stages would draw other numbers than the whole model.
+_STEADY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def check_config(config: Any, *, draws: bool = False) -> None:
+    """Raise ``AdapterError`` for what would be judged wrongly; ``draws``: what is drawn can be drawn again."""
+    MEGATRON.covers(vars(config), _COVERED if draws else _COVERED | _STEADY)
+
+
+def undivided(results: Sequence[Any], config: Any) -> Tensor:
+    """A microbatch's loss, as the convention of a loss function with so many results has it.
+
+    Of two, the first. Of three, the mean over the second, its tokens, unless the gradients are divided by all later.
+    """
+    loss: Tensor = results[0]
+    if len(results) == 3 and not config.calculate_per_token_loss:
+        return loss / torch.clamp(results[1], min=1)
+    return loss
+
+
+class WholeMegatron(nn.Module):
+    """The whole model; called with all of a microbatch, it gives the loss."""
+
+    def __init__(self, build: Callable[[], nn.Module], forward_step: ForwardStep) -> None:
+        super().__init__()
+        with alone():
+            self.model, called = _as_called(MEGATRON.built(build))
+        self._called = (called,)  # in a tuple, so that no name of a parameter is of what is around the model
+        self._forward_step = forward_step
+        config: Any = getattr(bare(self.model), "config", None)
+        if (stages := getattr(config, "pipeline_model_parallel_size", None)) != 1:
+            raise AdapterError(f"the reference is built with pipeline_model_parallel_size {stages}: expected 1")
+        check_config(config)
+
+    def results(self, *microbatch: Tensor) -> Sequence[Any]:
+        """What the loss function makes of a microbatch."""
+        with alone():
+            output, function = self._forward_step(iter([microbatch]), *self._called)
+            results: Sequence[Any] = function(output)
+        return results
+
+    def forward(self, *microbatch: Tensor) -> Tensor:
+        return undivided(self.results(*microbatch), bare(self.model).config)
+
+    def divisor(self, microbatches: Sequence[Any]) -> float:
+        """What losses are divided by: their number, or where the gradients are divided by tokens, that of all."""
+        if not bare(self.model).config.calculate_per_token_loss:
+            return len(microbatches)
+        with torch.no_grad():
+            counts = [self.results(*one)[1:-1] for one in microbatches]
+        if not all(counts):
+            raise AdapterError("calculate_per_token_loss needs a loss function of three results: loss, tokens, report")
+        total = float(sum(count.item() for (count,) in counts))
+        if not total:
+            raise AdapterError(
+                "the loss function counts 0 tokens in all microbatches: give some of which a label is not masked"
+            )
+        return total
+
+
+def _as_called(model: Any) -> tuple[nn.Module, nn.Module]:
+    """The model, and what Megatron calls: with bf16, what casts its weights, what comes in and what goes out."""
+    config = getattr(bare(model), "config", None)
+    if not getattr(config, "bf16", False):
+        return model, model
+    wraps = core("transformer.module").Float16Module
+    called = model if isinstance(model, wraps) else wraps(config, model)
+    return bare(called), called
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While this is open, Megatron believes that there is one rank."""
+    state = core("parallel_state")
+    own = not dist.is_initialized()
+    if own:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # it is public
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    kept = {name: value for name, value in vars(state).items() if re.fullmatch(r"_[A-Z_]+", name)}
+    vars(state).update({name: None for name in kept} | _of_one(kept))
+    try:
+        with _draws_kept():
+            yield
+    finally:
+        vars(state).update(kept)
+        if own:
+            _ones.clear()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _draws_kept() -> Iterator[None]:
+    """While this is open, what is seeded changes nothing for what Megatron draws later."""
+    place = core("tensor_parallel.random")
+    trackers = {name: value for name, value in vars(place).items() if name.startswith("_CUDA_RNG_STATE_TRACKER")}
+    tracker = trackers.get("_CUDA_RNG_STATE_TRACKER")
+    kept = {} if tracker is None else {name: copy.copy(value) for name, value in vars(tracker).items()}
+    try:
+        yield
+    finally:
+        vars(place).update(trackers)
+        if tracker is not None:
+            vars(tracker).update(kept)
+
+
+_ones: dict[int, tuple[Any, Any]] = {}  # by the id of a default group, that and a group of this rank alone
+belongs_to_rank(__name__, "_ones", fresh=lambda _: {})
+
+
+def _of_one(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's groups and their ranks, all of this rank alone."""
+    whole = dist.group.WORLD
+    if id(whole) not in _ones:
+        _ones.clear()
+        _ones[id(whole)] = whole, dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    _, group = _ones[id(whole)]
+    groups = {name: group for name in names if re.search(r"_GROUP(_|$)", name)}
+    ranks = {name: [dist.get_rank()] for name in names if re.search(r"_RANKS(_|$)", name)}
+    return groups | ranks | {"_GLOBAL_MEMORY_BUFFER": core("utils").GlobalMemoryBuffer()}
+
+
+def forget_group() -> None:
+    """Let go of the group of this rank alone: a job goes on without it."""
+    for _, group in _ones.values():
+        with suppress(ValueError):  # the job has let go of all groups
+            dist.destroy_process_group(group)
+    _ones.clear()
+
+
+@contextmanager
+def as_before(_: object) -> Iterator[None]:
+    """When this closes, Megatron's state is as it was, so that the next layout can be another."""
+    state = core("parallel_state")
+    before = state.model_parallel_is_initialized()
+    try:
+        yield
+    finally:
+        if not before:
+            state.destroy_model_parallel()

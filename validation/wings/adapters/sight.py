@@ -1,0 +1,174 @@
+"""What sees a framework's step: for a check that pipeproof starts, or in a running job for a check or a recording."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from pipeproof.core.observe.initial_weights import step_begins
+from pipeproof.core.observe.shards import held_whole
+from pipeproof.core.observe.watching import watch
+from pipeproof.records.record import RecordError
+from pipeproof.whitebox.handed_back import Gradient, HandedBack, copied
+from pipeproof.whitebox.task import WhiteBoxError
+from pipeproof.wings.adapters.drawn import NOT_GIVEN, Content
+from pipeproof.wings.adapters.step import FrameworkStep
+
+TWO_STEPS = "the block took more than one step of the optimizer: put one step into it"
+NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
+_TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
+
+_STEPPED = (
+    "weights are others than the step began with, and gradients were not seen before: pass optimizer= to Composed"
+)
+
+
+class Observation:
+    """What a step shows on a rank, kept for ``whitebox.validate``.
+
+    data_iterator: what to train it on. forward_step: what to hand to Megatron's schedule.
+    """
+
+    def __init__(self, step: FrameworkStep, data_iterator: Any = None) -> None:
+        self.data_iterator = data_iterator
+        self.forward_step: Any = None
+        self._step = step
+        self._gradients: dict[nn.Parameter, Gradient] | None = None
+        self._losses: list[Tensor | float] = []
+        self._norm: float | None = None
+
+    def handed_back(self) -> HandedBack:
+        """What ``whitebox.validate`` wants to have back of the step."""
+        step = self._step
+        if step.completes_at_its_end(self._gradients is not None):
+            self.complete()
+        stages = list(step.stages)
+        return HandedBack(
+            list(step.stages.values()),
+            self._losses or None,
+            self._norm,
+            step.actions(),
+            gradients=self._gradients,
+            names=lambda name, rank, chunk: step.name(stages[chunk], name),
+            max_norm=step.max_norm(),
+            masters=step.masters,
+            accumulation=step.accumulation,
+        )
+
+    def complete(self) -> None:
+        """Copy what there is now."""
+        if self._gradients is not None:
+            raise WhiteBoxError(TWO_STEPS)
+        self._gradients = {one: copied(gradient) for one, gradient in self._step.gradients().items()}
+        self._losses = [one.detach().clone() if isinstance(one, Tensor) else one for one in self._step.losses()]
+
+    def norm(self, norm: Any) -> None:
+        """Keep the ``norm`` that was told."""
+        whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a DTensor
+        self._norm = float(whole)
+
+
+@contextmanager
+def observing(seen: Observation, step: FrameworkStep) -> Iterator[None]:
+    """While this is open, the step is watched, and shows itself to ``seen``. It begins with the weights of now."""
+    step_begins(step.sum_of)
+    with step.watching(seen):
+        for module in step.stages.values():
+            watch(module, when=step.when)
+        yield
+
+
+class Looks(Protocol):
+    """What a job's step is shown to: a check, or a recording. What goes wrong in it is its own, and ends no job.
+
+    noting: keeps what is raised inside. refuse: this rank's part is of no use. gradients: what the optimizer is about
+    to take. report: the losses of microbatches, undivided, or the norm. miss_norm: why a norm that was told is not
+    reported. moved: stages whose weights are known to be others than the step began with.
+    """
+
+    def noting(self) -> AbstractContextManager[None]: ...
+
+    def refuse(self, why: str) -> None: ...
+
+    def gradients(self, named: Mapping[str, Gradient]) -> None: ...
+
+    def report(self, *, losses: Sequence[float] | None = None, norm: float | None = None) -> None: ...
+
+    def miss_norm(self, why: str) -> None: ...
+
+    def moved(self, stages: Mapping[int, nn.Module]) -> frozenset[int]: ...
+
+
+class JobSight:
+    """Shows what is seen of ``step``, of so many microbatches, which are ``given`` as the job draws them."""
+
+    def __init__(self, to: Looks, step: FrameworkStep, *, count: int = 0, given: Sequence[Content] = ()) -> None:
+        self._to, self._step, self._count, self._given = to, step, count, given
+        self._steps = 0
+        self._hooks: list[RemovableHandle] = []  # before the steps of optimizers
+
+    @contextmanager
+    def watching(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """While this is open, gradients are complete at the latest when the first of ``optimizers`` takes its step."""
+        self._hooks += [one.register_step_pre_hook(lambda *_: self.complete()) for one in optimizers]
+        try:
+            yield
+        finally:
+            self._unhook()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def complete(self) -> None:
+        """Show what the optimizer is about to take, and the losses where this rank has them."""
+        self._steps += 1
+        self._unhook()  # the check refuses an optimizer that has any
+        if self._steps > 1:
+            self._to.refuse(TWO_STEPS)
+            return
+        with self._to.noting():
+            gradients = self._step.gradients()
+            found = (pair for pair in self._step.parameters() if pair[1] in gradients or not pair[1].requires_grad)
+            self._to.gradients({name: gradients.get(one) for name, one in found})  # of what is frozen there is none
+            losses = [float(one) for one in self._step.losses()]
+            if 0 < 2 * self._count <= len(losses):  # no fault of a framework's runs every microbatch once more
+                raise RecordError(_TOO_MANY.format(len(losses), self._count))
+            if losses:
+                order = self._step.drawn.order(self._given)  # the job may draw them in another
+                self._to.report(losses=_as_given(losses, order))
+
+    def norm(self, norm: Any) -> None:
+        """Show the norm that was told."""
+        with self._to.noting():
+            here = held_whole(norm.detach()) if isinstance(norm, Tensor) else norm
+            if here is None:  # only all ranks together know it, and one that does not come would hold the job up
+                self._to.miss_norm(NORM_IN_PARTS)
+            elif self._steps <= 1:
+                self._to.report(norm=float(here))
+
+    def end(self) -> None:
+        """The step is over: where it was never complete, what there is now is shown, or it is said why not.
+
+        A step of other data than the check was given is no wrong step.
+        """
+        if self._step.drawn.is_other_than(self._given):
+            self._to.refuse(NOT_GIVEN)
+        try:
+            if self._step.completes_at_its_end(self._steps):
+                if self._to.moved(self._step.stages):
+                    self._to.refuse(_STEPPED)
+                self.complete()
+        except WhiteBoxError as unfinished:
+            self._to.refuse(str(unfinished))
+
+
+def _as_given(losses: Sequence[float], order: Sequence[int]) -> Sequence[float]:
+    """``losses`` in the order of what was given, which was drawn in this one; each may have been cut into as many."""
+    if not order or len(losses) % len(order):
+        return losses
+    times = len(losses) // len(order)
+    return [losses[order.index(k) * times + n] for k in range(len(order)) for n in range(times)]

@@ -1,0 +1,175 @@
+"""A stage of a causal language model of transformers': embedding, some of its layers, norm and head, under its names.
+
+The model's own forward runs in every stage, so that masks and rotary embeddings are its own. Layers of other stages are
+left out of it. Legend: B rows, T tokens, C width, N words.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.wings.adapters.framework import AdapterError
+from pipeproof.wings.adapters.transformers_whole import TRANSFORMERS
+
+# Those in which nothing but embeddings comes before the layers, and nothing but a norm after them, in the order in
+# which they were made. Others have a plan in their config, in which order.
+_IN_ORDER = ("gpt2", "gpt_bigcode", "nemotron", "stablelm")
+
+
+class Stage(nn.Module):
+    """Stage ``number`` of ``of``, with the modules of ``model`` itself and so its parameters, under the same names.
+
+    model: a causal language model. layers: from which to which, the last one not included; None: of an even cut, the
+    first stages have one more. inputs: what inputs behind the first are called in the model. They are handed on, so a
+    runtime that sends tensors alone may use it. What comes by keyword is not.
+
+    Call it with input_ids [B, T] or what the stage before gives [B, T, C]; it gives [B, T, C], the last one logits
+    [B, T, N]. Raises ``AdapterError`` for a model that it cannot cut.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        number: int,
+        of: int,
+        *,
+        layers: tuple[int, int] | None = None,
+        inputs: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if not 0 <= number < of:
+            raise AdapterError(f"stage {number} of {of}: expected a number from 0 to {of - 1}")
+        body = _body_of(model)
+        name, every = _layers_of(model, body)
+        first, last = _even(len(every), number, of) if layers is None else layers
+        if not 0 <= first <= last <= len(every):
+            raise AdapterError(f"layers is {layers}: expected from and to, within 0 and {len(every)}")
+        if number and not first:
+            raise AdapterError(
+                f"stage {number} begins with layer 0: let stage 0 have a layer too, for models may scale an embedding"
+            )
+        self.is_first, self.is_last = number == 0, number == of - 1
+        self._inputs = tuple(inputs)
+        self._received: Tensor | None = None
+        own = _shallow(body)
+        others = [_LeftOut(self, of_before=k < first) for k in range(len(every))]
+        own._modules[name] = nn.ModuleList([layer if first <= k < last else others[k] for k, layer in enumerate(every)])
+        before, after = _around(model, body, name)
+        own._modules |= {} if self.is_first else {one: _NoEmbedding() for one in before}
+        own._modules |= {} if self.is_last else {one: _AsItIs() for one in after}
+        whole = _with(model, body, own)
+        if not self.is_last:
+            _leave_out(whole, model.get_output_embeddings())
+        self._modules = whole._modules
+        self._whole, self._body = [whole], [own]  # in lists, so that they are no modules of this one
+
+    def forward(self, given: Tensor, *others: Tensor, **named: Any) -> Any:
+        named |= dict(zip(self._inputs, others, strict=True))
+        run = self._whole[0] if self.is_last else self._body[0]
+        self._received = None if self.is_first else given
+        try:
+            made = run(**{"input_ids" if self.is_first else "inputs_embeds": given}, **named, use_cache=False)
+        finally:
+            self._received = None
+        output = made.logits if self.is_last else made.last_hidden_state
+        return (output, *others) if others and not self.is_last else output
+
+    def train(self, mode: bool = True) -> Self:
+        """As any module's, of the parts of the model that no module has."""
+        for part in (*self._whole, *self._body):
+            part.training = mode
+        return super().train(mode)
+
+
+class _LeftOut(nn.Module):
+    """In the place of another stage's layer: what this stage received, or what its own layers gave."""
+
+    def __init__(self, stage: Stage, *, of_before: bool) -> None:
+        super().__init__()
+        self._stage = [stage]
+        self._of_before = of_before
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor | None:
+        # The model may have scaled what it took for an embedding, or added to it: that is not handed on.
+        return self._stage[0]._received if self._of_before else hidden
+
+
+class _NoEmbedding(nn.Module):
+    """In the place of an embedding, where it was made by another stage."""
+
+    def forward(self, places: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(*places.shape, 1, device=places.device)
+
+
+class _AsItIs(nn.Module):
+    """In the place of a norm, where another stage has it."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
+
+
+def _body_of(model: Any) -> Any:
+    """The model without its head."""
+    if not isinstance(model, TRANSFORMERS.module().PreTrainedModel):
+        raise AdapterError(f"model is a {type(model).__name__}: expected a causal language model of transformers'")
+    kind, config = model.config.model_type, model.config
+    plan = getattr(config, "base_model_pp_plan", None)
+    if (not plan and kind not in _IN_ORDER) or config.is_encoder_decoder or model.get_output_embeddings() is None:
+        raise AdapterError(
+            f"{type(model).__name__} is no causal language model with a base_model_pp_plan: Stage cannot cut it, so "
+            "give validate stages of your own"
+        )
+    return model.get_decoder()
+
+
+def _layers_of(model: Any, body: nn.Module) -> tuple[str, nn.ModuleList]:
+    count = model.config.num_hidden_layers
+    for name, module in body.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise AdapterError(f"{type(body).__name__} has no list of its {count} layers: give validate your own stages")
+
+
+def _even(layers: int, number: int, of: int) -> tuple[int, int]:
+    """From which to which, the first stages have what is left over."""
+    if of > layers:
+        raise AdapterError(f"{of} stages of {layers} layers: expected at most as many stages as layers")
+    each, more = divmod(layers, of)
+    first = number * each + min(number, more)
+    return first, first + each + (number < more)
+
+
+def _around(model: Any, body: nn.Module, layers: str) -> tuple[list[str], list[str]]:
+    """The modules before the layers, and those after them."""
+    plan = getattr(model.config, "base_model_pp_plan", None)
+    names = list(plan) if plan else [name for name, one in body.named_children() if any(True for _ in one.parameters())]
+    at = names.index(layers)
+    return names[:at], names[at + 1 :]
+
+
+def _shallow(module: Any) -> Any:
+    """The same module with a table of its own, of the same modules."""
+    made = copy.copy(module)
+    made.__dict__["_modules"] = dict(module._modules)
+    return made
+
+
+def _with(whole: Any, part: nn.Module, by: nn.Module) -> Any:
+    """``whole`` with ``by`` in the place of ``part``; what has none of it is shared."""
+    if whole is part:
+        return by
+    made = _shallow(whole)
+    for name, module in whole.named_children():
+        if any(one is part for one in module.modules()):
+            made._modules[name] = _with(module, part, by)
+    return made
+
+
+def _leave_out(whole: nn.Module, head: nn.Module) -> None:
+    """Take the head away, where it is no part of the body."""
+    for name, module in list(whole._modules.items()):
+        if module is head:
+            del whole._modules[name]

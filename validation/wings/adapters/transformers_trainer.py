@@ -1,0 +1,250 @@
+"""A step of transformers' ``Trainer``, on one process or in DDP: what it differentiates, its gradients and its norm."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeproof.core.observe.shards import InShards
+from pipeproof.core.verdict import Verdict
+from pipeproof.records.checked_step import CheckedStep, CheckError
+from pipeproof.records.record import Record
+from pipeproof.reference.copied import copied
+from pipeproof.whitebox.handed_back import Gradient
+from pipeproof.wings.adapters import adapter
+from pipeproof.wings.adapters.adapter import Adapter
+from pipeproof.wings.adapters.drawn import Content
+from pipeproof.wings.adapters.framework import AdapterError, around
+from pipeproof.wings.adapters.recording import StepRecording
+from pipeproof.wings.adapters.step import FrameworkStep, Sight
+from pipeproof.wings.adapters.transformers_whole import (
+    TRANSFORMERS,
+    HfBatch,
+    check_model,
+    divisor,
+    name_in_whole,
+    whole_of,
+)
+from pipeproof.wings.adapters.whole import Whole
+
+# By what the trainer calls them.
+_COVERED: Mapping[str, Any] = {
+    "label_smoother": None,
+    "compute_loss_func": None,
+    "neftune_noise_alpha": None,
+    "is_deepspeed_enabled": False,
+    "is_fsdp_enabled": False,
+    "is_tp_enabled": False,
+}
+_COVERED_ARGUMENTS: Mapping[str, Any] = {"fp16": False, "bf16": False}
+
+
+class TrainerStep:
+    """The check or the recording of one step of a trainer, which begins and ends inside ``trainer.train``."""
+
+    def __init__(self) -> None:
+        self._seen: CheckedStep | StepRecording | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether the trainer came to the step."""
+        return self._seen is not None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of all processes together, the same on each. Raises ``CheckError`` before the step is over."""
+        if not isinstance(self._seen, CheckedStep):
+            raise CheckError("the verdict is known once trainer.train has taken the step, in the with block")
+        return self._seen.verdict
+
+    @property
+    def record(self) -> Record | None:
+        """On rank 0, once the step is over, what it gave; None where that could not be recorded."""
+        return self._seen.record if isinstance(self._seen, StepRecording) else None
+
+    @property
+    def problem(self) -> str:
+        """Why there is no record, on every rank; empty where there is one, or the step is not over."""
+        return self._seen.problem if isinstance(self._seen, StepRecording) else ""
+
+    @contextmanager
+    def of(self, opened: AbstractContextManager[CheckedStep | StepRecording]) -> Iterator[None]:
+        """While this is open, it is what is ``opened``."""
+        with opened as self._seen:
+            yield
+
+
+def check_step(
+    trainer: Any,
+    *,
+    step: int = 0,
+    loss: str = "tokens",
+    reference: Callable[[], Any] | None = None,
+    floors: bool = True,
+    timeout_s: float = 300.0,
+) -> AbstractContextManager[TrainerStep]:
+    """A context manager around ``trainer.train()``: one step of it is checked. Every process enters it.
+
+    After the block, or as soon as the step is over, there is a ``verdict``. The job keeps its weights, optimizer and
+    random numbers. It goes on in any case: what is not covered makes the verdict unknown.
+
+    trainer: a ``Trainer`` of a causal language model. step: which of those that are taken in the block, from 0. loss:
+    as for ``validate``; what Trainer differentiates is held against that. reference: builds the whole model; None: it
+    is a copy of the trainer's. floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
+    """
+
+    def begin(own: Adapter, microbatches: Sequence[HfBatch] | None) -> AbstractContextManager[CheckedStep]:
+        build = partial(copied, getattr(trainer, "model", None)) if reference is None else reference
+        return adapter.check_step(own, microbatches, reference=build, floors=floors, timeout_s=timeout_s)
+
+    return _at_step(trainer, step, loss, begin)
+
+
+def record_step(
+    trainer: Any, path: str, *, step: int = 0, loss: str = "tokens", timeout_s: float = 300.0
+) -> AbstractContextManager[TrainerStep]:
+    """A context manager around ``trainer.train()``: what one step of it gave is written into the file at ``path``.
+
+    trainer, step, loss: as for ``check_step``. All else is as for ``deepspeed.record_step``: the microbatches are those
+    that the trainer fetches.
+    """
+
+    def begin(own: Adapter, microbatches: Sequence[HfBatch] | None) -> AbstractContextManager[StepRecording]:
+        return adapter.record_step(own, microbatches, path, timeout_s=timeout_s)
+
+    return _at_step(trainer, step, loss, begin)
+
+
+@contextmanager
+def _at_step(
+    trainer: Any, number: int, loss: str, begin: Callable[..., AbstractContextManager[Any]]
+) -> Iterator[TrainerStep]:
+    """While this is open, what ``begin`` gives is open around the trainer's step of this number."""
+    found = TrainerStep()
+    with ExitStack() as opened:
+        numbers = count()
+
+        def fetch(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            fetched = inner(*given, **named)
+            if next(numbers) == number:
+                microbatches = fetched[0]
+                own = Trained(trainer, number, loss, len(microbatches))
+                opened.enter_context(found.of(begin(own, microbatches)))
+                if (optimizer := getattr(trainer, "optimizer", None)) is not None:
+                    opened.enter_context(around(optimizer, "step", last))
+            return fetched
+
+        def last(step: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            made = step(*given, **named)
+            opened.pop_all().close()
+            return made
+
+        if hasattr(trainer, "get_batch_samples"):
+            opened.enter_context(around(trainer, "get_batch_samples", fetch))
+        yield found
+        if not found.began:
+            with found.of(begin(Trained(trainer, number, loss), None)):
+                pass
+
+
+@dataclass(frozen=True)
+class Trained(Adapter):
+    """A trainer and its step of this number; ``loss`` is that of ``validate``.
+
+    microbatches: how many the step has; None: the trainer did not come to it.
+    """
+
+    trainer: Any
+    number: Any
+    loss: str
+    microbatches: int | None = None
+    framework = TRANSFORMERS
+
+    def step(self) -> FrameworkStep:
+        check_trainer(self.trainer)
+        if not isinstance(self.number, int) or self.number < 0:
+            raise AdapterError(
+                f"step is {self.number!r}: expected a number from 0, counted from the first in the block"
+            )
+        if self.microbatches is None:
+            raise AdapterError(
+                f"the block took no step {self.number}: call trainer.train in it, with max_steps above {self.number}"
+            )
+        divisor(self.loss)
+        model, losses = self.trainer.model, list[Tensor]()
+        # What a process differentiates is averaged over all of them.
+        factor = self.microbatches if self.loss == "mean" else 1 / self.trainer.accelerator.num_processes
+
+        def gradients() -> dict[nn.Parameter, Gradient]:
+            return {one: one.grad for one in model.parameters() if one.requires_grad}
+
+        return FrameworkStep(
+            {0: model},
+            lambda _, name: name_in_whole(name),
+            gradients,
+            lambda: [float(one) * factor for one in losses],
+            partial(_watching, self.trainer, losses),
+            unfinished=AdapterError("the trainer's optimizer took no step after the microbatches were fetched"),
+        )
+
+    def whole(self, reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whole:
+        return whole_of(reference, microbatches, self.loss, model=self.trainer.model)
+
+    def contents(self, microbatches: Sequence[Any] | None) -> Sequence[Content]:
+        return ()  # what is drawn is what is checked
+
+
+@contextmanager
+def _watching(trainer: Any, losses: list[Tensor], sight: Sight) -> Iterator[None]:
+    """While this is open, note what is differentiated, and tell ``sight`` when gradients are clipped or taken."""
+    accelerator, told = trainer.accelerator, list[str]()
+
+    def tell(where: str) -> None:
+        if not told:
+            sight.complete()
+        told.append(where)
+
+    def backward(inner: Callable[..., Any], loss: Any, *given: Any, **named: Any) -> Any:
+        losses.append(loss.detach().clone())
+        return inner(loss, *given, **named)
+
+    def clip(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if not accelerator.sync_gradients:  # gradients of later microbatches are to come
+            return inner(*given, **named)
+        tell("clipping")
+        norm = inner(*given, **named)
+        if len(told) == 1 and norm is not None:
+            sight.norm(norm)
+        return norm
+
+    def step(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        tell("step")
+        return inner(*given, **named)
+
+    with (
+        around(accelerator, "backward", backward),
+        around(accelerator, "clip_grad_norm_", clip),
+        around(trainer.optimizer, "step", step),
+    ):
+        yield
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise for what would be judged wrongly."""
+    TRANSFORMERS.expect("trainer", trainer, TRANSFORMERS.module().Trainer, "a Trainer of transformers'")
+    names = vars(trainer)
+    TRANSFORMERS.covers({name: names[name] for name in _COVERED if name in names}, _COVERED)
+    TRANSFORMERS.covers({name: getattr(trainer.args, name) for name in _COVERED_ARGUMENTS}, _COVERED_ARGUMENTS)
+    if trainer.args.n_gpu > 1:
+        raise AdapterError(
+            f"the trainer has {trainer.args.n_gpu} GPUs in one process: start one process for each, by torchrun"
+        )
+    check_model(trainer.model)
+    if cut := next((name for name, one in trainer.model.named_parameters() if isinstance(one, InShards)), None):
+        raise AdapterError(
+            f"{cut} is in shards: check_step compares whole gradients, so check this trainer without FSDP, in DDP"
+        )

@@ -1,0 +1,267 @@
+"""The loss as a link: what ``loss_fn`` makes of the last stage's output, what flows back, and what divides it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.limits import precision_of
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.own_losses import leaves_of
+from pipeproof.core.observe.recording import RECEIVED
+from pipeproof.core.observe.sketch import Sketch, sketch
+from pipeproof.core.observe.tensors_in import tensors_in
+from pipeproof.core.reason import Reason
+from pipeproof.reference.accumulation import Accumulation
+from pipeproof.reference.again import Again, Called, State, repeats
+from pipeproof.reference.step import LossError, differentiable
+from pipeproof.whitebox.crossings import near
+from pipeproof.wings.composed.link import Link, Point, observed_at
+from pipeproof.worlds.settings import draw_some
+
+_TIMES = "all losses are {:g} times the contract's: if that is meant, loss_scale={:g}"
+_OR_ELSE = ", or loss_divisor={:g} where gradients are not divided by it"
+_NO_SCALE = "all losses are {:g} times the contract's, which no contract says: let loss_fn give what is trained"
+_UNEQUAL = (
+    "replicas have unequal numbers of microbatches, and losses are not divided by these and averaged: say "
+    "loss_divisor={:g}, or what it is"
+)
+
+
+@dataclass(frozen=True)
+class LossExpected:
+    """What is expected of one call: its loss, undivided, and the gradient of each output, by number.
+
+    ``trained``: the tensors that the loss trains besides what the stage gives, with their gradients.
+    """
+
+    value: Tensor | None = None
+    flows: Mapping[int, Tensor] = field(default_factory=dict)
+    trained: Sequence[tuple[Tensor, Tensor]] = ()
+
+
+@dataclass
+class LossLink:
+    """``loss_fn`` of each call's output and its target, divided by ``divisor``; None: the last stage gives the loss.
+
+    Outputs are leaves here, so that the loss is held against ``loss_fn`` alone, and the stage against what came back.
+    """
+
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    divisor: float
+    targets: Sequence[Any]
+    _cast: bool | None = None  # whether it is cast as the calls are, once that is known
+
+    def expected(self, k: int, output: object, *, call: Call, model: Again, disturb: bool = False) -> LossExpected:
+        """What the loss of call ``k``, which gave ``output``, gives. ``disturb``: random numbers are others."""
+        if disturb:
+            draw_some()
+        both = self._cast is None and kept_of(call).state.casts and not disturb
+        ways = [True, False] if both else [self._cast is not False]
+        found = [self._made_in(call, model, output, self.targets[k], cast=way) for way in ways]
+        if not both:
+            return found[0]
+        apart = [_apart(one, call) for one in found]  # what came back tells which was meant
+        best = apart.index(min(apart))
+        self._cast = None if apart[best] or len({*apart}) == 1 else ways[best]  # zeros are as near to both
+        return found[best]
+
+    def of_another(self, k: int, output: object, *, call: Call, model: Again) -> tuple[int, LossExpected] | None:
+        """The call by whose target the loss of ``output`` gives what came back in call ``k``, and what it gives."""
+        for j, target in enumerate(self.targets):
+            if _form(target) != _form(self.targets[k]):
+                continue
+            try:
+                found = self._made_in(call, model, output, target, cast=self._cast is not False)
+            except Exception:  # no one type: it is the user's code, on a target that is not meant for it
+                continue
+            if found.flows and not _apart(found, call):
+                return j, found
+        return None
+
+    def _made_in(self, call: Call, model: Again, output: object, target: Any, *, cast: bool) -> LossExpected:
+        """What a loss gives; ``cast``: types are cast as in the call."""
+        state: State = kept_of(call).state
+        with state.cast() if cast else nullcontext(), model.looking(state, "the loss"):
+            return self._made(output, target)
+
+    def _made(self, output: object, target: Any) -> LossExpected:
+        made = tensors_in(output)
+        leaves = {id(one): one.detach().requires_grad_(one.requires_grad) for one in made}
+        given = {key: one.clone() for key, one in leaves.items()}  # it may write to them
+        own = tree_map_only(Tensor, lambda one: given.get(id(one), one), output)
+        loss = own if self.loss_fn is None else self.loss_fn(own, target)
+        try:
+            loss = differentiable(loss)
+        except LossError:  # it may train nothing
+            one_number = isinstance(loss, Tensor) and loss.numel() == 1
+            return LossExpected(loss.detach() if one_number else None)
+        again = repeats(made)
+        wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
+        more = leaves_of(loss, wanting.values())
+        every = [*wanting.values(), *more]
+        flows = torch.autograd.grad(loss / self.divisor, every, allow_unused=True) if every else ()
+        came = {n: flow for n, flow in zip(wanting, flows, strict=False) if flow is not None}
+        return LossExpected(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
+
+
+def kept_of(call: Call) -> Called:
+    """A ``call`` of a stage that is checked, as it was: those are kept."""
+    assert call.again is not None, "the calls of a stage that is checked so are kept"
+    return call.again
+
+
+def _form(target: object) -> list[torch.Size]:
+    return [one.shape for one in tensors_in(target)]
+
+
+def _apart(expected: LossExpected, call: Call) -> float:
+    """How far, relative to its size, what came back to ``call`` is from any multiple of the expected; 0: to the bit."""
+
+    def apart(observed: Sketch | None, flow: Tensor) -> float:
+        if observed is None or (own := sketch(flow, known=observed)) is observed:
+            return math.inf if observed is None else 0.0
+        size = observed.norm / own.norm if own.norm else 1.0
+        return min(observed.distance(own.times(times)) for times in (size, -size))
+
+    return max((apart(call.output_gradients.get(n), flow) for n, flow in expected.flows.items()), default=0.0)
+
+
+def factors_of(calls: Sequence[Call], links: Sequence[Link]) -> list[float | None]:
+    """How many times the expected came back from the loss: one number, None if several, nothing if none is expected."""
+    pairs = [(call, link, at) for call, link in zip(calls, links, strict=True) for at in link.gives]
+    every = [(call, link, at) for call, link, at in pairs if at[0] == RECEIVED and link.gives[at].norm]
+    if not every:
+        return []
+    found = [factor_at(*one) for one in every]
+    within, first = max(precision_of(link.gives[at].dtype).least for _, link, at in every), found[0]
+    alike = first is not None and all(one is not None and abs(one - first) <= within * abs(first) for one in found)
+    return [first] if alike else [None]
+
+
+def factor_at(call: Call, link: Link, at: Point) -> float | None:
+    """How many times the expected came back there; None if it is no multiple."""
+    expected, observed = link.gives[at], observed_at(call, at)
+    if link.is_right(at, observed):
+        return 1.0
+    factor = None if observed is None else observed.factor(expected)
+    return None if factor is None else round_factor(factor, precision_of(expected.dtype).least)
+
+
+def round_factor(factor: float, within: float) -> float:
+    """The whole number, or the part of one, that ``factor`` is, if it is as near ``within`` rounding; else itself."""
+    for one in (round(factor), 1 / (round(1 / factor) or float("inf"))):
+        if one and abs(factor - one) <= within * abs(factor):
+            return float(one)
+    return factor
+
+
+def scale_flows(link: Link, factor: float) -> Link:
+    """``link``, where so many times as much comes back: to rounding, for products may have another order."""
+    own = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm and factor != 1.0}
+    limits = {at: precision_of(one.dtype).least for at, one in own.items()}
+    more = {at: one.times(factor) for at, one in own.items()}
+    return replace(link, gives={**link.gives, **more}, limits={**limits, **link.limits})
+
+
+def take_target(call: Call, link: Link, other: LossExpected) -> Link:
+    """``link`` of a call that met another target: of that one's loss, what came back is right."""
+    came = {(RECEIVED, n): call.output_gradients[n] for n in other.flows if n in call.output_gradients}
+    return link if other.value is None else replace(link, gives={**link.gives, **came}, loss=other.value.item())
+
+
+def weightless_microbatches(numbers: Sequence[int], links: Sequence[Link]) -> frozenset[int]:
+    """Of the microbatches of the last stage's calls, by ``numbers``, those whose loss is known and trains nothing.
+
+    Where that is so of all, it may not be meant.
+    """
+    owing = {m: link.owes for m, link in zip(numbers, links, strict=False) if link.loss is not None}
+    return frozenset(m for m, owes in owing.items() if not owes) if any(owing.values()) else frozenset()
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a step divides, as its contract says: losses by the number of microbatches, or gradients at last.
+
+    ``scaled``: what losses are multiplied by, and gradients divided by before they are looked at. ``own``: what the
+    losses of each of the ``replicas`` are divided by, which then average. ``alike``: that is the same in all of them.
+    ``declared``: the contract says how losses are scaled. ``came``: what came back from losses, in multiples of what is
+    expected. ``undeclared``: something else came back, and replicas have unequal numbers of microbatches.
+    """
+
+    accumulation: Accumulation
+    scaled: float = 1.0
+    own: float = 1.0
+    replicas: int = 1
+    alike: bool = True
+    declared: bool = False
+    came: float = 1.0
+    undeclared: bool = False
+
+    def with_factors(self, factors: Sequence[float | None]) -> "Division":
+        """The same, where ``factors`` came back to last stages: None where its microbatches have several."""
+        first = factors[0] if factors else None
+        came = 1.0 if first is None or not all(near(one, first) for one in factors) else first
+        return replace(self, came=came, undeclared=not self.alike and any(one != 1.0 for one in factors))
+
+    @property
+    def divisor(self) -> float:
+        """What losses are divided by before their backwards."""
+        return (1.0 if self.accumulation.late else self.own) / self.scaled
+
+    @property
+    def whole(self) -> float:
+        """What the loss of all replicas together is divided by."""
+        return self.own * self.replicas
+
+    @property
+    def scale(self) -> float:
+        """What the sums over all replicas are divided by."""
+        return (self.whole if self.accumulation.late else self.replicas) * self.scaled * self.times
+
+    @property
+    def times(self) -> float:
+        """What sums are too large by that no contract says: they are still to be the contract's.
+
+        So gradients tell whether that was made good. Where the contract says how losses are scaled, that is wrong where
+        it came back, and gradients are what follows from it.
+        """
+        return self.came if self.adds_up or not self.declared else 1.0
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether replicas divide losses by their number, too, and add gradients up: these are the same."""
+        return self.alike and self.replicas > 1 and not self.accumulation.late and self.came == 1 / self.replicas
+
+    def doubt(self, ledger: Ledger, microbatches: int) -> str:
+        """Enter what losses are multiplied by that no contract says. Gives why nothing is known of gradients, if so."""
+        if self.undeclared:
+            return Reason.LOSS_SCALE.doubt(_UNEQUAL.format(microbatches))
+        if self.came == 1.0 or self.adds_up:
+            return ""
+        scale = self.scaled * self.came
+        told = (_TIMES if scale > 0 else _NO_SCALE).format(self.came, scale)
+        if self.declared:
+            ledger.remark("boundaries", told)
+        else:
+            more = scale > 0 and not self.accumulation.late
+            ledger.doubt("boundaries", told + more * _OR_ELSE.format(self.whole / self.came), Reason.LOSS_SCALE)
+        return ""
+
+    def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """``sums`` by what they are too large."""
+        scale = self.scale
+        return {name: one if one is None or scale == 1.0 else one / scale for name, one in sums.items()}
+
+    def undivided(self, observed: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What was ``observed``, as if it were not divided yet: of such are what causes are sought by."""
+        scale = self.scale
+        if scale == 1.0:
+            return observed
+        return {name: one * scale if isinstance(one, Tensor) else one for name, one in observed.items()}

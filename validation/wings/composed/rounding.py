@@ -1,0 +1,205 @@
+"""What rounding may do: to what a stage gives again, measured on one of its calls, which serves all of them."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pipeproof.core.limits import HALF, Precision, coarsest, precision_of
+from pipeproof.core.observe.elements import all_finite, in_fp64
+from pipeproof.core.observe.recording import MADE
+from pipeproof.core.observe.sketch import Sketch
+from pipeproof.core.tolerance import Floor, error, floor_of, unmeasured
+from pipeproof.reference.accumulation import length_of
+from pipeproof.reference.step import Contribution, Site
+from pipeproof.wings.composed.link import Point
+from pipeproof.wings.composed.loss import LossExpected
+
+_PIECE = 1 << 18  # elements
+_OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
+
+
+def length_in_pieces(gradient: Tensor) -> float:
+    """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
+    pieces = torch.split(gradient.detach().reshape(-1), _PIECE)
+    return length_of(gradient.detach()) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """What rounding may do to what was computed once more by the very same operations; ``apart``: to losses it did."""
+
+    precision: Precision
+    apart: float = field(default=0.0, kw_only=True)
+
+    def loss(self, microbatch: int) -> Floor:
+        return replace(unmeasured(self.precision), rounding=self.apart)
+
+    def total(self) -> Floor:
+        return self.loss(0)
+
+    def norm(self) -> Floor:
+        return unmeasured(self.precision)
+
+    def gradient(self, name: str) -> Floor:
+        return unmeasured(self.precision)
+
+    def update(self, name: str) -> Floor:
+        return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
+
+
+@dataclass(frozen=True)
+class Made:
+    """One run of a call: its tensors, what flowed by number besides what came from behind, and what it contributes.
+
+    ``loss``: what its loss gives, in the last stage.
+    """
+
+    tensors: Mapping[Point, Tensor]
+    more: Mapping[int, Tensor]
+    contribution: Contribution | None
+    loss: LossExpected = field(default_factory=LossExpected)
+
+
+@dataclass
+class Envelope:
+    """A call that was run ``once`` and ``twice``; more runs are made where these two do not explain what was observed.
+
+    ``in_fp64`` runs it in fp64, and gives None where it cannot; ``off`` gives what it contributes with weights that are
+    one rounding off. ``narrowest``: the type in which the stage computes, if that is narrower than its weights;
+    ``inside``: the one in which it is summed up over ranks.
+    """
+
+    once: Made
+    twice: Made
+    in_fp64: Callable[[], Made | None]
+    off: Callable[[], Contribution | None]
+    narrowest: torch.dtype | None = None
+    inside: torch.dtype | None = None
+    _is_wide: bool = False  # fp64 was asked
+
+    def limit(self, at: Point, made: Tensor) -> float:
+        """How far rounding may put what another call ``made`` there; infinite where that is not finite."""
+        if not all_finite(made):
+            return math.inf
+        precision = coarsest([precision_of(one) for one in (made.dtype, self.inside) if one is not None])
+        own = self.once.tensors.get(at)
+        apart = max((0.0 if own is None else _error(own, run.tensors.get(at)) for run in self._others), default=0.0)
+        return min(precision.most, max(precision.least, precision.factor * apart))
+
+    def widen(self) -> None:
+        """From now on, let limits be those of fp64, too."""
+        self._is_wide = True
+
+    def is_strange(self, at: Point) -> bool:
+        """Whether two runs give there what is not the same, as random numbers are: a third may be as far off again."""
+        made, again = self.once.tensors.get(at), self.twice.tensors.get(at)
+        if made is None or again is None or made.shape != again.shape:
+            return True
+        return error(again, made) > HALF * self.limit(at, made)
+
+    @property
+    def loss_apart(self) -> float:
+        """How far apart the losses of its runs are, relative to their size."""
+        pairs = [(one.loss.value, self.once.loss.value) for one in self._others]
+        return max((_error(own, one) for one, own in pairs if own is not None), default=0.0)
+
+    def gradient(self, site: Site, total: Tensor, *, calls: int, size: float) -> Floor | None:
+        """The floor of a ``total`` over so many ``calls``, of this ``size``; None where the call adds nothing to it."""
+        part = None if self.twice.contribution is None else self.twice.contribution.gradients.get(site)
+        if part is None:
+            return None
+        wide = None if self._wide is None else self._wide.contribution
+        apart = part if wide is None or (double := wide.gradients.get(site)) is None else double
+        found = floor_of(part.to(total.dtype), (), apart, [part], again=lambda: self._nudged(site))
+        if self.narrowest is not None and (narrow := precision_of(self.narrowest)).unit > found.precision.unit:
+            found = replace(found, precision=replace(narrow, least=found.precision.least))
+        if apart is part and (nudged := self._nudged(site)) is not None:
+            found = replace(found, nudged=error(part, nudged))
+        return found.of_sum(in_fp64(part).norm().item(), parts=calls, whole=size)
+
+    @property
+    def _others(self) -> list[Made]:
+        """The runs beside the first one."""
+        return [self.twice, *(one for one in [self._wide if self._is_wide else None] if one is not None)]
+
+    @cached_property
+    def _wide(self) -> Made | None:
+        """What fp64 makes of the call; None where that is something else, as where it draws other random numbers."""
+        found = self.in_fp64()
+        if found is None:
+            return None
+        every = [(at, one) for at, one in self.once.tensors.items() if at[0] == MADE]
+        types = [one for one in (self.narrowest, self.inside) if one is not None]
+        most = {at: coarsest([*map(precision_of, (one.dtype, *types))]).most for at, one in every}
+        return found if all(_error(one, found.tensors.get(at)) <= most[at] for at, one in every) else None
+
+    def _nudged(self, site: Site) -> Tensor | None:
+        off = self.off()
+        return None if off is None else off.gradients.get(site)
+
+
+def _error(made: Tensor, other: Tensor | None) -> float:
+    return 0.0 if other is None or other.shape != made.shape else error(made, other)
+
+
+@dataclass
+class Envelopes:
+    """Those of a stage's calls that were ``measured``: the first that differs, and one that is farther off than that.
+
+    ``measure``: makes one of a call, and of what that made in its first run.
+    """
+
+    measure: Callable[[int, Made | None], Envelope]
+    measured: dict[int, Envelope] = field(default_factory=dict)
+
+    def at(self, k: int, made: Made | None = None) -> Envelope:
+        """That of call ``k``."""
+        if k not in self.measured:
+            self.measured[k] = self.measure(k, made)
+        return self.measured[k]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether two were measured: of more calls, rounding is not asked."""
+        return len(self.measured) > 1
+
+    @property
+    def loss_apart(self) -> float:
+        """How far apart the losses of one call are, relative to their size."""
+        return max((one.loss_apart for one in self.measured.values()), default=0.0)
+
+    def of_sum(self, sizes: Mapping[int, float]) -> Envelope:
+        """That of the call that adds most, by ``sizes``, or half as much: what is small, or padded, tells little."""
+        measured = max(self.measured, key=lambda k: sizes.get(k, 0.0), default=None)
+        largest = max(sizes, key=lambda k: sizes[k])
+        if measured is not None and (self.is_full or 2 * sizes.get(measured, 0.0) >= sizes[largest]):
+            return self.measured[measured]
+        return self.at(largest)
+
+    def of_call(
+        self, k: int, made: Made, pairs: Mapping[Point, tuple[Sketch | None, Sketch]]
+    ) -> tuple[dict[Point, float], frozenset[Point]]:
+        """How far rounding may put what call ``k`` ``made``, and where it gives another in each run.
+
+        ``pairs``: what was observed and what is expected, where these differ.
+        """
+        if not self.measured:
+            self.at(k, made)
+        if self._is_over(made, pairs):  # two runs are nearer than that
+            for one in self.measured.values():
+                one.widen()
+        if not self.is_full and self._is_over(made, pairs):
+            self.at(k, made).widen()
+        strange = {at for at in pairs for one in self.measured.values() if one.is_strange(at)}
+        return self._limits(made, pairs), frozenset(strange)
+
+    def _limits(self, made: Made, where: Iterable[Point]) -> dict[Point, float]:
+        return {at: max(one.limit(at, made.tensors[at]) for one in self.measured.values()) for at in where}
+
+    def _is_over(self, made: Made, pairs: Mapping[Point, tuple[Sketch | None, Sketch]]) -> bool:
+        limits = self._limits(made, pairs)
+        return any(one is None or one.distance(expected) > limits[at] for at, (one, expected) in pairs.items())

@@ -1,0 +1,47 @@
+"""Each kind of parallelism in small: what it saves and costs, and a step of it on real ranks beside one device.
+
+A primitive (``primitive.PRIMITIVES``) is a row of a table: its axes of the mesh, formulas of what it saves and costs,
+and what implements it. What it does to a rank is a ``part.RankPart``: how a stage is wrapped, how its gradients are
+reduced, where the parts of its parameters lie. A stack (``stacks.Stack``) is several of them at once over one decoder,
+written as a line such as ``pp=2,tp=2,ddp=2``; ``stacked`` carries it out and hands the step to the white box,
+which knows nothing of primitives: the wing stands on ``validate``, as a user's own step does.
+
+Begin with ``part`` and ``data_parallel``, then ``stacked``. A new primitive is one file: its ``RankPart``, a row of
+``primitive.PRIMITIVES``, and its name in ``stacked.PARTS``. The face loads without torch, for a command line needs it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipeproof.wings.primitives.config_stack import not_stacked as not_stacked
+from pipeproof.wings.primitives.config_stack import stack_of as stack_of
+from pipeproof.wings.primitives.primitive import PRIMITIVES as PRIMITIVES
+from pipeproof.wings.primitives.primitive import SYMBOLS as SYMBOLS
+from pipeproof.wings.primitives.primitive import VARIANTS as VARIANTS
+from pipeproof.wings.primitives.primitive import Figures as Figures
+from pipeproof.wings.primitives.primitive import Primitive as Primitive
+from pipeproof.wings.primitives.primitive import figures as figures
+from pipeproof.wings.primitives.stacks import ONE_DEVICE as ONE_DEVICE
+from pipeproof.wings.primitives.stacks import Stack as Stack
+from pipeproof.wings.primitives.stacks import alone as alone
+from pipeproof.wings.primitives.stacks import known_primitive as known_primitive
+
+if TYPE_CHECKING:
+    from pipeproof.core.verdict import Verdict
+    from pipeproof.own.timed_step import Running
+    from pipeproof.whitebox import WhiteBox
+    from pipeproof.worlds.worker import RankContext
+
+
+def validate_stack(stack: Stack, whitebox: "WhiteBox") -> "Verdict":
+    """The verdict on a step of ``stack`` beside the decoder on one device."""
+    from pipeproof.wings.primitives.stacked import validated
+
+    return validated(stack, whitebox)
+
+
+def setup_stack(context: "RankContext", stack: Stack) -> "Callable[[], Running]":
+    """Sets this rank of ``stack`` up to be timed."""
+    from pipeproof.wings.primitives.stacked import setup
+
+    return setup(context, stack)

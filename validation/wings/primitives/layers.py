@@ -1,0 +1,245 @@
+"""A small decoder of layers in a row, dense or with experts, and its loss and data: what primitives are applied to."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.wings.primitives.collectives import local
+from pipeproof.wings.primitives.sizes import BATCH, CAPACITY, CHOSEN, EXPERTS, HEADS, SEQUENCE, VOCABULARY, WIDTH
+
+BALANCE = 0.01  # how much the auxiliary loss counts
+
+Microbatch: TypeAlias = tuple[Tensor, Tensor]
+
+
+CallOf = Callable[..., Any]  # of a layer, with all that it is given
+
+
+class Layers(nn.Sequential):
+    """Layers of which each takes all that the one before it returns, a tensor or several. ``call`` calls one."""
+
+    def __init__(self, *layers: Any) -> None:
+        super().__init__(*layers)
+        self.call: CallOf = called
+
+    def forward(self, *given: Tensor) -> Any:
+        """What the last layer returns."""
+        for layer in self:
+            if getattr(layer, "dropout", 0):
+                seeded(given[0])
+            found = self.call(layer, *given)
+            given = found if isinstance(found, tuple) else (found,)
+        return given if len(given) > 1 else given[0]
+
+
+def called(layer: nn.Module, *given: Tensor) -> Any:
+    """What it returns."""
+    return layer(*given)
+
+
+def seeded(x: Tensor) -> None:
+    """What is drawn next follows from the bits of ``x``: it is the same on any rank, in any order of microbatches."""
+    torch.manual_seed(bits(x))
+
+
+def bits(x: Tensor) -> int:
+    """A number that follows from the bits of all of ``x``, and from nothing else."""
+    return int(x.detach().view(torch.int32).sum())
+
+
+class Embedding(nn.Module):
+    """Of tokens and their positions, (batch, sequence) to (batch, sequence, width); ``at``: other positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+        self.at: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The sum of both."""
+        at = torch.arange(tokens.shape[1], device=tokens.device) if self.at is None else self.at
+        return self.tokens(tokens) + self.positions(at)  # type: ignore[no-any-return]
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Causal; ``attend`` is given queries, keys and values, each (batch, heads, sequence, width of a head)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.attend: Attend = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to the same; of as many heads as its weights are for."""
+        queries, keys, values = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in self.inputs)
+        return self.output(self.attend(queries, keys, values).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    @property
+    def inputs(self) -> tuple[nn.Module, ...]:
+        """What makes queries, keys and values."""
+        return self.queries, self.keys, self.values
+
+
+def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of every token to itself and those before it."""
+    places = torch.arange(keys.shape[2], device=keys.device)
+    return attended(queries, keys, values, places <= places[:, None])
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """Attention where ``seen``, which is (queries, keys)."""
+    scores = queries @ keys.transpose(2, 3) / queries.shape[3] ** 0.5
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values  # type: ignore[no-any-return]  # in torch
+
+
+class Feedforward(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The width stays."""
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then a feedforward layer; ``dropout``: how much is dropped of what each gives, from 0 to 1."""
+
+    def __init__(self, dropout: float = 0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm, self.feedforward = nn.LayerNorm(WIDTH), Feedforward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each is added to what came in."""
+        x = x + self._kept(self.attention(self.attention_norm(x)))
+        return x + self._kept(self.feedforward(self.norm(x)))
+
+    def _kept(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Spare(Block):
+    """A block with a layer that no microbatch comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Optional(Spare):
+    """And some microbatches pass all of it by, told by their bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What came in, or what the block makes of it."""
+        return super().forward(x) if bits(x) % 2 else x
+
+
+Visit = Callable[[Tensor, Tensor], Tensor]
+
+
+class Mixture(nn.Module):
+    """Experts that a router chooses, and one that all tokens share. ``visit`` brings tokens to experts, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Feedforward() for _ in range(EXPERTS))
+        self.shared = Feedforward()
+        self.visit: Visit = self._here
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the experts make of every token, weighted; and the auxiliary loss, a number."""
+        tokens = x.reshape(-1, WIDTH)
+        chances = self.router(tokens).softmax(-1)
+        weights, chosen = chances.topk(CHOSEN)
+        kept = within_capacity(chosen.flatten()).nonzero()[:, 0]
+        made = self.visit(tokens[kept // CHOSEN], chosen.flatten()[kept])
+        found = tokens.new_zeros(len(tokens) * CHOSEN, WIDTH).index_put((kept,), made)
+        mixed = (found.view(-1, CHOSEN, WIDTH) * weights[:, :, None]).sum(1)
+        return self.shared(x) + mixed.view_as(x), balance(chances, chosen)
+
+    def _here(self, tokens: Tensor, expert: Tensor) -> Tensor:
+        found = torch.zeros_like(tokens)
+        for number, own in enumerate(self.experts):
+            places = (expert == number).nonzero()[:, 0]
+            found = found.index_put((places,), own(tokens[places]))
+        return found
+
+
+def within_capacity(expert: Tensor) -> Tensor:
+    """Which of these visits to experts find room: an expert takes the first that come."""
+    visits = nn.functional.one_hot(expert, EXPERTS)
+    before = (visits.cumsum(0) * visits).sum(1)
+    return before <= CAPACITY * len(expert) / EXPERTS
+
+
+def balance(chances: Tensor, chosen: Tensor) -> Tensor:
+    """The auxiliary loss of Switch Transformers (Fedus and others, 2021), equation 4: least if all experts are used."""
+    used = nn.functional.one_hot(chosen, EXPERTS).sum(1).double().mean(0) / CHOSEN
+    return EXPERTS * (used.to(chances.dtype) * chances.mean(0)).sum()
+
+
+class ExpertBlock(nn.Module):
+    """Attention, then experts; the auxiliary loss goes along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture()
+
+    def forward(self, x: Tensor, auxiliary: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Each is added to what came in, the auxiliary loss too."""
+        x = x + self.attention(self.attention_norm(x))
+        made, own = self.mixture(self.norm(x))
+        return x + made, own if auxiliary is None else auxiliary + own
+
+
+class Head(nn.Module):
+    """The logits of what comes next; an auxiliary loss passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor, auxiliary: Tensor | None = None) -> Any:
+        """(batch, sequence, vocabulary), and the auxiliary loss if there is one."""
+        logits = self.output(self.norm(x))
+        return logits if auxiliary is None else (logits, auxiliary)
+
+
+BLOCKS = {"experts": ExpertBlock, "spare": Spare, "optional": Optional}
+
+
+def decoder(layers: int = 4, *, blocks: str = "", dropout: float = 0, seed: int = 0) -> Layers:
+    """An embedding, blocks, and a head: so many layers in all. ``blocks``: a name of ``BLOCKS``; none has plain ones.
+
+    ``dropout`` is of plain blocks.
+    """
+    torch.manual_seed(seed)
+    block = BLOCKS[blocks] if blocks else partial(Block, dropout)
+    return Layers(Embedding(), *(block() for _ in range(layers - 2)), Head())
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    """Cross entropy over all tokens, and the auxiliary loss."""
+    logits, auxiliary = output if isinstance(output, tuple) else (output, None)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    # Of logits in shards it is a DTensor, which no plain tensor takes a gradient from.
+    return loss if auxiliary is None else local(loss) + BALANCE * auxiliary
+
+
+def microbatches(count: int, seed: int = 0) -> list[Microbatch]:
+    """Tokens, and those that come next."""
+    draw = torch.Generator().manual_seed(seed)
+    text = (torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=draw) for _ in range(count))
+    return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in text]

@@ -1,0 +1,57 @@
+"""What a primitive does on one rank: a few functions, of which most do nothing."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeproof.wings.primitives.layers import Microbatch
+
+Index = tuple[slice, ...]
+
+
+def _same(microbatch: Microbatch, mesh: DeviceMesh) -> Microbatch:
+    return microbatch
+
+
+def _nothing(stage: nn.Module, mesh: DeviceMesh) -> None:
+    return None
+
+
+def _none(stage: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Index]:
+    return {}
+
+
+def _at_once(module: nn.Module, last: bool) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One primitive on one rank, of ``mesh``, which has its axes alone.
+
+    apply: changes a stage in place, and returns what is called in its place, such as a DDP. share: what this rank gets
+    of a microbatch. sync: around the forward and backward of each microbatch; told whether it is the last. around: a
+    whole step. finish: reduces gradients after the last backward. summed: it sums them over its ranks, so that each has
+    its share of the loss. in_parts: each rank's loss is that of its part of every sequence. loss: a microbatch's, of
+    output, target and mesh=, where ranks have parts of the output. held: where the parameters lie of which this rank
+    has a part, as a plain tensor. update: the optimizer's step, after all else.
+    """
+
+    apply: Callable[[nn.Module, DeviceMesh], nn.Module]
+    share: Callable[[Microbatch, DeviceMesh], Microbatch] = _same
+    sync: Callable[[nn.Module, bool], AbstractContextManager[object]] = _at_once
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    finish: Callable[[nn.Module, DeviceMesh], None] = _nothing
+    summed: bool = False
+    in_parts: bool = False
+    loss: Callable[..., Tensor] | None = None
+    held: Callable[[nn.Module, DeviceMesh], Mapping[nn.Parameter, Index]] = _none
+    update: Callable[[nn.Module, DeviceMesh], None] = _nothing
+
+    @property
+    def updates(self) -> bool:
+        """Whether it has an optimizer."""
+        return self.update is not _nothing

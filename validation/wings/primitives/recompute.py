@@ -1,0 +1,49 @@
+"""Recompute: torch's ``checkpoint``, around whole blocks or the core of attention, or keeping what costs most."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from pipeproof.wings.primitives.layers import Attention, Embedding, Head
+from pipeproof.wings.primitives.part import RankPart
+
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+REENTRANT: dict[str, Any] = {"use_reentrant": True}
+OTHER: dict[str, Any] = {"use_reentrant": False}
+SELECTIVE: dict[str, Any] = OTHER | {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)}
+
+
+def again(function: Callable[..., Any], *given: Tensor, **how: Any) -> Any:
+    """What ``function`` makes of ``given``; what its backward needs is computed again there."""
+    return checkpoint(function, *given, **how)
+
+
+def block_again(layer: nn.Module, *given: Tensor, **how: Any) -> Any:
+    """A block, recomputed; no embedding, whose input wants no gradient, and no head, whose backward comes at once."""
+    return layer(*given) if isinstance(layer, Embedding | Head) else again(layer, *given, **how)
+
+
+def of_blocks(stage: Any, mesh: DeviceMesh, **how: Any) -> nn.Module:
+    """Every block of ``stage`` is recomputed. In place."""
+    stage.call = partial(block_again, **how)
+    return stage  # type: ignore[no-any-return]
+
+
+def of_attention(stage: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
+    """What attention makes of queries, keys and values is recomputed, as by Korthikanti and others, 2022. In place."""
+    for module in stage.modules():
+        if isinstance(module, Attention):
+            module.attend = partial(again, module.attend, **how)
+    return stage
+
+
+RECOMPUTE = RankPart(partial(of_blocks, **OTHER))
+RECOMPUTE_REENTRANT = RankPart(partial(of_blocks, **REENTRANT))
+RECOMPUTE_SELECTIVE = RankPart(partial(of_blocks, **SELECTIVE))
+RECOMPUTE_ATTENTION = RankPart(partial(of_attention, **OTHER))
+RECOMPUTE_ATTENTION_REENTRANT = RankPart(partial(of_attention, **REENTRANT))

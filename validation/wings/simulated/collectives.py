@@ -1,0 +1,224 @@
+"""Collectives: the k-th calls of all ranks of a communicator are one. All say the same of it, and it has a meaning."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeproof.core.observe.stack import Stack, own_stack
+from pipeproof.wings.simulated.buffers import copies, described, fit, race
+from pipeproof.wings.simulated.engine.scheduler import NotSimulated, Wait
+from pipeproof.wings.simulated.network import Network
+from pipeproof.wings.simulated.store import Communicator
+from pipeproof.wings.simulated.torch_inside import unwatched
+from pipeproof.wings.simulated.work import SimulatedWork
+
+Brought = Sequence[Sequence[Tensor]]  # by rank
+Meaning = Callable[[Brought], Sequence[Sequence[Tensor]]]
+
+_OPERATIONS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+
+
+def operation_name(operation: Any) -> str:
+    """What torch calls a reduction, the same in every run."""
+    return next((name for name in _NAMES if operation == getattr(dist.ReduceOp, name)), type(operation).__name__)
+
+
+def reduced(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Tensors of all ranks, one of each, as one: added in the order of ranks. Raises ``NotSimulated``."""
+    found = next((one for name, one in _OPERATIONS.items() if operation == name), None)
+    if found is None:
+        raise NotSimulated(f"reduction {operation_name(operation)}")
+    average = operation == dist.ReduceOp.AVG
+
+    def combine(tensors: Sequence[Tensor]) -> Tensor:
+        whole = reduce(found, [tensor.data.reshape(-1) for tensor in tensors])  # whatever their shapes
+        return (whole / len(tensors)).to(whole.dtype) if average else whole.clone()
+
+    return combine
+
+
+def all_reduced(operation: Any) -> Meaning:
+    """Every rank gets the reduction of each tensor."""
+    combine = reduced(operation)
+    return lambda brought: [[combine(tensors) for tensors in zip(*brought, strict=True)]] * len(brought)
+
+
+def reduced_to(operation: Any, root: int) -> Meaning:
+    """One rank gets it; the others keep what they brought."""
+    combine = reduced(operation)
+
+    def meaning(brought: Brought) -> Sequence[Sequence[Tensor]]:
+        whole = [combine(tensors) for tensors in zip(*brought, strict=True)]
+        return [whole if rank == root else own for rank, own in enumerate(brought)]
+
+    return meaning
+
+
+def of_root(root: int) -> Meaning:
+    """Every rank gets what one brought."""
+    return lambda brought: [brought[root]] * len(brought)
+
+
+def gathered(brought: Brought) -> Sequence[Sequence[Tensor]]:
+    """Every rank gets a list: of the first tensor of each rank, then of the second of each, ..."""
+    return [[tensor for k in range(len(brought[0])) for tensor in (one[k] for one in brought)]] * len(brought)
+
+
+def gathered_into_one(brought: Brought) -> Sequence[Sequence[Tensor]]:
+    """Every rank gets one tensor, for each that it brought: all ranks' one after the other."""
+    return [[torch.cat([one.reshape(-1) for one in tensors]) for tensors in zip(*brought, strict=True)]] * len(brought)
+
+
+def gathered_by(root: int) -> Meaning:
+    """One rank gets the first tensor of each."""
+    return lambda brought: [[one[0] for one in brought] if rank == root else [] for rank in range(len(brought))]
+
+
+def scattered_by(root: int) -> Meaning:
+    """Rank r gets the r-th tensor of one rank."""
+    return lambda brought: [[brought[root][rank]] for rank in range(len(brought))]
+
+
+def reduced_and_scattered(operation: Any) -> Meaning:
+    """Rank r gets the reduction of the r-th tensors."""
+    combine = reduced(operation)
+    return lambda brought: [[combine([one[rank] for one in brought])] for rank in range(len(brought))]
+
+
+def reduced_and_cut(operation: Any) -> Meaning:
+    """Rank r gets the r-th part of the reduction, for each tensor."""
+    combine = reduced(operation)
+
+    def meaning(brought: Brought) -> Sequence[Sequence[Tensor]]:
+        whole = [combine(tensors).reshape(-1).chunk(len(brought)) for tensors in zip(*brought, strict=True)]
+        return [[parts[rank] for parts in whole] for rank in range(len(brought))]
+
+    return meaning
+
+
+def exchanged(brought: Brought) -> Sequence[Sequence[Tensor]]:
+    """Rank r gets the r-th tensor of each rank."""
+    return [[one[rank] for one in brought] for rank in range(len(brought))]
+
+
+def nothing(brought: Brought) -> Sequence[Sequence[Tensor]]:
+    """Nobody gets anything: all have come."""
+    return [[] for _ in brought]
+
+
+BARRIER = "barrier"
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One rank's part of a collective. ``told``: what all ranks must say alike, such as sizes, for people.
+
+    ``brought`` it gives, ``due`` it gets.
+    """
+
+    name: str
+    told: str
+    brought: Sequence[Tensor]
+    due: Sequence[Tensor]
+    meaning: Meaning
+
+    @property
+    def text(self) -> str:
+        """It with what must agree."""
+        return f"{self.name}({self.told})"
+
+
+@dataclass
+class _Meeting:
+    """Those who have come to a collective, by their numbers in the communicator."""
+
+    calls: dict[int, tuple[CollectiveCall, SimulatedWork]] = field(default_factory=dict)
+
+
+class Collectives:
+    """The collectives of a run."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._meetings: dict[tuple[int, int], _Meeting] = {}
+
+    @unwatched
+    def call(self, communicator: Communicator, rank: int, call: CollectiveCall) -> SimulatedWork:
+        """The next collective of the rank that has the turn. Raises the race where others call another."""
+        scheduler, stack = self._network.scheduler, own_stack()
+        on_stream = self._network.on_stream(communicator)
+        number = communicator.calls[rank]
+        communicator.calls[rank] += 1
+        meeting = self._meetings.setdefault((communicator.number, number), _Meeting())
+        self._compare(meeting, call, number, stack)
+
+        def wait() -> Wait:
+            missing = [there for here, there in communicator.members.items() if here not in meeting.calls]
+            return Wait(f"torch.distributed.{call.name}", tuple(sorted(missing)))
+
+        self._look(communicator, call, stack)
+        work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called", on_stream=on_stream)
+        work.communicator, work.holds_program = communicator, call.name == BARRIER  # for which NCCL's programs wait
+        self._network.works.add(work)
+        meeting.calls[rank] = call, work
+        if len(meeting.calls) == communicator.size:
+            del self._meetings[communicator.number, number]
+            scheduler.offer(
+                min(work.name for _, work in meeting.calls.values()), unwatched(partial(self._happen, meeting))
+            )
+        scheduler.pause()
+        return work
+
+    def _look(self, communicator: Communicator, call: CollectiveCall, stack: Stack) -> None:
+        """Raises the race where buffers of this call wait for something that is on its way.
+
+        Of a communicator's collectives on one stream each follows the one before: what one gives is there for the next.
+        """
+        if self._network.rules.one_stream:
+            while (work := self._network.works.pending_in([*call.brought, *call.due])) is not None:
+                if work.communicator is not communicator:
+                    break
+                work.wait()
+        self._network.works.uses(call.brought, stack)
+        self._network.works.claims(call.due, stack)
+
+    def _compare(self, meeting: _Meeting, call: CollectiveCall, number: int, stack: Stack) -> None:
+        if not meeting.calls:
+            return
+        other, work = next(iter(meeting.calls.values()))  # of who came first
+        if other.text != call.text:
+            own = self._network.scheduler.running
+            said = f"collective {number} of a group is {other.text} on rank {work.rank} and {call.text} on rank {own}"
+            lines = {f"rank_{work.rank}_called": work.stack, f"rank_{own}_called": stack}
+            self._network.scheduler.tell(race("desynchronised", own, said, **lines))
+
+    def _happen(self, meeting: _Meeting) -> None:
+        calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
+        for _, work in calls:
+            self._network.reads(work)
+        first, _ = calls[0]
+        results = [copies(gets) for gets in first.meaning([work.given.contents for _, work in calls])]
+        at_s = max(work.posted_s for _, work in calls) + self._network.latency_s
+        for (call, work), gets in zip(calls, results, strict=True):
+            came = gets if call.due else ()
+            if not fit(came, call.due):
+                said = f"{work.text} gave rank {work.rank} {described(came)}, and it received {described(call.due)}"
+                work.error, came = race("mismatched", work.rank, said, received=work.stack), ()
+            work.end(came, at_s=at_s)

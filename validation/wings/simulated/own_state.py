@@ -1,0 +1,213 @@
+"""What a process has once and is each rank's own here: random numbers, settings, what belongs to a rank, packages."""
+
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeproof.core.observe.belongings import belongings, belongs_to_rank
+from pipeproof.wings.simulated.torch_inside import SWITCHES
+from pipeproof.worlds.settings import OF_A_PROCESS, Setting
+
+_NOBODYS = frozenset({*sys.stdlib_module_names, "__main__", "torch", "numpy"})  # not to be had twice in a process
+_PATCHED = ("torch", "numpy")  # of which packages replace functions
+_CACHED = type(lru_cache(lambda: None))
+
+Attributes = dict[int, tuple[Any, dict[str, object]]]
+
+
+class SharedModule(RuntimeError):
+    """A module that ranks share has hold of what each of them is to have of its own."""
+
+    def __init__(self, place: str, name: str, owned: str) -> None:
+        super().__init__(
+            f"{place}.{name} is of {owned}, which each simulated rank has of its own, and {place} is shared by all: "
+            f"import {owned} where the step is written, not in it, or run this on real ranks, in World()"
+        )
+
+
+class OwnModules:
+    """Those of packages and modules by their names, and of whoever took something from them when he was imported.
+
+    What they replace in torch, as they are imported, is each rank's own, too.
+    """
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self.roots = frozenset(roots)
+        self._known: dict[str, bool] = {}
+        while roots and (more := {place for holder, place, *_ in self._holders() if not _is_nobodys(holder, place)}):
+            self.roots |= more
+            self._known.clear()
+
+    def here(self) -> dict[str, ModuleType]:
+        """Those that are imported now."""
+        return {name: module for name, module in sys.modules.items() if self._owned(name)} if self.roots else {}
+
+    def put(self, modules: dict[str, ModuleType]) -> None:
+        """Have these imported, and no others."""
+        for name in self.here():
+            del sys.modules[name]
+        sys.modules.update(modules)
+        for name, parent, leaf in self._in_others:
+            if (holder := sys.modules.get(parent)) is not None:
+                if name in modules:
+                    setattr(holder, leaf, modules[name])
+                else:
+                    vars(holder).pop(leaf, None)
+
+    def have_replaced(self, before: Attributes) -> None:
+        """What is theirs now in torch is each rank's own; a new rank has what was there ``before``."""
+        known = {(id(one.holder), one.name) for one in belongings()}
+        for holder, _, name, _ in list(self._holders()) if self.roots else ():
+            if (id(holder), name) in known:
+                continue
+            _, had = before.get(id(holder), (None, {}))
+            first = had.get(name, getattr(super(holder, holder), name, None) if isinstance(holder, type) else None)
+            belongs_to_rank(holder, name, fresh=partial(_or, first))
+
+    def check(self) -> None:
+        """Raise ``SharedModule`` where a module that all share has something of these."""
+        own = {(id(one.holder), one.name) for one in belongings()}
+        for holder, place, name, of in self._holders() if self.roots else ():
+            if (id(holder), name) not in own:
+                raise SharedModule(place, name, of)
+
+    @cached_property
+    def _in_others(self) -> list[tuple[str, str, str]]:
+        """Modules in packages that ranks share: these have them as attributes."""
+        parts = [(name, *name.rpartition(".")[::2]) for name in self.roots]
+        return [one for one in parts if one[1] and not self._owned(one[1])]
+
+    def _holders(self) -> Iterator[tuple[Any, str, str, str]]:
+        """Who has something of these: itself and its name; what it calls it, and of which of these that is.
+
+        A package has its own modules, which is not meant.
+        """
+        for holder, place in _places():
+            for name, value in list(vars(holder).items()) if not self._owned(place) else ():
+                of = _origin(value)
+                if self._owned(of) and of != f"{place}.{name}":
+                    yield holder, place, name, of
+
+    def _owned(self, name: str) -> bool:
+        if name not in self._known:
+            parents = name
+            while parents and parents not in self.roots:
+                parents = parents.rpartition(".")[0]
+            self._known[name] = bool(parents)
+        return self._known[name]
+
+
+def attributes() -> Attributes:
+    """What modules and classes of torch have now, by the id of each."""
+    return {id(one): (one, dict(vars(one))) for one, place in _places() if _is_patched(place)}
+
+
+def _or(first: Any, value: Any) -> Any:
+    return value if first is None else first
+
+
+def _places() -> Iterator[tuple[Any, str]]:
+    """All modules, and the classes of those that others patch."""
+    seen = set()
+    everything: dict[str, Any] = dict(sys.modules)  # anybody may put anything there
+    for place, module in everything.items():
+        if not isinstance(module, ModuleType):
+            continue
+        yield module, place
+        for name, value in list(vars(module).items()) if _is_patched(place) else ():
+            if isinstance(value, type) and id(value) not in seen and _is_patched(value.__module__):
+                seen.add(id(value))
+                yield value, f"{place}.{name}"
+
+
+def _origin(value: object) -> str:
+    """The module of which a value is: itself, or where it or its class was written."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, FunctionType):  # whose __module__ may be copied from the one it wraps
+        return str(value.__globals__.get("__name__", ""))
+    found = getattr(value if isinstance(value, type | _CACHED) else type(value), "__module__", None)
+    return found if isinstance(found, str) else ""
+
+
+def _is_patched(place: str) -> bool:
+    return place.partition(".")[0] in _PATCHED
+
+
+def _is_nobodys(holder: object, place: str) -> bool:
+    ours = place.startswith("pipeproof.") and not place.startswith(_RANKS)
+    return ours or isinstance(holder, type) or place.partition(".")[0] in _NOBODYS
+
+
+_RANKS = ("pipeproof.own.", "pipeproof.wings.specimens.")  # of ours, what plays a user's part
+_numpys: Any = np.random  # its stubs leave out what sets its generator
+_VALUES: tuple[Setting, ...] = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (_numpys.get_bit_generator, _numpys.set_bit_generator),  # as an object: its state takes longer than a step
+)
+_SWITCHES: tuple[Setting, ...] = (
+    *OF_A_PROCESS,
+    *SWITCHES,
+)  # which people set for a block of code, and ranks take turns
+
+belongs_to_rank(sys, "stdout", "stderr", fresh=lambda stream: stream)
+belongs_to_rank(warnings, "filters", fresh=lambda filters: [*filters])
+belongs_to_rank(warnings, "showwarning", "_showwarnmsg_impl", fresh=lambda shown: shown)
+
+
+class OwnState:
+    """One rank's, or the process's own before and after a run."""
+
+    def __init__(self, own: OwnModules, values: list[Any], belonging: list[Any]) -> None:
+        self._own = own
+        self._modules: dict[str, ModuleType] = {}
+        self._values = values
+        self._switches = [get() for get, _ in _SWITCHES]
+        self._dtype = torch.get_default_dtype()
+        self._belonging = belonging
+
+    @staticmethod
+    def now(own: OwnModules) -> "OwnState":
+        """As it is in this process."""
+        found = OwnState(own, [get() for get, _ in _VALUES], [one.value for one in belongings()])
+        found._modules = own.here()
+        return found
+
+    @staticmethod
+    def fresh(rank: int, own: OwnModules) -> "OwnState":
+        """As a process has it that has just started. What others draw from the system is seeded."""
+        values = [torch.Generator().get_state(), random.Random(rank).getstate(), np.random.MT19937(rank)]
+        return OwnState(own, values, [one.fresh(one.value) for one in belongings()])
+
+    def take(self) -> None:
+        """Put all of it in its place."""
+        self._own.put(self._modules)
+        for (_, put), value in zip(_VALUES, self._values, strict=True):
+            put(value)
+        for (get, put), value in zip(_SWITCHES, self._switches, strict=True):
+            if get() != value:
+                put(value)
+        if torch.get_default_dtype() is not self._dtype:
+            torch.set_default_dtype(self._dtype)
+        known = belongings()
+        for one, value in zip(known, self._belonging, strict=False):
+            if one.within[one.name] is not value:  # few are another rank's own: as cheap as can be
+                one.put(value)
+        for one in known[len(self._belonging) :]:  # named since, by what another rank has imported
+            one.put(one.fresh(one.first))
+
+    def leave(self) -> None:
+        """Keep all of it as it is now."""
+        self._modules = self._own.here()
+        self._values = [get() for get, _ in _VALUES]
+        self._switches = [get() for get, _ in _SWITCHES]
+        self._dtype = torch.get_default_dtype()
+        self._belonging = [one.within[one.name] for one in belongings()]

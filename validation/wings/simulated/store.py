@@ -1,0 +1,177 @@
+"""The store through which ranks meet, and whom they meet there: who asks for what is not there waits for its turn."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+
+from pipeproof.core.observe.stack import Stack, own_stack
+from pipeproof.wings.simulated.engine.scheduler import Scheduler, Wait
+
+MEETING = "communicator"  # the key under which the first to come leaves its number, which nobody else sees
+_Key = bytes | str
+
+
+class SharedStore(Store):
+    """Values by their keys, of one run. Every call is an event that a seed may order."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[int, Sequence[str]] = {}
+        self._made: dict[str, int] = {}  # the event that did
+
+    def set(self, key: str, value: _Key) -> None:
+        """Put it there, in place of what was there."""
+        self._scheduler.pause()
+        self._put(key, value)
+
+    def get(self, key: str) -> bytes:
+        """What is there, once something is."""
+        self.wait([key])
+        self._look_again(key)
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 where there is none."""
+        self._scheduler.pause()
+        if not amount:
+            self._look_again(key)
+        number = int(self._values.get(key, b"0")) + amount
+        if amount or key not in self._values:
+            self._put(key, str(number))
+        return number
+
+    def compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
+        """Put ``desired`` there if that is what is expected, or if nothing is; what is there then."""
+        if _is_ours(key):
+            return self._compared(key, expected, desired)
+        self._scheduler.pause()
+        if not self._is(key, expected):
+            self._look_again(key)
+        return self._compared(key, expected, desired)
+
+    def append(self, key: str, value: _Key) -> None:
+        """Put it behind what is there."""
+        self._scheduler.pause()
+        self._put(key, self._values.get(key, b"") + _bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all are there."""
+        self._scheduler.pause()
+        return self._scheduler.ask(("key", keys[-1]), lambda: all(key in self._values for key in keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all are there. Time is not real: what never comes is a deadlock."""
+        self._scheduler.pause()
+        while missing := [key for key in keys if key not in self._values]:
+            self._waiting[self._scheduler.running] = missing
+            self._scheduler.block(lambda: Wait(f"the store's key {missing[0]}"))
+        for key in keys:
+            self._scheduler.history.needed(self._made[key])
+            self._touch(key, changes=False)
+
+    def delete_key(self, key: str) -> bool:
+        """Whether it was there: now it is not."""
+        self._scheduler.pause()
+        self._touch(key, changes=True)
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many there are."""
+        self._scheduler.pause()
+        return len(self._values)
+
+    deleteKey, getNumKeys = delete_key, num_keys  # as torch calls them
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """What is under each, once something is."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[_Key]) -> None:
+        """Put each there."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Whether it has all of this."""
+        return True
+
+    def _is(self, key: str, expected: _Key) -> bool:
+        there = self._values.get(key)
+        return there == _bytes(expected) or (there is None and not expected)
+
+    def _compared(self, key: str, expected: _Key, desired: _Key) -> bytes:
+        if self._is(key, expected):
+            self._put(key, desired)
+        return self._values.get(key, _bytes(expected))
+
+    def _put(self, key: str, value: _Key) -> None:
+        self._values[key] = _bytes(value)
+        self._made.setdefault(key, self._scheduler.history.now)
+        self._touch(key, changes=True)
+        for rank in [rank for rank, keys in self._waiting.items() if key in keys]:
+            del self._waiting[rank]
+            self._scheduler.wake(rank)
+
+    def _look_again(self, key: str) -> None:
+        """Who reads the same key again and again waits for what others put there, as who asks whether it is there."""
+        before = self._values.get(key)
+        self._scheduler.ask(("key", key), lambda: self._values.get(key) != before)
+
+    def _touch(self, key: str, *, changes: bool) -> None:
+        if not _is_ours(key):
+            self._scheduler.touch(("key", key), changes=changes)
+
+
+def _is_ours(key: str) -> bool:
+    """Whether nobody but a communicator asks for it: of that there are no events."""
+    return key.endswith(MEETING)
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+@dataclass(eq=False)
+class Communicator:
+    """One that ranks have in common. ``members``: each rank's number in the world, by that in here, once it is in.
+
+    ``made``: where each of these made its group. ``on_host``: programs wait there, and no device for them.
+    """
+
+    number: int
+    size: int
+    on_host: bool
+    members: dict[int, int] = field(default_factory=dict)
+    made: dict[int, Stack] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)  # of collectives, by the rank's number in here
+
+    def global_rank(self, rank: int) -> int | None:
+        """What rank of the world has this number here; None where it has not come yet."""
+        return self.members.get(rank)
+
+
+class Communicators:
+    """All of a run of so many ranks. Those who come with one store have one communicator."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._all: list[Communicator] = []
+
+    def join(self, store: Store, rank: int, size: int, *, world_rank: int, on_host: bool) -> Communicator:
+        """The communicator of ``store``, in which the rank of the world that comes has the number ``rank``."""
+        made = Communicator(len(self._all), size, on_host)
+        number = int(store.compare_set(MEETING, "", str(made.number)).decode())
+        if number == made.number:
+            self._all.append(made)
+        found = self._all[number]
+        if size == self._ranks and rank == world_rank:
+            found.members |= {one: one for one in range(size) if one not in found.members}  # also those still to come
+        found.members[rank] = world_rank
+        found.made[world_rank] = own_stack()
+        return found

@@ -1,0 +1,274 @@
+"""The private names of torch on which the simulated world rests, all of them, and nothing else.
+
+Tested with torch 2.13, the oldest that they are for, and 2.14. Each is said once what it is for, so that another torch
+can be told what is missing.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from threading import Thread, current_thread
+from types import SimpleNamespace
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import profiler as profilers
+from torch.distributed import c10d_logger, device_mesh
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.profiler import profiler
+from torch.utils import checkpoint
+
+from pipeproof.core.observe import posted_messages
+from pipeproof.core.observe.belongings import belongs_to_rank, once_imported
+from pipeproof.pipeline import waiting
+
+_NAMES = {  # of torch.distributed's own record of groups
+    "default_pg": None,
+    "group_count": 0,
+    **{name: dict for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")},
+    "pg_coalesce_state": dict,
+    "comms": list,
+}
+_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)]
+_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
+_LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
+_TOLD = "_get_distributed_info"  # in a profile, such as NCCL's version
+_RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
+_GLOO, _NCCL = "ProcessGroupGloo", "ProcessGroupNCCL"
+_BEGIN, _END = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
+SWITCHES = [  # of attention: what asks for it, and what sets it
+    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+    for name in ("flash", "mem_efficient", "math", "cudnn")
+]
+MESSAGES = ("send", "recv", "recv_anysource")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _world(before: Any) -> SimpleNamespace:
+    """A rank's own record of its groups."""
+    return SimpleNamespace(**{name: make() if callable(make) else make for name, make in _NAMES.items()})
+
+
+belongs_to_rank(c10d, "_world", fresh=_world)
+belongs_to_rank(modules, *_HOOKS, fresh=lambda hooks: hooks.copy())
+belongs_to_rank(optimizers, *_OPTIMIZER_HOOKS, fresh=lambda hooks: hooks.copy())
+belongs_to_rank(os.environ, "_data", fresh=lambda variables: variables.copy())  # such as RANK
+belongs_to_rank(torch.nn.Module, "zero_grad", fresh=lambda method: method)
+belongs_to_rank(torch.optim.Optimizer, "zero_grad", fresh=lambda method: method)
+belongs_to_rank(dist.ProcessGroup, *MESSAGES, fresh=lambda method: method)
+belongs_to_rank(dist.Work, "wait", fresh=lambda method: method)
+belongs_to_rank(checkpoint, "_enable_checkpoint_early_stop", fresh=lambda early: early)
+belongs_to_rank(waiting, "_note", fresh=lambda _: None)
+belongs_to_rank(
+    posted_messages,
+    *("_posted", "_messages", "_parting", "_ways", "_from_any", "_sent", "_received", "_fence", "_standing", "_done"),
+    fresh=lambda noted: type(noted)(),
+)
+
+
+_numbers = itertools.count()
+_number = next(_numbers)  # of the rank that has the turn, among those of all runs
+belongs_to_rank(__name__, "_number", fresh=lambda _: next(_numbers))
+
+
+def _dtensors() -> None:
+    """What DTensor keeps for a process."""
+    from torch.distributed.tensor import DTensor, _random
+    from torch.distributed.tensor._dispatch import OpDispatcher
+
+    handlers = "_custom_op_handlers"  # to which loss_parallel adds while it is open
+    belongs_to_rank(DTensor._op_dispatcher, handlers, fresh=lambda _: vars(OpDispatcher())[handlers])
+    belongs_to_rank(_random, "_rng_tracker", fresh=lambda _: None)
+
+
+once_imported("torch.distributed.tensor", _dtensors)
+
+
+def _mesh_of_a_rank(make: Callable[..., None]) -> Callable[..., None]:
+    """A mesh knows its rank's place. Meshes of two ranks are not equal, or one would be taken for the other."""
+
+    def made(mesh: Any, *given: Any, **named: Any) -> None:
+        make(mesh, *given, **named)
+        mesh._thread_id = _number
+
+    return made
+
+
+@contextmanager
+def standing_in(
+    groups: Mapping[str, type], bare: type, messages: dict[str, Any], *, batch: Callable[[int], None]
+) -> Iterator[None]:
+    """While this is open, every group that torch makes is one of ``groups``, by what it is in torch.
+
+    ``bare``: what users get who make a gloo group without torch.distributed. ``messages``: functions in place of a
+    process group's own, by name. ``batch`` is told how many messages come in one call, before they come. Groups are
+    registered for each thread apart.
+    """
+    changed = (*groups, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
+    kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
+    kept += [(dist, _GLOO, getattr(dist, _GLOO)), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
+    kept += [(profiler._KinetoProfile, _TOLD, vars(profiler._KinetoProfile)[_TOLD])]
+    mesh: Any = device_mesh.DeviceMesh
+    kept += [(mesh, "__init__", mesh.__init__)]
+    kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
+    for name, group in groups.items():
+        setattr(c10d, name, group)
+    plugins: dict[str, Any] = c10d.Backend._plugins
+    known = dict(plugins)
+    plugins |= _making(groups, known)
+    checked = getattr(c10d, _BATCH)
+
+    def noted(operations: list[Any]) -> None:
+        checked(operations)
+        batch(len(operations))
+
+    setattr(c10d, _BATCH, noted)
+    mesh.__init__ = _mesh_of_a_rank(mesh.__init__)
+    c10d.is_nccl_available = lambda: True
+    setattr(profiler._KinetoProfile, _TOLD, lambda _: None)
+    setattr(c10d, _RECORDS, lambda *_, **__: None)
+    c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
+    setattr(dist, _GLOO, bare)
+    setattr(c10d_logger, _LOGGED, lambda name, *_, **__: {"func_name": name})
+    for name, message in messages.items():
+        setattr(dist.ProcessGroup, name, message)
+    isolated: Any = torch._C._distributed_c10d  # the stubs leave this out
+    isolated._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        isolated._set_thread_isolation_mode(False)
+        _forget_meshes()
+        plugins.clear()
+        plugins |= known
+        for holder, name, value in kept:
+            if value is None:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)
+
+
+@contextmanager
+def one_profiler(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """While this is open, ``refuse`` is called where a profiler begins beside another thread's: torch would crash."""
+    kept = {name: vars(profilers)[name] for name in (*_BEGIN, _END)}
+    owner: list[Thread] = []
+
+    def begins(begin: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if owner and owner[0] is not current_thread():
+            refuse()
+        owner[:] = [current_thread()]
+        return begin(*given, **named)
+
+    def ends(*given: Any) -> Any:
+        owner.clear()
+        return kept[_END](*given)
+
+    try:
+        for name in _BEGIN:
+            setattr(profilers, name, partial(begins, kept[name]))
+        setattr(profilers, _END, ends)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(profilers, name, function)
+
+
+def _forget_meshes() -> None:
+    """What DTensor remembers of meshes of a run, it keeps with all that the run had."""
+    remembered = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_gen_transform_infos", None)
+    if remembered is not None:
+        remembered.cache_clear()
+
+
+def _making(groups: Mapping[str, type], known: dict[str, Any]) -> dict[str, Any]:
+    """What makes a group of each backend since torch 2.15, where a plugin does that of torch's own as well."""
+    if "GLOO" not in known:
+        return {}
+
+    def plugin(name: str) -> Any:
+        group = groups[name]
+        made: Any = lambda store, rank, size, _: group(store, rank, size)  # noqa: E731  # as torch calls it
+        return known["GLOO"]._replace(creator_fn=made, extended_api=False)
+
+    return {"GLOO": plugin(_GLOO), "NCCL": plugin(_NCCL)}
+
+
+def joined(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup:
+    """The group of all ranks, made in a rank's own thread."""
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None, "init_process_group returned without a default group"
+    return group
+
+
+def without_autograd_threads() -> Any:
+    """Backward runs in the thread that calls it, which is its rank's."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+def unwatched(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, of whose calls of torch no mode is told."""
+    off: Any = torch._C.DisableTorchFunction
+
+    @wraps(function)
+    def alone(*arguments: P.args, **named: P.kwargs) -> T:
+        with off():
+            return function(*arguments, **named)
+
+    return alone
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """``tensor``; of one that a functional collective still brings, what it brings, which is waited for."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]  # in torch
+    return tensor
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it lies anywhere itself: a wrapper around other tensors has a storage without an address."""
+    try:
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() is not None
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def places_of(tensor: Tensor) -> tuple[int, ...]:
+    """Two numbers by which to tell what this may be, or share memory with: the object's, and where its memory is."""
+    return (id(tensor), place) if (place := tensor.untyped_storage().data_ptr()) else (id(tensor),)
+
+
+_Weak: Any = StorageWeakRef
+
+
+class Memory:
+    """Where a tensor lies, which does not keep that there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storage = _Weak(storage)
+        self._place = storage.data_ptr()
+        self._bytes = storage.nbytes()
+        self._dtype = tensor.dtype
+        self._as = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor as it was; None where that memory is gone, or has moved."""
+        kind: Any = torch.UntypedStorage
+        storage = None if self._storage.expired() else kind._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.data_ptr() != self._place or storage.nbytes() < self._bytes:
+            return None
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._as)

@@ -1,0 +1,293 @@
+"""A world of simulated ranks: one process for all of them, kept, so that nothing they do can hold up the caller."""
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from pipeproof.core.verdict import Verdict
+from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
+from pipeproof.wings.simulated.engine.exploration import Course, Exploration, told
+from pipeproof.wings.simulated.engine.guide import Guide, Preemption, parsed_interleaving, preemptions
+from pipeproof.wings.simulated.engine.scheduler import WHOLE
+from pipeproof.wings.simulated.engine.simulation import SLEEP_ALONE, Manner, Simulation, Timing
+from pipeproof.wings.simulated.play import Played, RunOrder, play
+from pipeproof.worlds.accelerator import CPU, too_old
+from pipeproof.worlds.kinds import SIMULATED
+from pipeproof.worlds.processes import Processes
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.timeout import BUDGET, END_S
+from pipeproof.worlds.world import World
+
+_WHICH = ", nor did another: simulated ranks share a process, and which of them holds it is not known"
+_AHEAD = "; on NCCL a program goes on after wait() while its device waits: there it may end"
+_MOST_ROOM = 1 << 40  # bytes: more than ranks of one process can send
+
+
+class SimulatedWorld(World):
+    """Ranks that are threads of one process, of which one runs at a time. Every run begins anew.
+
+    ``seed`` decides who is next and when messages move, within what ``transport`` allows; the same seed gives the same
+    run. Both may be set anew between runs, and ``seeds``: under which of them who looks for races runs each case. With
+    ``most`` it runs all interleavings that differ, but no more than so many, and adds to ``explorations`` what is known
+    of them. ``noted``: keep the ``course`` of the next run. ``timing``: what takes time besides sleep, which takes none
+    of the machine's. ``room``: how many bytes of what one rank sends to another are kept until they are received, where
+    messages keep their order. Modules are shared by such ranks: what code keeps there is not one rank's, but for
+    packages that ``own_modules`` names.
+    """
+
+    kind = SIMULATED
+
+    parsed_interleaving = staticmethod(parsed_interleaving)
+
+    def __init__(
+        self,
+        *,
+        seed: int | Guide = 0,
+        transport: str = "gloo",
+        timing: Timing = SLEEP_ALONE,
+        timeout_s: float = 120.0,
+        silent: bool = False,
+        device: str = CPU,
+    ) -> None:
+        """``transport``: a name of ``pipeline.transports``. ``timeout_s``: a run may take five times as long while it
+        moves on. ``silent``: as of ``World``. Raises ValueError for another ``device``, and a torch that is too old.
+        """
+        if device != CPU:
+            raise ValueError(f"device is {device!r}: simulated ranks are on {CPU}, there is no other device in there")
+        if why := too_old():
+            raise ValueError(why)
+        super().__init__(timeout_s=timeout_s, silent=silent)
+        self.seed = seed
+        self.transport = transport_of(transport)
+        self.seeds: Sequence[int | Guide] = ()
+        self.most: int | None = None
+        self.timing = timing
+        self.room = 0
+        self.explorations: list[Exploration] = []
+        self.noted = False
+        self._ranks = _Ranks(self._manner, silent=silent)
+
+    @property
+    def decision(self) -> Simulation:
+        """What decides the next run."""
+        return Simulation(self.transport, self.seed, room=self.room)
+
+    def decide(self, decision: Simulation) -> None:
+        """Let this simulation say what decides the next runs."""
+        self.transport, self.seed = decision.transport, decision.first
+        self.seeds, self.most = decision.seeds, decision.most
+        self.room = decision.room
+
+    def set_transport(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @property
+    def room(self) -> int:
+        """How many bytes of what one rank sends to another are kept."""
+        return self._room
+
+    @room.setter
+    def room(self, room: int) -> None:
+        """Raises ValueError for what is no number of bytes."""
+        if not isinstance(room, int) or isinstance(room, bool) or room < 0:
+            raise ValueError(f"room is {room!r}: expected a number of bytes, as 4096, or 0 for none")
+        self._room = room
+
+    @property
+    def course(self) -> Course | None:
+        """What the last run was like that was to be noted; None where nobody can tell, for it did not end."""
+        return self._ranks.course
+
+    @property
+    def searches(self) -> bool:
+        """Whether a case is to be run under more than one interleaving."""
+        return self.most is not None or len(self.seeds) > 1
+
+    @property
+    def searched(self) -> str:
+        """How many interleavings there were of all that were to be had, in a sentence; empty where none was."""
+        return told(self.explorations)
+
+    def interleavings(self) -> Iterator[None]:
+        """Once for each seed that a case is to be run under, which is then this world's.
+
+        Where all are to be had, what the first run is like says which are left.
+        """
+        if self.most is None:
+            for seed in self.seeds or (self.seed,):
+                self.seed = seed
+                yield
+            return
+        self.explorations.append(exploration := Exploration(self.most))
+        for guide in exploration.guides():
+            self.seed, self.noted = guide, True
+            yield
+            exploration.learn(self.course)
+
+    def reduce(self, fails: Callable[[], bool]) -> None:
+        """Leave the fewest preemptions under which what is run still ``fails``; the seed where none does.
+
+        Delta debugging, by Zeller and Hildebrandt (2002), without its complements: halves first, then quarters, ...
+        """
+        before, self.noted = self.seed, True
+        if not fails() or self.course is None:
+            return
+        kept, left = preemptions(self.course.events), BUDGET
+
+        def still(some: Sequence[Preemption]) -> bool:
+            nonlocal left
+            left -= 1
+            self.seed = Guide(tuple(some))
+            return fails()
+
+        if not still(kept):
+            self.seed = before
+            return
+        if still(()):
+            return
+        size = len(kept)
+        while size > 1 and left > 0:
+            size = (size + 1) // 2
+            start = 0
+            while start < len(kept) and left > 0:
+                fewer = (*kept[:start], *kept[start + size :])
+                if fewer and still(fewer):
+                    kept = fewer
+                else:
+                    start += size
+        self.seed = Guide(kept)
+
+    def complete(self, verdict: Verdict) -> Verdict:
+        """``verdict``; of a hang with the transports on which the last run does, and does not, with what room."""
+        ahead = _AHEAD if self.may_end else ""
+        found = self.hangs_on() if verdict.ended == "hang" else {}
+        if not found.get(self.transport):  # nothing is known of others, or it does not hang again
+            return verdict
+        hanging, ending = ([one for one in found if found[one] is hangs] for hangs in (True, False))
+        where = f"transport {_listed(hanging)}, and not with {_listed(ending)}" if ending else "every transport"
+        room = self.least_room()
+        kept = f"; with room for {some(room, 'byte')} from one rank to another it ends, under this seed" if room else ""
+        return replace(verdict, headline=f"{verdict.headline}; it hangs with {where}{kept}{ahead}")
+
+    def hangs_on(self) -> dict[Transport, bool]:
+        """Whether the last run hangs, by the transport: it runs again on each.
+
+        Empty where some rank computes or sleeps for ever, of which nobody knows that.
+        """
+        found = {}
+        for transport in Transport:
+            if (reports := self._run_again(transport, self.room)) is None:
+                return {}
+            found[transport] = any(report.failed for report in reports) and RankFailed(reports).hang
+        return found
+
+    def least_room(self) -> int | None:
+        """With room for how many bytes at least the last run, which failed on its transport, is one that ends.
+
+        None where no room helps, and where nothing is known. Another seed may want another room.
+        """
+        if RULES[self.transport].by_name or not self._ends_with(_MOST_ROOM):
+            return None
+        powers = [2**power for power in range(self.room.bit_length(), _MOST_ROOM.bit_length())]
+        enough: int = powers[bisect_left(powers[:-1], True, key=self._ends_with)]
+        least = range(max(enough // 2, self.room) + 1, enough)
+        return least.start + bisect_left(least, True, key=self._ends_with)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the last run, which hangs, may end on NCCL: there programs go on while their devices wait.
+
+        Some program here waits for what others could bring that wait for a device. Whether they go on so far is not
+        known: not where they ask for a number.
+        """
+        return self._ranks.may_end
+
+    def _ends_with(self, room: int) -> bool:
+        reports = self._run_again(self.transport, room)
+        return reports is not None and not any(report.failed for report in reports)
+
+    def _run_again(self, transport: Transport, room: int) -> Sequence[RankReport] | None:
+        return self._ranks.again(replace(self._any_manner, transport=transport, room=room))
+
+    @property
+    def _any_manner(self) -> Manner:
+        own = tuple(sorted(self.own_modules))
+        return Manner(self.seed, self.transport, self.timing, False, own, self.room)
+
+    def _manner(self) -> Manner:
+        """How the next run goes; of this one alone it may be that its course is to be noted."""
+        if self.room and (why := keeps_none(self.transport)):
+            raise ValueError(f"room is {self.room}: {why}, or room 0")
+        noted, self.noted = self.noted, False
+        return replace(self._any_manner, noted=noted)
+
+    def _started(self) -> "_Ranks":
+        return self._ranks
+
+
+class _Ranks:
+    """The process of simulated ranks.
+
+    ``manner`` says how the next run goes. ``course``: what the last one was like that was to be noted. ``may_end``: the
+    last one hangs, and need not where programs go on while their devices wait.
+    """
+
+    def __init__(self, manner: Callable[[], Manner], *, silent: bool = False) -> None:
+        self.course: Course | None = None
+        self.may_end = False
+        self._manner = manner
+        self._last: tuple[RunOrder, str] | None = None
+        self._in_time = False
+        self._process = Processes(CPU, silent=silent)
+
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[RankReport]:
+        """One report for each rank, in rank order."""
+        what = RunOrder(order, ranks, timeout_s, self._manner())
+        reports, course = self._played(what, label, meanwhile)
+        self.course = course if what.manner.noted else self.course
+        self._last = (what, label) if self._in_time else None
+        return reports
+
+    def again(self, manner: Manner) -> Sequence[RankReport] | None:
+        """How ranks end in the last run if it goes so.
+
+        None where that cannot be known: who waits for ever is known to, and who computes or sleeps is not.
+        """
+        self.may_end = False
+        if self._last is None:
+            return None
+        what, label = self._last
+        reports, _ = self._played(replace(what, manner=manner), label, ())
+        return reports if self._in_time else None
+
+    def _played(
+        self, what: RunOrder, label: str, meanwhile: Iterable[object]
+    ) -> tuple[Sequence[RankReport], Course | None]:
+        self._in_time = self.may_end = False
+        job = pack((sys.path, (), pack((play, (what,)))))
+        most_s = WHOLE * what.timeout_s + END_S
+        (answer,) = self._process.run(job, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
+        if answer.failed:  # the process that has all ranks: none of them can have done better
+            if answer.ending is Ending.STUCK:  # its stack is that of who waits for the ranks
+                answer = replace(answer, message=answer.message + _WHICH, traceback="")
+            return [replace(answer, rank=rank) for rank in range(what.ranks)], None
+        played = unpack(answer.payload)
+        assert isinstance(played, Played), f"a run gives what was played, not {type(played)}"
+        self._in_time, self.may_end = played.in_time, played.may_end
+        if not played.sound:
+            self._process.close()
+        return played.reports, played.course
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+def _listed(transports: Sequence[Transport]) -> str:
+    names = [f"{one.value} ({', '.join(known)})" if (known := RULES[one].known_as) else one.value for one in transports]
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

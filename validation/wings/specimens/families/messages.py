@@ -1,0 +1,251 @@
+"""Faults of messages, taken for one another, early, old, damaged or lost, and of memory that is still needed."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from pipeproof.core.observe.wrappers import AroundTransport
+from pipeproof.own.case import Case
+from pipeproof.own.faults import Plant
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.program import lower
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.transport import Message, Transport
+from pipeproof.wings.specimens.families.order import exchanged, hangs, other_of_two
+from pipeproof.wings.specimens.planting import (
+    Arrived,
+    Call,
+    Changes,
+    To,
+    first,
+    middle,
+    on_arrival,
+    on_stages,
+    on_transport,
+    rounded,
+    second,
+)
+from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row
+
+_ACTIVATIONS, _ACTIVATION = To(Kind.RECV_F, 1), To(Kind.RECV_F, 1, (0,))
+_PAIR_FORWARD, _PAIR_BACKWARD = To(Kind.RECV_F, 1, (0, 1)), To(Kind.RECV_B, 0, (0, 1))
+_ACTIVATIONS_OR_DATA = ("swapped-activations", "swapped-data")
+_PLAIN = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm")  # one fp32 tensor crosses a boundary
+_ACROSS = Needs(ranks=2, models=_PLAIN)
+_TWO_ACROSS = Needs(ranks=2, microbatches=2, one_size=True)
+
+
+def _repeated(arrived: Tensor, message: Arrived) -> Tensor:
+    """The second of two holds the first one's bytes: its sender's buffer was not free yet, or was used again."""
+    if 0 in message.kept:
+        return message.kept.pop(0)
+    message.kept[0] = arrived.clone()
+    return arrived
+
+
+def _partly_old(arrived: Tensor, message: Arrived) -> Tensor:
+    """Only the first half of the message has been waited for; the buffer is one that held another before."""
+    half = len(arrived) // 8 * 4
+    return torch.cat([arrived[:half], _repeated(arrived, message)[half:]])
+
+
+def _of_other_stage(arrived: Tensor, message: Arrived) -> Tensor:
+    """The bytes of the message to the second stage are also those of the next one that comes to its rank."""
+    if message.stage == 1:
+        message.kept[0] = arrived.clone()
+        return arrived
+    return message.kept.pop(0, arrived)
+
+
+def _of_step_before(arrived: Tensor, message: Arrived) -> Tensor:
+    before = message.kept.get(0, arrived)
+    message.kept[0] = arrived.clone()
+    return before
+
+
+def _in_bf16(arrived: Tensor, message: Arrived) -> Tensor:
+    whole = len(arrived) // 4 * 4  # a gradient is followed by a byte that says whether it is there
+    numbers = rounded(arrived[:whole].view(torch.float32), torch.bfloat16)
+    return torch.cat([numbers.view(torch.uint8), arrived[whole:]])
+
+
+def _damaged(arrived: Tensor, message: Arrived) -> Tensor:
+    """One number has another exponent."""
+    arrived = arrived.clone()
+    arrived[7] ^= 1
+    return arrived
+
+
+def _crossed(pair: To) -> Plant:
+    """The two messages arrive as each other."""
+
+    class Crossed(AroundTransport):
+        def __init__(self, inner: Transport, schedule: Schedule) -> None:
+            super().__init__(inner)
+            self._links = schedule.n_stages
+
+        def post(self, message: Message, nbytes: int) -> None:
+            self.inner.post(self._as_other(message), nbytes)
+
+        def receive(self, message: Message) -> Tensor:
+            return self.inner.receive(self._as_other(message))
+
+        def _as_other(self, message: Message) -> Message:
+            action = message.name
+            if message not in pair or not isinstance(action, Action):
+                return message
+            other = action._replace(microbatch=other_of_two(action.microbatch))
+            # Tags count links within microbatches, three to a link.
+            further = (other.microbatch - action.microbatch) * 3 * self._links
+            return message._replace(name=other, tag=message.tag + further)
+
+    return on_transport(Crossed)
+
+
+class _Lost(AroundTransport):
+    """The last microbatch's message to the second stage is never sent."""
+
+    def __init__(self, inner: Transport, schedule: Schedule) -> None:
+        super().__init__(inner)
+        self._lost = Action(0, Kind.SEND_F, schedule.microbatches - 1)
+
+    def send(self, message: Message, buffer: Tensor) -> None:
+        if message.name != self._lost:
+            self.inner.send(message, buffer)
+
+
+def _crossing(kind: Kind, stage: int) -> Needs:
+    """Ranks must not wait for each other when two messages are exchanged."""
+
+    def also(case: Case) -> str:
+        one, other = (Action(stage, kind, m) for m in (0, 1))
+        waits = hangs(exchanged(lower(case.built), one, other))
+        return "needs both messages under way at once" if waits else ""
+
+    return Needs(ranks=2, microbatches=2, one_size=True, also=also)
+
+
+def _round_further(case: Case) -> str:
+    looped = case.virtual > 1 and case.built.placement[1 + case.ranks : 2 + case.ranks] == case.built.placement[1:2]
+    return "" if looped else "needs two rounds of stages over the ranks"
+
+
+_KEPT = Needs(stages=2, models=("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout"))
+
+
+def _one_buffer(arrived: Tensor, message: Arrived) -> Tensor:
+    """Everything received on this rank lies in one buffer, whatever is still needed of the last message."""
+    if 0 not in message.kept or len(message.kept[0]) < len(arrived):
+        message.kept[0] = torch.empty_like(arrived)
+    # .data: a network card does not tell autograd that it writes, and neither does this.
+    view = message.kept[0].data[: len(arrived)]
+    return view.copy_(arrived)
+
+
+def _spoiled(spoil: Callable[[Tensor], object], *, microbatches: tuple[int, ...] = ()) -> Plant:
+    """Before a backward, ``spoil`` has written into the input that the middle stage kept for it."""
+
+    def own(inputs: Tensors, call: Call) -> Tensors:
+        # A copy of its own: on one rank, the stage before may still need what it handed on.
+        return tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
+
+    def spoiled(gradients: Gradients, call: Call) -> Gradients:
+        if call.microbatch in (microbatches or [call.microbatch]):
+            spoil(call.inputs[0].data)
+        return gradients
+
+    return on_stages(Changes(inputs=own, given=spoiled), middle)
+
+
+def _overwrite_half(kept: Tensor) -> None:
+    flat = kept.view(-1)
+    half = len(flat) // 2
+    flat[half:] = flat[: len(flat) - half].clone()
+
+
+def _not_a_number(inputs: Tensors, call: Call) -> Tensors:
+    """In place of what microbatch 1 brings."""
+    if call.microbatch != 1:
+        return inputs
+    return tuple(torch.full_like(x, torch.nan, requires_grad=True) if x.is_floating_point() else x for x in inputs)
+
+
+SPECIMENS: Mapping[str, Specimen] = {
+    "activation-repeated": row(
+        Fault("wrong-message", "loss", stage=second, alike=_ACTIVATIONS_OR_DATA),
+        on_arrival(_repeated, _PAIR_FORWARD),
+        _TWO_ACROSS,
+    ),
+    "gradient-repeated": row(
+        Fault("wrong-message", "gradient", stage=first, alike=("swapped-gradients",)),
+        on_arrival(_repeated, _PAIR_BACKWARD),
+        _TWO_ACROSS,
+    ),
+    "activations-crossed": row(
+        Fault("wrong-message", "loss", stage=second, microbatches=(0, 1), alike=_ACTIVATIONS_OR_DATA),
+        _crossed(_PAIR_FORWARD),
+        _crossing(Kind.SEND_F, 0),
+        schedule="gpipe",
+    ),
+    "gradients-crossed": row(
+        Fault("wrong-message", "gradient", stage=first, microbatches=(0, 1), alike=("swapped-gradients",)),
+        _crossed(_PAIR_BACKWARD),
+        _crossing(Kind.SEND_B, 1),
+        schedule="gpipe",
+    ),
+    "activation-of-other-stage": row(
+        Fault("wrong-message", "loss", microbatches=(0,), alike=("swapped-activations",)),
+        on_arrival(_of_other_stage, To(Kind.RECV_F, microbatches=(0,))),
+        Needs(ranks=2, stages=4, models=_PLAIN, one_size=True, also=_round_further),
+        schedule="looped-bfs",
+    ),
+    "activation-read-early": row(
+        Fault("uninitialised", "loss", stage=second, microbatches=(0,), alike=("zero",)),
+        on_arrival(lambda arrived, message: torch.zeros_like(arrived), _ACTIVATION),
+        _ACROSS,
+    ),
+    "activation-partly-old": row(
+        Fault("overwritten", "loss", stage=second, alike=("altered",)),
+        on_arrival(_partly_old, _PAIR_FORWARD),
+        Needs(ranks=2, microbatches=2, models=_PLAIN, one_size=True),
+    ),
+    "activation-of-step-before": row(
+        Fault("stale-tensor", "loss", stage=second, microbatches=(0,)),
+        on_arrival(_of_step_before, _ACTIVATION),
+        Needs(ranks=2, models=_PLAIN, plan=("train", "train"), one_size=True),
+    ),
+    "activations-rounded": row(Fault("rounded", "loss", stage=second), on_arrival(_in_bf16, _ACTIVATIONS), _ACROSS),
+    "gradients-travel-rounded": row(
+        Fault("rounded", "gradient", stage=first), on_arrival(_in_bf16, To(Kind.RECV_B, 0)), _ACROSS
+    ),
+    "activation-damaged": row(
+        Fault("altered", "loss", stage=second, microbatches=(0,)), on_arrival(_damaged, _ACTIVATION), _ACROSS
+    ),
+    "message-lost": row(
+        Fault("deadlock", "deadlock", stage=second, microbatches=lambda case: (case.microbatches - 1,)),
+        on_transport(_Lost),
+        Needs(ranks=2),
+        timeout_s=2.0,
+    ),
+    "receive-buffer-reused": row(Fault("overwritten", "gradient"), on_arrival(_one_buffer), Needs(ranks=3)),
+    "activation-nan": row(
+        Fault("not-finite", "loss", stage=second, microbatches=(1,)),
+        on_stages(Changes(inputs=_not_a_number), second),
+        Needs(microbatches=2, stages=2),
+    ),
+    "input-let-go": row(
+        Fault("overwritten", "gradient", stage=middle, alike=("uninitialised", "zero")), _spoiled(Tensor.zero_), _KEPT
+    ),
+    "input-poisoned": row(
+        Fault("overwritten", "gradient", stage=middle, alike=("not-finite", "uninitialised")),
+        _spoiled(lambda kept: kept.fill_(torch.nan)),
+        _KEPT,
+    ),
+    "input-partly-overwritten": row(
+        Fault("overwritten", "gradient", stage=middle, microbatches=(0,)),
+        _spoiled(_overwrite_half, microbatches=(0,)),
+        _KEPT,
+    ),
+}

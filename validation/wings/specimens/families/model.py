@@ -1,0 +1,133 @@
+"""Faults of the model: a stage computes something else, holds other layers, or draws other random numbers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.own.faults import Plant
+from pipeproof.own.stages import Slice
+from pipeproof.reference.model import HEADS, Attention, DropoutBlock
+from pipeproof.wings.specimens.planting import NORMS, Call, Changes, Edit, middle, on_modules, on_parts, on_stages
+from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row
+
+_DROPOUT = Needs(models=("dropout",))
+_LAYERS = Needs(layers=2, models=("mlp", "twice", "batchnorm"))
+
+
+def with_forward(kind: type[nn.Module], forward: Callable[..., object], *, most: int | None = None) -> Edit:
+    """The blocks of a kind, or the first ``most`` of them, compute ``forward``."""
+    return on_parts((kind,), lambda block, number: setattr(block, "forward", MethodType(forward, block)), most=most)
+
+
+def attended(self: Attention, x_BTC: Tensor, parts_BTC: Sequence[Tensor], *, causal: bool = True) -> Tensor:
+    """What ``self`` makes of queries, keys and values."""
+    b, t, c = x_BTC.shape
+    query, key, value = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in parts_BTC)  # (B, H, T, C/H)
+    mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    y_BTC: Tensor = self.out(mixed.transpose(1, 2).reshape(b, t, c))
+    return y_BTC
+
+
+def with_value(derived: Tensor, value: Tensor) -> Tensor:
+    """One tensor's derivative with another's value."""
+    mixed = derived.clone()
+    mixed.data.copy_(value)
+    return mixed
+
+
+def _blind_to_order(self: Attention, x_BTC: Tensor) -> Tensor:
+    """Every token sees every other one."""
+    return attended(self, x_BTC, self.qkv(x_BTC).chunk(3, dim=-1), causal=False)
+
+
+def _on_dropout(change: Callable[[DropoutBlock, int], object]) -> Plant:
+    return on_modules(on_parts((DropoutBlock,), change), middle)
+
+
+def _recomputed(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """The block's forward, whose backward computes it again with a fresh mask."""
+    right, fresh = DropoutBlock.forward(self, x_BC, key), DropoutBlock.forward(self, x_BC, key + 1)
+    if isinstance(right, Tensor) and isinstance(fresh, Tensor):
+        return with_value(fresh, right)
+    return with_value(fresh[0], right[0]), key
+
+
+def _reseed(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
+
+
+def _under_autocast(call: Call) -> AbstractContextManager[object]:
+    device = next(call.stage.module.parameters()).device
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def _on_pieces(change: Callable[[list[str]], object]) -> Edit:
+    """Changes the layers that a stage has."""
+
+    def changed(module: nn.Module) -> None:
+        assert isinstance(module, Slice), "stages here are slices of a model"
+        change(module.pieces)
+
+    return changed
+
+
+SPECIMENS: Mapping[str, Specimen] = {
+    "layers-counted-from-zero": row(
+        Fault("randomness", "loss", stage=middle, alike=("computation", "partition")),
+        _on_dropout(lambda block, number: setattr(block, "layer", number)),
+        Needs(stages=2, models=("dropout",)),
+    ),
+    "dropout-other-seed": row(
+        Fault("randomness", "loss", stage=middle, alike=("computation",)),
+        _on_dropout(lambda block, number: setattr(block, "seed", block.seed + 1)),
+        _DROPOUT,
+    ),
+    "recomputed-with-fresh-mask": row(
+        Fault("randomness", "gradient", stage=middle, alike=("computation",)),
+        on_modules(with_forward(DropoutBlock, _recomputed), middle),
+        _DROPOUT,
+    ),
+    "weights-of-other-seed": row(
+        Fault("randomness", "loss", stage=middle, alike=("computation", "partition")), on_modules(_reseed, middle)
+    ),
+    "side-input-missing": row(
+        Fault("altered", "loss", stage=middle, alike=("randomness", "computation", "zero")),
+        on_stages(Changes(inputs=lambda inputs, call: (inputs[0], torch.zeros_like(inputs[1]))), middle),
+        _DROPOUT,
+    ),
+    "mask-missing": row(
+        Fault("computation", "loss", stage=middle),
+        on_modules(with_forward(Attention, _blind_to_order), middle),
+        Needs(models=("gpt", "gpt-tied")),
+    ),
+    "other-epsilon": row(
+        Fault("computation", "loss", stage=middle),
+        on_modules(on_parts(NORMS, lambda norm, number: setattr(norm, "eps", 1e-2)), middle),
+    ),
+    "stage-in-bf16": row(
+        Fault("computation", "loss", stage=middle, alike=("rounded",)),
+        on_stages(Changes(during=_under_autocast), middle),
+    ),
+    "layers-in-other-order": row(
+        Fault("computation", "loss", stage=middle),
+        on_modules(_on_pieces(lambda pieces: pieces.reverse()), middle),
+        _LAYERS,
+    ),
+    "layer-skipped": row(
+        Fault("computation", "presence", stage=middle, alike=("missing",)),
+        on_modules(_on_pieces(lambda pieces: pieces.pop()), middle),
+        _LAYERS,
+    ),
+    "layer-repeated": row(
+        Fault("computation", "loss", stage=middle),
+        on_modules(_on_pieces(lambda pieces: pieces.append(pieces[-1])), middle),
+        _LAYERS,
+    ),
+}

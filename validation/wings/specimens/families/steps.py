@@ -1,0 +1,329 @@
+"""Faults of steps: what one leaves behind for the next; the norm, clipping and the update; and what is reported."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from random import random
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.core.observe.wrappers import AroundSteps, Pairs, Steps
+from pipeproof.own.faults import Drive
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.gradients import clip_factor, norm_of
+from pipeproof.pipeline.step import Parts, StepResult
+from pipeproof.reference.step import Recipe
+from pipeproof.wings.specimens.families.gradients import loss_divided
+from pipeproof.wings.specimens.planting import (
+    Arrived,
+    Call,
+    Changes,
+    Shares,
+    add,
+    both,
+    copies,
+    first,
+    gradients_by_parameter,
+    gradients_of,
+    last,
+    middle,
+    moved_twice,
+    multiplied,
+    on_arrival,
+    on_gradients,
+    on_stages,
+    on_steps,
+    on_work,
+    put_off,
+    rounded,
+    scaled,
+    squares_of,
+    stages_at,
+)
+from pipeproof.wings.specimens.specimen import Entry, Fault, Needs, Specimen, control, row
+
+_AFTER_EVAL = Needs(plan=("eval", "train"))
+
+
+def _not_cleared(parts: Parts) -> Parts:
+    """What the optimizer was given is still there in the next step, whose gradients are added to it."""
+    left = Shares()
+
+    def reduce(parts: Parts) -> None:
+        parts.gradients.reduce_tied()
+        add(left)
+
+    def scale(factor: float, parts: Parts) -> None:
+        parts.gradients.scale(factor)
+        left.update(copies(parts.stages))
+
+    return on_work(reduce=reduce, scale=scale)(parts)
+
+
+def _onto_parameters(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad += 1e-3 * parameter.detach()
+
+
+def _clear_before(microbatches: Pairs, steps: Steps) -> Pairs:
+    for stage in steps.parts.stages:
+        stage.module.zero_grad()
+    return microbatches
+
+
+def _stay_in_evaluation(result: StepResult, parts: Parts) -> StepResult:
+    for stage in stages_at(parts, middle):
+        stage.module.eval()
+    return result
+
+
+@contextmanager
+def _always_training(call: Call) -> Iterator[None]:
+    mode = call.stage.module.training
+    call.stage.module.train()
+    yield
+    call.stage.module.train(mode)
+
+
+def _move_statistics(result: StepResult, parts: Parts) -> StepResult:
+    for stage in parts.stages:
+        for name, buffer in stage.module.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.add_(0.1)
+    return result
+
+
+class _EvaluationDifferentiates(AroundSteps):
+    """An evaluation computes gradients too, which stay for the next step."""
+
+    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> StepResult:
+        buffers = [buffer for stage in self.parts.stages for buffer in stage.module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        self.inner.accumulate(microbatches, loss_divisor=loss_divisor)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        return self.inner.eval_step(microbatches, loss_divisor=loss_divisor)
+
+
+@torch.no_grad()
+def _recomputed(gradients: Gradients, call: Call) -> Gradients:
+    """The forward runs again in the backward, running statistics included."""
+    call.stage.module(*call.inputs)
+    return gradients
+
+
+def _hook_stays(parts: Parts) -> Parts:
+    """Boundary buffers outlive a step, and keep their hooks: one more in each, which halves what it is given."""
+    steps = Counter[int]()  # of each microbatch
+
+    def counted(inputs: Tensors, call: Call) -> Tensors:
+        steps[call.microbatch] += torch.is_grad_enabled()
+        return inputs
+
+    def hooked(gradients: Gradients, call: Call) -> Gradients:
+        return multiplied(gradients, 0.5 ** (steps[call.microbatch] - 1))
+
+    return on_stages(Changes(inputs=counted, given=hooked), first)(parts)
+
+
+_MAX_NORM = Recipe().max_norm
+_SEVERAL = Needs(stages=2)
+_CLIP = Fault("clip", "updated-parameters")
+_norms: dict[int, float] = {}  # by rank: what it clipped by
+
+
+def _clipped_by_rank(factor: float, parts: Parts) -> None:
+    """Each rank clips by its own norm, before it hears of the others'."""
+    norm = _norms[parts.transport.rank] = norm_of(parts.gradients.squares())
+    parts.gradients.scale(clip_factor(norm, _MAX_NORM))
+
+
+def _norm_of_rank(result: StepResult, parts: Parts) -> StepResult:
+    return replace(result, grad_norm=_norms[parts.transport.rank])
+
+
+def _without_middle(squares: list[float], parts: Parts) -> list[float]:
+    at = middle(parts.program.schedule.n_stages)
+    before = sum(len(gradients_of(stage.module)) for stage in parts.stages if stage.index < at)
+    missing = sum(len(gradients_of(stage.module)) for stage in stages_at(parts, middle))
+    return squares[:before] + squares[before + missing :]
+
+
+def _in_bf16(squares: list[float], parts: Parts) -> list[float]:
+    return rounded(torch.tensor(squares, dtype=torch.float64), torch.bfloat16).tolist()
+
+
+def _after_clipping(result: StepResult, parts: Parts) -> StepResult:
+    return result if result.grad_norm is None else replace(result, grad_norm=min(result.grad_norm, _MAX_NORM))
+
+
+def _last_alone(factor: float, parts: Parts) -> None:
+    for stage in stages_at(parts, last):
+        scaled(factor)(stage.module)
+
+
+def _by_stage(factor: float, parts: Parts) -> None:
+    """Each stage by the factor of its own norm; tied copies are not told apart."""
+    for stage in parts.stages:
+        own = norm_of(squares_of(stage.module))
+        scaled(clip_factor(own, _MAX_NORM))(stage.module)
+
+
+def _twice(factor: float, parts: Parts) -> None:
+    parts.gradients.scale(factor)
+    parts.gradients.scale(factor)
+
+
+_Tell = Callable[[StepResult, Parts], StepResult]
+_REPORT = Fault("report", "loss")
+
+
+def _elsewhere(tell: _Tell) -> Drive:
+    """On ranks without the last stage, which has the losses."""
+
+    def told(result: StepResult, parts: Parts) -> StepResult:
+        here = parts.program.schedule.placement[-1] == parts.transport.rank
+        return result if here else tell(result, parts)
+
+    return on_steps(told=told)
+
+
+def _minus_one(result: StepResult, parts: Parts) -> StepResult:
+    return replace(result, loss=-1.0, losses=(-1.0,) * len(result.losses))
+
+
+def _half(result: StepResult, parts: Parts) -> StepResult:
+    loss, *losses = rounded(torch.tensor([result.loss, *result.losses]), torch.float16).tolist()
+    return replace(result, loss=loss, losses=tuple(losses))
+
+
+def _divided(result: StepResult, parts: Parts) -> StepResult:
+    count = parts.program.schedule.microbatches
+    return replace(result, loss=result.loss / count, losses=tuple(loss / count for loss in result.losses))
+
+
+def _none(result: StepResult, parts: Parts) -> StepResult:
+    return replace(result, loss=math.nan, grad_norm=None) if parts.transport.rank == 0 else result
+
+
+_MANY = Needs(microbatches=2)
+
+
+def _late(arrived: Tensor, message: Arrived) -> Tensor:
+    time.sleep(random() * 1e-3)
+    return arrived.clone()
+
+
+def _drawing(call: Call) -> AbstractContextManager[None]:
+    torch.rand(3)
+    return nullcontext()
+
+
+def _root_of_roots(squares: list[float], parts: Parts) -> list[float]:
+    norm = torch.tensor(squares, dtype=torch.float64).sum().sqrt().float() if squares else torch.zeros(())
+    return [norm.item() ** 2]
+
+
+def _in_one_buffer(module: nn.Module) -> None:
+    """Gradients become views of it."""
+    gradients = gradients_by_parameter(module)
+    flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients.values()])
+    for parameter, part in zip(gradients, parts, strict=True):
+        parameter.grad = part.view(parameter.shape)
+
+
+def _evaluate_first(microbatches: Pairs, steps: Steps) -> Pairs:
+    steps.eval_step(microbatches)
+    return microbatches
+
+
+SPECIMENS: Mapping[str, Specimen] = {
+    "gradients-not-cleared": row(Fault("stale-gradient", "gradient"), _not_cleared, Needs(plan=("train", "train"))),
+    "gradients-onto-parameters": row(Fault("extra-term", "gradient"), on_gradients(_onto_parameters)),
+    "accumulated-lost": row(
+        Fault("dropped", "gradient"), drive=on_steps(given=_clear_before), needs=Needs(plan=("accumulate", "train"))
+    ),
+    "evaluation-mode-stays": row(
+        Fault("mode", "microbatches", stage=middle),
+        drive=on_steps(told=_stay_in_evaluation, operation="eval"),
+        needs=_AFTER_EVAL,
+    ),
+    "evaluation-in-training-mode": row(
+        Fault("mode", "microbatches", stage=middle), on_stages(Changes(during=_always_training), middle), _AFTER_EVAL
+    ),
+    "evaluation-moves-statistics": row(
+        Fault("buffers", "buffers"),
+        drive=on_steps(told=_move_statistics, operation="eval"),
+        needs=Needs(models=("batchnorm",), plan=("eval", "train")),
+    ),
+    "evaluation-differentiates": row(
+        Fault("extra-term", "gradient", alike=("stale-gradient",)), drive=_EvaluationDifferentiates, needs=_AFTER_EVAL
+    ),
+    "statistics-counted-twice": row(
+        Fault("buffers", "buffers", stage=middle),
+        on_stages(Changes(given=_recomputed), middle),
+        Needs(models=("batchnorm",)),
+    ),
+    "boundary-hook-stays": row(
+        Fault("scale", "second-step", stage=first, factor=lambda case: 0.5, alike=("altered",)),
+        _hook_stays,
+        Needs(stages=2, plan=("train", "train")),
+    ),
+    "norm-of-rank": row(
+        Fault("norm", "grad-norm"), on_work(scale=_clipped_by_rank), Needs(ranks=2), drive=on_steps(told=_norm_of_rank)
+    ),
+    "norm-without-stage": row(Fault("norm", "grad-norm", stage=middle), on_work(squares=_without_middle), _SEVERAL),
+    "norm-rounded": row(Fault("norm", "grad-norm", alike=("rounded",)), on_work(squares=_in_bf16)),
+    "norm-after-clipping": row(Fault("norm", "grad-norm", alike=("report",)), drive=on_steps(told=_after_clipping)),
+    "clip-last-stage": row(_CLIP, on_work(scale=_last_alone), _SEVERAL),
+    "clip-never": row(_CLIP, on_work(scale=lambda factor, parts: None)),
+    "clip-by-stage": row(_CLIP, on_work(scale=_by_stage), _SEVERAL),
+    "clip-twice": row(_CLIP, on_work(scale=_twice)),
+    "update-skipped-on-stage": row(
+        Fault("update", "updated-parameters", stage=middle), on_gradients(nn.Module.zero_grad, middle, clipped=True)
+    ),
+    "updated-twice": row(Fault("update", "updated-parameters", stage=middle), drive=moved_twice(middle)),
+    "loss-of-other-ranks": row(_REPORT, drive=_elsewhere(_minus_one), needs=Needs(ranks=2)),
+    "loss-sent-as-half": row(
+        Fault("report", "loss", alike=("rounded",)), drive=_elsewhere(_half), needs=Needs(ranks=2)
+    ),
+    "loss-divided-in-place": row(_REPORT, drive=on_steps(told=_divided), needs=Needs(microbatches=2)),
+    "loss-of-last-microbatch": row(
+        _REPORT,
+        drive=on_steps(told=lambda result, parts: replace(result, loss=result.losses[-1])),
+        needs=Needs(microbatches=2),
+    ),
+    "loss-summed": row(
+        _REPORT,
+        drive=on_steps(told=lambda result, parts: replace(result, loss=math.fsum(result.losses))),
+        needs=Needs(microbatches=2),
+    ),
+    "losses-in-other-order": row(
+        _REPORT,
+        drive=on_steps(told=lambda result, parts: replace(result, losses=result.losses[::-1])),
+        needs=Needs(microbatches=2),
+    ),
+    "evaluation-divided-again": row(
+        _REPORT, drive=on_steps(told=_divided, operation="eval"), needs=Needs(microbatches=2, plan=("eval", "train"))
+    ),
+    "nothing-reported": row(Fault("report", "grad-norm", alike=("norm", "not-finite")), drive=on_steps(told=_none)),
+}
+CONTROLS: Mapping[str, Entry] = {
+    "slow-messages": control(on_arrival(_late), Needs(ranks=2, microbatches=3), schedule="1f1b"),
+    "random-numbers-drawn": control(on_stages(Changes(during=_drawing)), Needs(microbatches=2, models=("dropout",))),
+    "loss-scaled-and-back": control(
+        both(loss_divided(lambda goal, count: goal.divisor / 1024), on_gradients(scaled(1 / 1024))), _MANY
+    ),
+    "shares-added-backwards": control(put_off(lambda call: True, reduced=False), Needs(microbatches=3)),
+    "norm-by-rank": control(on_work(squares=_root_of_roots), _MANY),
+    "flat-gradients": control(on_gradients(_in_one_buffer), _MANY),
+    "evaluation-before-steps": control(
+        drive=on_steps(given=_evaluate_first), needs=Needs(models=("batchnorm",), plan=("train", "train"))
+    ),
+}

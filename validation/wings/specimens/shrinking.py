@@ -1,0 +1,104 @@
+"""From a random case that shows a planted fault down to the smallest: it must be the one that the specimen states."""
+
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from pipeproof.core.verdict import LawResult, Verdict
+from pipeproof.own.case import MODELS, Case, plainest_first
+from pipeproof.own.faults import unchanged
+from pipeproof.own.fuzz import Tally, cases, fuzz, judged
+from pipeproof.pipeline.program import lower
+from pipeproof.wings.specimens.families.order import broken
+from pipeproof.wings.specimens.specimen import Specimen
+from pipeproof.worlds.timeout import BUDGET
+from pipeproof.worlds.world import World
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """Where shrinking began and ended, without the specimen, after how many cases; empty if nothing failed."""
+
+    specimen: str
+    stated: str
+    began: str
+    ended: str
+    cases: int
+
+    @property
+    def as_stated(self) -> bool:
+        """Whether the smallest case is the stated one. Of schedules that are equally small any may come first."""
+        return self.ended.partition(" ")[2] == self.stated.partition(" ")[2] != ""
+
+    def __str__(self) -> str:
+        if self.as_stated:
+            return f"{self.specimen:<28} as stated after {self.cases:>3} cases, from {self.began}"
+        return f"{self.specimen:<28} NOT as stated: {self.ended or 'nothing failed'}, stated {self.stated}"
+
+
+def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 4) -> Shrunk:
+    """Draw cases that ``specimen`` can show itself in until its law fails, and shrink."""
+    began: list[Case] = []
+
+    def run(case: Case, world: World) -> Verdict:
+        verdict = _judged(specimen, case, world)
+        if verdict.verdict == "pass":
+            return verdict
+        if not began and str(case) in simplest:
+            return replace(verdict, verdict="pass")  # begin with a case that chance has made
+        began.append(case)
+        return verdict
+
+    simplest: set[str] = set()
+    drawn = st.tuples(cases_that_show(specimen, max_ranks=max_ranks), st.integers(0, 2**16))
+    strategy = drawn.map(lambda pair: _noted(*pair, simplest))
+    tally = Tally(BUDGET)
+    found = fuzz(world, tally, seed_=seed, strategy=strategy, run=run)
+    ended = "" if found is None else _plain(found.case)
+    start = _plain(began[0]) if began else ended
+    return Shrunk(specimen.name, specimen.smallest, start, ended, tally.cases)
+
+
+def cases_that_show(specimen: Specimen, *, max_ranks: int = 4) -> st.SearchStrategy[Case]:
+    """Random cases that have all that ``specimen`` needs, with it planted."""
+    needs = specimen.needs
+    models = plainest_first(needs.models or MODELS)  # to shrink to the first
+
+    def planted(case: Case) -> Case:
+        return replace(
+            case,
+            loss=needs.loss or case.loss,
+            ragged=needs.ragged or case.ragged,
+            unequal=needs.unequal or case.unequal,
+            specimen=specimen.name,
+        )
+
+    wide = cases(models=models, max_ranks=max_ranks).map(planted)
+    return wide.map(lambda case: _with_plan(case, needs.plan)).filter(lambda case: not specimen.missing(case))
+
+
+def _noted(case: Case, number: int, simplest: set[str]) -> Case:
+    """``case``; noted if drawn with the number 0, as Hypothesis draws what is simplest before it draws at random."""
+    if number == 0:
+        simplest.add(str(case))
+    return case
+
+
+def _with_plan(case: Case, plan: tuple[str, ...]) -> Case:
+    rest = iter(case.plan)
+    return case if all(operation in rest for operation in plan) else replace(case, plan=plan)
+
+
+def _judged(specimen: Specimen, case: Case, world: World) -> Verdict:
+    """A pass wherever the specimen's own law holds, whatever else fails. What hangs or crashes is raised."""
+    if specimen.reorder is not unchanged:
+        failed = specimen.law in broken(specimen.reorder(lower(case.built)))
+        law = LawResult(specimen.law, "fail" if failed else "pass")
+        return Verdict(str(case), "fail" if failed else "pass", "none", (law,))
+    verdict = judged(case, world)
+    failed = any(law.name == specimen.law and law.outcome == "fail" for law in verdict.laws)
+    return replace(verdict, verdict="fail" if failed else "pass")
+
+
+def _plain(case: Case) -> str:
+    return str(replace(case, specimen=""))
