@@ -193,7 +193,7 @@ FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and w
     "biases in parts": (
         "sp", "tensor_by_hand.reduced", left_out("down.bias", "output.bias"), "not-reduced", "2.feedforward.down.bias",
     ),
-    "gathered one way": ("sp", "tensor_by_hand.gathered", gathered_one_way, "", "the backward: stage 0, 3.norm.bias"),
+    "gathered one way": ("sp", "tensor_by_hand.gathered", gathered_one_way, "", "3.norm.bias (stage 0)"),
     "mask of other places": ("zigzag", "context.visible", mask_of_places, "computation", "every loss is wrong"),
     "torch's, by an early import": (
         "zigzag", "context.attended_to_all", partial(of_torch, early=True), "computation", "every loss is wrong",
@@ -204,7 +204,7 @@ FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and w
     ),
     "gradients of the last": ("ring", "ring.added", of_last_rank, "", "first goes wrong at 2.attention"),
     "gradients stay": ("ring", "ring.passed_on", gradients_stay, "", "first goes wrong at 2.attention.values"),
-    "gradients stay, of 4": ("ring of 4", "ring.passed_on", gradients_stay, "", "stage 0, 2.attention.values.weight: "),
+    "gradients stay, of 4": ("ring of 4", "ring.passed_on", gradients_stay, "", "2.attention.values.weight (stage 0)"),
 }  # fmt: skip
 
 

