@@ -77,4 +77,4 @@ def test_what_init_writes_passes_as_it_is_and_is_red_where_the_step_is_wrong(fra
     assert ended.returncode == 1, ended.stdout
     assert "PASSED test_right.py::test_my_pipeline" in ended.stdout, ended.stdout
     assert "FAILED test_wrong.py::test_my_pipeline" in ended.stdout, ended.stdout
-    assert "cause     " in ended.stdout, ended.stdout
+    assert "shown by  " in ended.stdout, ended.stdout
