@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from pipeproof.core.contract import Contract
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import ValidationFailed, Verdict
-from pipeproof.pipeline.transports import Transport
 from pipeproof.whitebox import HandedBack, WhiteBox, watch
 from pipeproof.whitebox.rank import RankMade, digests
 from pipeproof.whitebox.validator import other_data
-from pipeproof.worlds.rank_report import RankFailed, of_failure
-from pipeproof.worlds.worker import RankContext
-from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.steps import Pairs, loss_fn, pairs
 from tests.support.two_ranks import half, one_by_one
@@ -345,24 +340,3 @@ def test_a_hang_says_who_waits_for_whom(whitebox: WhiteBox) -> None:
     golden(verdict.details.splitlines()[0])
     assert verdict.failure.count("in hangs") == 2
     assert judged(whitebox, plain).verdict == "pass", "the next run is sound"
-
-
-def sums_in_backward(context: RankContext) -> None:
-    """Rank 1 comes to the backward once rank 0 has left it."""
-    store, weight = c10d._get_default_store(), torch.ones(1, requires_grad=True)
-    if context.rank:
-        store.wait(["left"])
-    (output := weight * 2).register_hook(lambda grad: (dist.all_reduce(grad), grad)[1])
-    output.backward()
-    store.set("left", "")
-
-
-def test_a_simulated_hang_says_where_else_it_happens(simulated: World) -> None:
-    told = {}
-    for simulated.transport in (Transport.PAIR, Transport.STRICT):
-        try:
-            simulated.run(sums_in_backward, ranks=2)
-        except RankFailed as failure:
-            verdict = of_failure(Verdict("case", "unknown", "none", ()), failure)
-            told[simulated.transport] = simulated.complete(verdict).headline
-    golden("\n".join(f"{transport.value}: {headline}" for transport, headline in told.items()))
